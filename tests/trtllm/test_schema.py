@@ -15,7 +15,16 @@ from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.lint import lint
 from trtspec.trtllm.schema import UNKNOWN, Rule, parse_version, schema_for
 
-CACHED = ("snapshots", "classes", "_word", "_names", "_kinds", "_flags", "_schema", "releases")
+CACHED = (
+    "snapshots",
+    "classes",
+    "_word",
+    "_names",
+    "_kinds",
+    "option_names",
+    "_schema",
+    "releases",
+)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Faults that stop TensorRT-LLM between its argument classes and its first answer, planted one at a time."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import yaml
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.lint import lint
-from trtspec.trtllm.schema import read_beside, schema_for
+from trtspec.trtllm.schema import schema_for
 
-ROWS: list[dict[str, Any]] = read_beside("startup_faults.yaml")
+ROWS: list[dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("startup_faults.yaml").read_text()
+)
 DECIDED = [row for row in ROWS if "rule" in row]
 TARGET, HEAD = "nvidia/Kimi-K2.6-NVFP4", "nvidia/Kimi-K2.6-Eagle3"
 CLEAN = f"""\

@@ -48,7 +48,7 @@ def lint(document: Document | str, deployment: Deployment) -> list[Finding]:
     if document.value is not None and not isinstance(document.value, dict):
         message = f"the file holds {type(document.value).__name__}, not a mapping of options"
         return [Finding("TS-LINT-SYNTAX", "error", "", message, "write `key: value` lines", line=1)]
-    if set(document.value or {}) >= FRONT_KEYS:
+    if set(document.mapping) >= FRONT_KEYS:
         message = (
             "this is the front of disaggregated servers, which has no engine settings to judge"
         )
@@ -151,7 +151,7 @@ def _corrected(
     after = Document.parse(edit.text, document.name)
     if (
         after.error
-        or not same(after.value or {}, edit.value or {})
+        or not same(after.mapping, edit.value)
         or document.comment_texts - after.comment_texts
     ):
         return None

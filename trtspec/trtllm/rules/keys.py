@@ -25,6 +25,7 @@ from trtspec.trtllm.schema import (
     Field,
     Schema,
     Word,
+    classes,
     known_names,
     read_beside,
     renames,
@@ -42,6 +43,7 @@ NAMES = {
 LIMITS = {"min": "at least", "max": "at most", "above": "above", "below": "below"}
 RANGE_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "too_short"}
 SHOWN = 80  # characters of a value in a message
+NEAR = 0.83  # likeness of a slip of the hand; the nearest option of vLLM that means something else has 0.82
 
 
 def check_value(field: Field, value: Any) -> Verdict | None:
@@ -181,7 +183,7 @@ def check_keys(document: Document, schema: Schema) -> Iterator[Finding]:
         if entry.parent in unknown:
             unknown.add(path)  # the parent's finding covers it
             continue
-        if not schema.is_class(entry.parent):
+        if entry.parent not in classes():
             continue  # a free mapping
         word = schema.word(entry.parent, entry.name, kind_of(document, entry.parent))
         if word.taken and word.earlier:
@@ -313,7 +315,7 @@ def targets(document: Document, schema: Schema) -> dict[str, str]:
     """The key that each key of a file which the release refuses means."""
     meant: dict[str, str] = {}
     for path, entry in document.entries.items():
-        if schema.is_class(entry.parent) and path not in schema.fields:
+        if entry.parent in classes() and path not in schema.fields:
             target = meaning(schema, entry.parent, entry.name)
             if target is not None:
                 meant[path] = target.path
@@ -327,9 +329,8 @@ def _remedy(
     if target is not None and not target.certain:
         return f"did you mean {target.path}?", None
     if target is not None:
-        note = f" ({target.note})" if target.note else ""
         fix = _moving(schema, entry, target.path) if target.same_value else None
-        return f"write {target.path}{note}", fix
+        return f"write {target.words}", fix
     name = entry.name.replace("-", "_")
     option = read_beside("keys.yaml")["foreign_options"].get(name, name)
     if options := schema.option(f"--{option}").taken:
@@ -341,8 +342,8 @@ def _remedy(
     )
     if isinstance(entry.value, dict):  # what it holds may be wanted under other names
         inner = [meaning(schema, "", str(key)) for key in entry.value]
-        paths = [target.path for target in inner if target is not None]
-        return remedy + (f" and write its keys as {', '.join(paths)}" if paths else ""), None
+        named = [target.words for target in inner if target is not None]
+        return remedy + (f" and write its keys as {', '.join(named)}" if named else ""), None
     known = last is not None or entry.path in read_beside("keys.yaml")["gone"]
     return remedy, partial(delete_key, path=entry.path) if known else None
 
@@ -355,6 +356,10 @@ class Target:
     certain: bool
     same_value: bool = True
     note: str = ""
+
+    @property
+    def words(self) -> str:
+        return f"{self.path} ({self.note})" if self.note else self.path
 
 
 @functools.cache
@@ -386,9 +391,7 @@ def meaning(schema: Schema, parent: str, written: str) -> Target | None:
 def _by_structure(schema: Schema, itself: str, name: str) -> Target | None:
     """The one key with this name, or with this name after its mapping's (`moe_backend`), anywhere in the file."""
     leaves = [path for path in schema.fields if path.rpartition(".")[2] == name]
-    joined = _joined(schema).get(name, [])
-    top = [path for path in leaves if "." not in path]
-    candidates = top or joined or leaves
+    candidates = _joined(schema).get(name, leaves)
     if len(candidates) == 1 and candidates[0] != itself:
         return Target(candidates[0], True)
     return None
@@ -400,17 +403,19 @@ def _joined(schema: Schema) -> dict[str, list[str]]:
     joined: dict[str, list[str]] = {}
     for path in schema.fields:
         parent, _, leaf = path.rpartition(".")
-        joined.setdefault(f"{parent.removesuffix('_config')}_{leaf}", []).append(path)
-        if parent:
-            joined.setdefault(path, []).append(path)
+        for name in {path, f"{parent.removesuffix('_config')}_{leaf}".strip("_")}:
+            joined.setdefault(name, []).append(path)
     return joined
 
 
 def _by_spelling(schema: Schema, parent: str, name: str) -> Target | None:
-    paths = [path for path in schema.fields if path.rpartition(".")[0] == parent]
-    siblings = {path.rpartition(".")[2].lower(): path for path in paths}
-    near = difflib.get_close_matches(name.lower(), siblings, n=1, cutoff=0.7)
-    return Target(siblings[near[0]], False) if near else None
+    """The nearest key of the same mapping or of the top level; at the top level, of any mapping."""
+    names = {path.removeprefix(f"{parent}."): path for path in schema.fields}
+    if not parent:
+        names = {joined: paths[0] for joined, paths in _joined(schema).items()}
+    bare = {each.lower().removesuffix("_config"): path for each, path in names.items()}
+    near = difflib.get_close_matches(name.lower().removesuffix("_config"), bare, 1, NEAR)
+    return Target(bare[near[0]], False) if near else None
 
 
 def _moving(schema: Schema, entry: Entry, to: str) -> Fix | None:
