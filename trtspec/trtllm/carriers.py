@@ -237,7 +237,7 @@ class _Carrier:
             self.target, self.head = model.get("target") or "", model.get("head") or ""
         secret = root.value.get("kind") == "Secret"
         if len(root.pairs) == 1:
-            self.settings = {*_keys(root)}
+            self.settings = set(_keys(root))
         for path, node in _walk(root, ()):
             part = Carried(".".join(path), name="".join(path[-1:]), role=role_in(*path),
                            origin=_origin(node, hidden, origin))  # fmt: skip

@@ -266,7 +266,7 @@ def _nearest_value(value: Any, field: Field) -> tuple[Any, bool]:
         return None, False
     by_plain = {str(item).lower().replace("_", ""): item for item in field.allowed}
     plain = value.lower().replace("_", "")
-    near = difflib.get_close_matches(plain, list(by_plain), n=1, cutoff=0.75)
+    near = difflib.get_close_matches(plain, by_plain, n=1, cutoff=0.75)
     return (by_plain[near[0]], near[0] == plain) if near else (None, False)
 
 
@@ -369,23 +369,19 @@ def meaning(schema: Schema, parent: str, written: str) -> Target | None:
     name = written.replace("-", "_").strip()
     path = f"{parent}.{name}".lstrip(".")
     itself = f"{parent}.{written}".lstrip(".")
-    rows = [
-        known[each]
-        for known in (renames(), known_names("foreign"))
-        for each in (path, name)
-        if each in known
-    ]
+    # a key of another release means what it means there
+    real = itself in read_beside("keys.yaml")["gone"] or schema.last_source_with(itself) is not None
+    known = renames() if real else {**known_names("foreign"), **renames()}
+    plain = {"same_value": True, "note": ""}
+    rows = [{**plain, "to": path}, *(known[each] for each in (path, name) if each in known)]
     rows += [{**row, "to": old} for old, row in renames().items() if row["to"] == path]
-    rows += [{"to": path, "same_value": True, "note": ""}]
-    rows += [{**rows[-1], "to": option.key} for option in schema.option(f"--{name}").taken]
+    rows += [{**plain, "to": option.key} for option in schema.option(f"--{name}").taken]
     for row in rows:
         if row["to"] in schema.fields and (row["to"] != itself or "." in written):
             return Target(row["to"], True, row["same_value"], row["note"])
-    target = _by_structure(schema, itself, name)
-    gone = itself in read_beside("keys.yaml")["gone"]
-    if target is None and not gone and schema.last_source_with(itself) is None:
-        return _by_spelling(schema, parent, name)
-    return target
+    if real:
+        return None
+    return _by_structure(schema, itself, name) or _by_spelling(schema, parent, name)
 
 
 def _by_structure(schema: Schema, itself: str, name: str) -> Target | None:
@@ -413,9 +409,10 @@ def _by_spelling(schema: Schema, parent: str, name: str) -> Target | None:
     names = {path.removeprefix(f"{parent}."): path for path in schema.fields}
     if not parent:
         names = {joined: paths[0] for joined, paths in _joined(schema).items()}
-    bare = {each.lower().removesuffix("_config"): path for each, path in names.items()}
-    near = difflib.get_close_matches(name.lower().removesuffix("_config"), bare, 1, NEAR)
-    return Target(bare[near[0]], False) if near else None
+    for each, path in list(names.items()):
+        names.setdefault(each.removesuffix("_config"), path)
+    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=NEAR)
+    return Target(names[near[0]], False) if near else None
 
 
 def _moving(schema: Schema, entry: Entry, to: str) -> Fix | None:
