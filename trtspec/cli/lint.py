@@ -390,7 +390,7 @@ def _foreign(document: Document) -> Judged | None:
         return Judged(document.name, document, None, BY_VLLM, findings)
     if not is_foreign(map(str, keys)):
         return None
-    message = f"none of its keys ({listed(map(str, keys))}) is TensorRT-LLM's, and nothing in it is an engine file"
+    message = f"no engine file is in it: its keys ({listed(map(str, keys))}) are another tool's"
     finding = Finding("TS-LINT-NO-ENGINE-FILE", "error", "", message)
     return Judged(document.name, document, None, "not an engine file", [finding])
 

@@ -128,7 +128,7 @@ def _judged(
     deployment = judged_as(intent, target, head)
     findings = tuple(lint(text, deployment))
     plain = (
-        lint(engine_yaml(replace(intent, settings=()), target, head, cache), deployment)
+        lint(_settings(replace(intent, settings=()), target, head, cache), deployment)
         if intent.settings
         else findings
     )
@@ -157,7 +157,14 @@ def judged_as(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> Deplo
 def engine_yaml(
     intent: Intent, target: ModelSpec, head: HeadSpec | None, cache: str | None = None
 ) -> str:
-    """The text of the engine file, not judged yet. Raises UsageError for a `--set` that is not key=value."""
+    """The text of the engine file, not judged yet. Raises what `_settings` and `_capacity` raise."""
+    settings = _settings(intent, target, head, cache)
+    capacity = _capacity(intent, target, judged_as(intent, target, head), settings)
+    return f"{intent.first_line()}\n{_header(intent)}{capacity}{settings}"
+
+
+def _settings(intent: Intent, target: ModelSpec, head: HeadSpec | None, cache: str | None) -> str:
+    """The file below its comments. Raises UsageError for a `--set` that is not key=value."""
     schema = schema_for(intent.version)
     named = [
         replace(item, path=schema.current(item.path))
@@ -166,9 +173,7 @@ def engine_yaml(
     found = {item.path: item for item in named}
     for item in intent.settings:
         _override(found, _asked_setting(item))
-    settings = _render(found)
-    capacity = _capacity(intent, target, judged_as(intent, target, head), settings)
-    return f"{intent.first_line()}\n{_header(intent)}{capacity}{settings}"
+    return _render(found)
 
 
 def _override(found: dict[str, EngineSetting], own: EngineSetting) -> None:

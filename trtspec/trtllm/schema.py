@@ -269,16 +269,15 @@ class Schema:
         name = option_names().get(flag, "")
         return _word(OPTIONS, name, self.version)
 
-    def last_source_with(self, path: str) -> Version | None:
-        """The newest source of any release that has a key."""
+    def last_release_with(self, path: str) -> Version | None:
+        """The newest release that takes a key."""
         parent, _, name = path.rpartition(".")
-        readings = [
-            reading
-            for owner, listed in classes().items()
-            if owner.partition(":")[0] == parent
-            for reading in listed
-        ]
-        return max((each.release for each in readings if name in each.entries), default=None)
+        owners = [owner for owner in classes() if owner.partition(":")[0] == parent]
+        for release in reversed(releases()):
+            takes = any(_word(owner, name, release).takes for owner in owners)
+            if takes and not release.is_devrelease:
+                return release
+        return None
 
     def set_by(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """What options of trtllm-serve set, by YAML path."""

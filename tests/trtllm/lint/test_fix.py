@@ -92,7 +92,7 @@ def test_wrong_types_placeholders_and_typos_are_never_replaced(count: int) -> No
             for path in before
             if path not in after and repr(before[path]) not in map(repr, after.values())
         }
-        assert all(path in schema.fields or schema.last_source_with(path) for path in lost), (
+        assert all(path in schema.fields or schema.last_release_with(path) for path in lost), (
             lost,
             text,
         )

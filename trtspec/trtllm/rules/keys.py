@@ -273,7 +273,7 @@ def _nearest_value(value: Any, field: Field) -> tuple[Any, bool]:
 def _unknown(document: Document, schema: Schema, entry: Entry, word: Word) -> Finding:
     """A key that some source around the release refuses, or that none shows."""
     parent = entry.parent or "the top level"
-    target, last = meaning(schema, entry.parent, entry.name), schema.last_source_with(entry.path)
+    target, last = meaning(schema, entry.parent, entry.name), schema.last_release_with(entry.path)
     gone = read_beside("keys.yaml")["gone"].get(entry.path, {})
     renamed = renames().get(entry.path, gone)
     told = f" ({renamed['note']})" if renamed.get("note") else ""
@@ -325,7 +325,7 @@ def targets(document: Document, schema: Schema) -> dict[str, str]:
 def _remedy(
     schema: Schema, entry: Entry, target: Target | None, last: Version | None
 ) -> tuple[str, Fix | None]:
-    """What to write in place of a key. `last`: the last source that has it."""
+    """What to write in place of a key. `last`: the newest release that has it."""
     if target is not None and not target.certain:
         return f"did you mean {target.path}?", None
     if target is not None:
@@ -335,11 +335,7 @@ def _remedy(
     option = read_beside("keys.yaml")["foreign_options"].get(name, name)
     if options := schema.option(f"--{option}").taken:
         return f"pass {options[0].flags[0]} to trtllm-serve", None
-    remedy = (
-        f"remove {entry.name}"
-        if last is None
-        else f"leave it out, or use {str(last).partition('.dev')[0]}"
-    )
+    remedy = f"remove {entry.name}" if last is None else f"leave it out, or use {last}"
     if isinstance(entry.value, dict):  # what it holds may be wanted under other names
         inner = [meaning(schema, "", str(key)) for key in entry.value]
         named = [target.words for target in inner if target is not None]
@@ -370,7 +366,9 @@ def meaning(schema: Schema, parent: str, written: str) -> Target | None:
     path = f"{parent}.{name}".lstrip(".")
     itself = f"{parent}.{written}".lstrip(".")
     # a key of another release means what it means there
-    real = itself in read_beside("keys.yaml")["gone"] or schema.last_source_with(itself) is not None
+    real = (
+        itself in read_beside("keys.yaml")["gone"] or schema.last_release_with(itself) is not None
+    )
     known = renames() if real else {**known_names("foreign"), **renames()}
     plain = {"same_value": True, "note": ""}
     rows = [{**plain, "to": path}, *(known[each] for each in (path, name) if each in known)]
