@@ -211,7 +211,7 @@ class _Carrier:
         self.variables: list[tuple[str, str, int]] = []
         self.target = self.head = ""
         self.whole = False  # whether the text is an engine file itself
-        # mappings of the top level that are no engine file: of a front, or around all else, which is a mistake
+        # mappings of the top level that are no engine file: of a front, or around everything else, which is a mistake
         self.settings = FRONT_KEYS
 
     def read_document(self, text: str, origin: Origin) -> None:
