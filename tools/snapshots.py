@@ -74,6 +74,17 @@ NATIVE = {int: "int", float: "float", bool: "bool", str: "str", type(None): "nul
 MARKS = {"ge": "min", "le": "max", "gt": "above", "lt": "below"}
 LIMITS = {"min", "max", "above", "below"}
 DEEPEST = 6  # levels of nested objects; the engine has four
+# line breaks of a snapshot's text
+LINES = {
+    '{"release"': '{\n "release"',
+    '], "classes": {': '],\n "classes": {\n  ',
+    ', "source"': ',\n "source"',
+    '"fields": {"': '"fields": {\n   "',
+    '}}, "': '}},\n  "',
+    '}, "': '},\n   "',
+}
+# a class by the one that is derived from it, and so has every key of it (llm_args.py)
+BASES = {"speculative_config:Eagle3": "speculative_config:Eagle"}
 
 
 def documented(pages: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -92,6 +103,10 @@ def documented(pages: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 classes[parent] = {"whole": False, "fields": {}}
             if name not in classes[parent]["fields"]:
                 classes[parent]["fields"][name] = telemetry_facts(shown) if parent else {}
+        for derived, base in BASES.items():
+            if classes.get(derived, {}).get("whole") and base not in classes:
+                refuses = sorted({*schemas._names(base)} - {*classes[derived]["fields"]})
+                classes[base] = {"whole": False, "refuses": refuses, "fields": {}}
         for owner, read in classes.items():
             for name, facts in read["fields"].items():
                 read["fields"][name] = with_earlier(owner, name, facts, Version(release))
@@ -374,7 +389,7 @@ def class_differences(before: list[Any], now: Any) -> Iterator[str]:
 @contextlib.contextmanager
 def without(release: str | None) -> Iterator[None]:
     """Inside, the sources of a release were never read."""
-    cached = ("classes", "_word", "_names", "_kinds", "_flags", "_schema")
+    cached = ("classes", "_word", "_names", "_kinds", "option_names", "_schema")
     kept = tuple(one for one in snapshots() if one["release"] != release)
     try:
         schemas.snapshots = lambda: kept  # type: ignore[assignment]
@@ -422,21 +437,12 @@ def judged(pages: dict[str, Any], only: str | None) -> Iterator[str]:
 
 
 def text_of(snapshot: dict[str, Any]) -> str:
-    """One line for each field."""
-    classes = []
+    """JSON with one line for each class and each field, a mapping before what it holds."""
     parents_first = sorted(snapshot["classes"].items(), key=lambda item: item[0].split(":"))
-    for owner, read in parents_first:
-        rest = {key: value for key, value in read.items() if key != "fields"}
-        head = json.dumps(rest)[:-1]
-        rows = [
-            f"   {json.dumps(name)}: {json.dumps(facts)}" for name, facts in read["fields"].items()
-        ]
-        body = ",\n".join(rows)
-        body = f"\n{body}" if rows else ""
-        classes.append(f'  {json.dumps(owner)}: {head}, "fields": {{{body}}}}}')
-    listed = ",\n".join(classes)
-    first = f' "release": {json.dumps(snapshot["release"])},\n "source": {json.dumps(snapshot["source"])},'
-    return f'{{\n{first}\n "classes": {{\n{listed}\n }}\n}}\n'
+    text = json.dumps(snapshot | {"classes": dict(parents_first)})
+    for mark, lines in LINES.items():
+        text = text.replace(mark, lines)
+    return f"{text}\n"
 
 
 def main(words: list[str] | None = None) -> int:

@@ -27,7 +27,7 @@ USES = re.compile(
 JUDGES_OTHER_RELEASES = ("tests/", "tools/fingerprint", "trtspec/trtllm/snapshots/", "CHANGELOG.md")
 # (file, release): why this file uses another one
 OTHERS = {
-    ("docs/hardware.md", "1.3.0rc22"): "an engine that an image of Dynamo carries",
+    ("docs/hardware.md", "1.3.0rc29"): "an engine that an image of Dynamo carries",
 }
 
 

@@ -8,9 +8,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from tests.command_line import trtspec
 from trtspec.cli.app import app
 from trtspec.errors import UsageError
-from trtspec.trtllm.deployment import deployment_of
+from trtspec.trtllm.deployment import deployment_of, dynamo_flags, dynamo_releases
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.lint import lint
 
@@ -29,12 +30,6 @@ SERVICE = {
     "sharedMemory",
 }
 CONTAINER = {"image", "workingDir", "command", "args", "env", "startupProbe", "volumeMounts"}
-# options of `python3 -m dynamo.trtllm` in those recipes and in aiconfigurator's cli_args template
-OPTIONS = {
-    "--model-path", "--served-model-name", "--extra-engine-args", "--tensor-parallel-size", "--expert-parallel-size",
-    "--max-batch-size", "--max-num-tokens", "--max-seq-len", "--gpus-per-node", "--disaggregation-mode",
-    "--dyn-tool-call-parser", "--dyn-reasoning-parser", "--override-engine-args",
-}  # fmt: skip
 
 
 def run(*words: str) -> str:
@@ -76,7 +71,7 @@ def check_deployment(objects: dict[str, list[Any]]) -> dict[str, Any]:
         if name == "Frontend":
             continue
         pod, typed = service["extraPodSpec"], options(service)
-        assert set(typed) <= OPTIONS
+        assert set(typed) <= dynamo_flags()
         volumes = {item["name"]: item for item in pod["volumes"]}
         assert {item["name"] for item in pod["mainContainer"]["volumeMounts"]} == set(volumes)
         assert volumes["engine"]["configMap"]["name"] == config["metadata"]["name"]
@@ -155,6 +150,15 @@ def test_prefill_and_decode_over_trays_of_one_nvlink_domain(tmp_path: Path) -> N
     assert len(objects["ComputeDomain"]) == 2 and services["decode"]["resources"]["limits"] == {
         "gpu": "4"
     }
+
+
+def test_the_default_release_goes_into_the_newest_image_with_a_warning(tmp_path: Path) -> None:
+    path, newest = tmp_path / "agg.yml", next(iter(dynamo_releases()))
+    done = trtspec("build-config", *PAIR, "--format", "dynamo", "-o", path)
+    text = path.read_text()
+    assert text.startswith("# TensorRT-LLM 1.4.0rc1: ") and f"runtime:{newest}\n" in text
+    assert "no Dynamo release is known that carries TensorRT-LLM 1.4.0rc1" in done.stderr
+    assert trtspec("lint", path, "--strict").status == 0
 
 
 def test_what_dynamo_cannot_run_is_refused() -> None:

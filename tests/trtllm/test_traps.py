@@ -12,12 +12,10 @@ import yaml
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.errors import UsageError
 from trtspec.specs import QuantSpec
-from trtspec.trtllm.deployment import Deployment, Finding, compute_capability, deployment_of
-from trtspec.trtllm.document import Document
+from trtspec.trtllm.deployment import Deployment, Finding, compute_capability
 from trtspec.trtllm.lint import lint
 from trtspec.trtllm.schema import schema_for
 
-NEW = "1.3.0rc27.dev0"  # the last release whose classes were read whole
 CLEAN = """\
 speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: nvidia/Kimi-K2.6-Eagle3}
 moe_config: {backend: TRTLLM}
@@ -88,19 +86,3 @@ def test_a_gpu_is_named_or_given_by_its_capability(gpu: str, capability: str) ->
     assert compute_capability(gpu) == capability
     with pytest.raises(UsageError):
         compute_capability("b9000")
-
-
-def test_options_after_the_dashes_are_settings_and_are_judged() -> None:
-    text = "max_batch_size: 8\n"
-    deployment, _, problems = deployment_of(
-        Document.parse(text),
-        version=NEW,
-        target="nvidia/Kimi-K2.6-NVFP4",
-        head=None,
-        passed=["--max_batch_size", "32", "--no_such", "1"],
-    )
-    assert [problem.code for problem in problems] == ["TS-SERVE-UNKNOWN-OPTION"]
-    assert deployment.argv["max_batch_size"] == 32
-    assert {"TS-LINT-SET-TWICE", "TS-LINT-REMOTE-CODE-OFF"} <= {
-        finding.code for finding in lint(text, deployment)
-    }

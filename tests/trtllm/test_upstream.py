@@ -285,15 +285,15 @@ def test_the_engines_own_kimi_recipes_pass(manifests: Path) -> None:
             assert not found, found
 
 
-@pytest.mark.parametrize(("left_out", "passed"), [(None, 0), ("1.3.0rc27", 3), ("1.4.0rc1", 0)])
+@pytest.mark.parametrize("left_out", [None, "1.3.0rc27", "1.4.0rc1"])
 def test_documented_classes_are_judged_as_their_pages_list_them(
-    manifests: Path, left_out: str | None, passed: int
+    manifests: Path, left_out: str | None
 ) -> None:
-    """By all sources, and by all but the release's own. The three of 1.3.0rc27 are Eagle's, which has no later page."""
+    """By all sources, and by all but the release's own."""
     from tools import snapshots
 
     pages = json.loads((manifests / "documented" / "class_pages.json").read_text())
     with snapshots.without(left_out):
         *_, sums = snapshots.judged(pages, left_out)
     print(f"\n{left_out or 'nothing'} left out: {sums}")
-    assert " 0 refused" in sums and f"{passed} passed" in sums
+    assert " 0 refused" in sums and " 0 passed" in sums

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +21,7 @@ from trtspec.report import Result, refuse_existing, write_atomic
 from trtspec.trtllm.intent import CACHES, ENGINE_FILE, VLLM, Intent
 
 if TYPE_CHECKING:
+    from trtspec.errors import Problem
     from trtspec.trtllm.build import EngineConfig
 
 
@@ -49,8 +50,9 @@ def build_config(options: BuildConfigOptions) -> Result:
     from trtspec.checkpoint.hub import load_head, load_target
     from trtspec.errors import CheckFailed
     from trtspec.trtllm.build import build
-    from trtspec.trtllm.deployment import assumed_release, choose_version, dynamo_releases
+    from trtspec.trtllm.deployment import assumed_release, choose_version
     from trtspec.trtllm.document import Document
+    from trtspec.trtllm.kubernetes import default_image
 
     model = load_target(options.target, options.like)
     drafter = load_head(options.head) if options.head else None
@@ -67,9 +69,10 @@ def build_config(options: BuildConfigOptions) -> Result:
     if options.format == VLLM:
         return _vllm(options)
     version, reason = choose_version(options.version or None)
-    if options.format == "dynamo" and not options.version and not options.image:
-        release, version = next(iter(dynamo_releases().items()))
-        reason = f"the newest release that an image of Dynamo carries ({release})"
+    doubts: list[Problem] = []
+    if options.format == "dynamo" and not (options.version or options.image):
+        image, doubts = default_image(version)
+        options = replace(options, image=image)
     intent = fill(Intent, options, version=version, format="yaml", image=None, quantize_from=None)
     wanted = _wanted(intent.fitted(target.max_position_embeddings), options)
     files: dict[Path | None, list[EngineConfig]] = {}
@@ -90,7 +93,7 @@ def build_config(options: BuildConfigOptions) -> Result:
             "config": part.values,
             "text": texts[path],
             "argv": part.argv,
-            "problems": [finding.to_dict(_shown(path)) for finding in part.findings],
+            "problems": [finding.to_dict(str(path or "(stdout)")) for finding in part.findings],
         }
         for path, part in servers
     ]  # of the first server, then all of them under `files`
@@ -100,18 +103,14 @@ def build_config(options: BuildConfigOptions) -> Result:
         **entries[0],
         "files": entries if len(entries) > 1 else [],
     }
-    problems = assumed_release(reason, Document.parse(servers[0][1].text))
+    problems = [*assumed_release(reason, Document.parse(servers[0][1].text)), *doubts]
     for path, part in servers:
         warnings = [finding for finding in part.findings if finding.severity == "warning"]
-        problems += [finding.problem(_shown(path)) for finding in warnings]
+        problems += [finding.problem(str(path or "(stdout)")) for finding in warnings]
     text = "".join(text for path, text in texts.items() if path not in written)
     messages = [f"wrote {path}" for path in written]
     messages += _next(options) if written else []
     return Result(values, problems, text=text, messages=messages)
-
-
-def _shown(path: Path | None) -> str:
-    return str(path or "(stdout)")
 
 
 def _vllm(options: BuildConfigOptions) -> Result:

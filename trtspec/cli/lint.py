@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trtspec.trtllm.lint import Verdict
 
 WALKED = {".yaml", ".yml", ".json", ".sh", ".bash", ".slurm", ".sbatch"}
+BY_VLLM = "vLLM's configuration, by the options that are known here"
 MOST_COLUMNS = 65  # of a source line in the output, which then fits 80
 
 
@@ -124,9 +125,7 @@ def lint(options: LintOptions) -> Result:
         raise UsageError(
             "--fix has no file to write for standard input", "use --diff, or pass a file"
         )
-    if len(set(files)) < len(files):
-        raise UsageError("a file is given twice", "give each file once")
-    judged = [_judge(file, passed, options) for file in files]
+    judged = [_judge(file, passed, options) for file in dict.fromkeys(files)]
     for item in judged if len(judged) > 1 else ():
         if item.error is not None:
             write_stderr(f"{item.name}: not judged: {item.error.message}\n")
@@ -149,13 +148,13 @@ def _files_of(name: str) -> list[str]:
     for path in sorted(paths):
         with suppress(TrtspecError):  # which is reported where the file is judged
             document = Document.read(path)
-            keys = document.value if isinstance(document.value, dict) else {}
+            keys = document.mapping
             engine = is_engine_file(map(str, keys)) or is_vllm_file(keys)
             if not engine and not carried(document.text):
                 continue
         files.append(str(path))
-    if len(files) < len(paths):
-        count = len(paths) - len(files)
+    count = len(paths) - len(files)
+    if count:
         write_stderr(f"{name}: {count} files without engine settings were left out\n")
     if not files:
         raise UsageError(f"no file below {name} has engine settings", "pass the engine YAML")
@@ -287,7 +286,7 @@ def judge_part(
     if part.place and not command.engine and not part.text:
         return replace(judged, findings=[_moved(unread, part)])
     if command.engine == VLLM:
-        return _foreign(document) or judged
+        return _foreign(document) or _of_vllm(judged, part)
     if passed is None and command.engine:
         passed = command.words
     verdict = _engine_verdict(document, options.trtllm_version) if options.installed else None
@@ -363,8 +362,18 @@ def _is_of_dynamo(finding: Finding, part: Carried) -> bool:
     """Whether it is about a parser of Dynamo, which has names and releases of its own."""
     from trtspec.trtllm.carriers import DYNAMO
 
-    codes = ("TS-SERVE-OPTION-VALUE", "TS-LINT-PARSER-TOO-NEW")
+    codes = ("TS-SERVE-OPTION-VALUE", "TS-SERVE-OPTION-UNCERTAIN", "TS-LINT-PARSER-TOO-NEW")
     return part.command.engine == DYNAMO and finding.code in codes and "parser" in finding.key
+
+
+def _of_vllm(judged: Judged, part: Carried) -> Judged:
+    """The options of a `vllm serve` command."""
+    from trtspec.trtllm.deployment import Finding
+    from trtspec.vllm import passed_options, unknown_options
+
+    problems = unknown_options(passed_options(part.command.words))
+    findings = [_moved(Finding.of(each, f"--{each.where}"), part) for each in problems]
+    return replace(judged, reason=BY_VLLM, findings=findings)
 
 
 def _foreign(document: Document) -> Judged | None:
@@ -373,16 +382,15 @@ def _foreign(document: Document) -> Judged | None:
     from trtspec.trtllm.deployment import Finding
     from trtspec.vllm import is_vllm_file, unknown_options
 
-    keys = document.value if isinstance(document.value, dict) else {}
+    keys = document.mapping
     if is_vllm_file(keys):
         findings = [
             Finding.of(problem, problem.where).placed(document) for problem in unknown_options(keys)
         ]
-        reason = "vLLM's configuration, by the options that are known here"
-        return Judged(document.name, document, None, reason, findings)
+        return Judged(document.name, document, None, BY_VLLM, findings)
     if not is_foreign(map(str, keys)):
         return None
-    message = f"none of its keys ({listed(map(str, keys))}) is TensorRT-LLM's, and nothing in it is an engine file"
+    message = f"no engine file is in it: its keys ({listed(map(str, keys))}) are another tool's"
     finding = Finding("TS-LINT-NO-ENGINE-FILE", "error", "", message)
     return Judged(document.name, document, None, "not an engine file", [finding])
 

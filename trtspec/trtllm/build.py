@@ -128,7 +128,7 @@ def _judged(
     deployment = judged_as(intent, target, head)
     findings = tuple(lint(text, deployment))
     plain = (
-        lint(engine_yaml(replace(intent, settings=()), target, head, cache), deployment)
+        lint(_settings(replace(intent, settings=()), target, head, cache), deployment)
         if intent.settings
         else findings
     )
@@ -157,7 +157,14 @@ def judged_as(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> Deplo
 def engine_yaml(
     intent: Intent, target: ModelSpec, head: HeadSpec | None, cache: str | None = None
 ) -> str:
-    """The text of the engine file, not judged yet. Raises UsageError for a `--set` that is not key=value."""
+    """The text of the engine file, not judged yet. Raises what `_settings` and `_capacity` raise."""
+    settings = _settings(intent, target, head, cache)
+    capacity = _capacity(intent, target, judged_as(intent, target, head), settings)
+    return f"{intent.first_line()}\n{_header(intent)}{capacity}{settings}"
+
+
+def _settings(intent: Intent, target: ModelSpec, head: HeadSpec | None, cache: str | None) -> str:
+    """The file below its comments. Raises UsageError for a `--set` that is not key=value."""
     schema = schema_for(intent.version)
     named = [
         replace(item, path=schema.current(item.path))
@@ -166,9 +173,7 @@ def engine_yaml(
     found = {item.path: item for item in named}
     for item in intent.settings:
         _override(found, _asked_setting(item))
-    settings = _render(found)
-    capacity = _capacity(intent, target, judged_as(intent, target, head), settings)
-    return f"{intent.first_line()}\n{_header(intent)}{capacity}{settings}"
+    return _render(found)
 
 
 def _override(found: dict[str, EngineSetting], own: EngineSetting) -> None:
@@ -231,10 +236,6 @@ def _header(intent: Intent) -> str:
         lines.append(
             f"# The {intent.role} server of a disaggregated deployment; the other one {same}."
         )
-    if intent.nodes > 1:
-        lines.append(
-            f"# One server over {intent.nodes} nodes of {intent.gpus_per_node} GPUs, one rank per GPU."
-        )
     if intent.trust_remote_code:
         lines.append(
             "# This recipe lets the engine run the code that the target brings (--trust_remote_code)."
@@ -247,14 +248,12 @@ def _capacity(intent: Intent, target: ModelSpec, deployment: Deployment, setting
     CheckFailed when the cache holds none, or not one block for each request of a batch."""
     if intent.gpu is None:
         return ""
-    gpu = gpu_spec(intent.gpu)
-    room = deployment.memory(Document.parse(settings), target, gpu, buffers=False)
-    batch = intent.batch * (intent.tp_size if intent.attention_dp else 1)
+    document = Document.parse(settings)
+    held, batch = deployment.held_requests(document, target, gpu_spec(intent.gpu))
     block = deployment.schema.behaviour("transfer_in_blocks")["tokens_per_block"]
-    held, where = room.sequences(intent.seq_len), f"{intent.tp_size} x {gpu.name.upper()}"
-    if held < 1 or room.kv_tokens < batch * block:
-        message = f"{batch:,} requests of up to {intent.seq_len:,} tokens do not fit on {where}: beside a step of "
-        message += f"{intent.tokens:,} tokens the KV cache holds {room.kv_tokens:,}"
+    if held * intent.seq_len < batch * block:
+        message = f"{batch:,} requests of up to {intent.seq_len:,} tokens do not fit on {intent.tp_size} x "
+        message += f"{intent.gpu.upper()}: beside a step of {intent.tokens:,} tokens the KV cache holds {held:,}"
         remedy = "use more GPUs or larger ones, fewer requests, or a smaller `max_seq_len`; see `trtspec plan`"
         raise CheckFailed(message, remedy)
     less = f", fewer than a full batch of {batch:,}: shorter ones fill it" if held < batch else ""

@@ -19,13 +19,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from trtspec.errors import UsageError
-from trtspec.trtllm.deployment import ROLES, dynamo_options, dynamo_releases
+from trtspec.trtllm.deployment import ROLES, dynamo_flags, dynamo_options, dynamo_releases
 from trtspec.trtllm.intent import Role
 from trtspec.trtllm.nodes import BLOCK, Node, YamlError, compose
-from trtspec.trtllm.schema import parse_version, releases, schema_for
+from trtspec.trtllm.schema import option_names, parse_version, releases, schema_for
 from trtspec.trtllm.shell import (
     HEREDOC,
     INTO,
+    MASK,
     OMITTED,
     REDIRECTED,
     Word,
@@ -58,11 +59,13 @@ CONFIG = ("--config", "--extra_llm_api_options")
 OVERRIDES = "--override-engine-args"
 SCRIPT_KEYS = {"command", "args", "entrypoint"}
 VARIABLE = re.compile(r"(?:-e|--env=)?(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
-UNKNOWN = re.compile(r"\$|\{\{")  # of the shell or of a template
+UNKNOWN = re.compile(rf"\$|\{{\{{|^\{{\w+\}}$|{MASK}")  # of the shell or of a template
 TEXT_KEY = re.compile(r"(?m)^[ \t]*[\"']?(\w+)[\"']?:(?=\s|$)")
 FRONT_KEYS = {"context_servers", "generation_servers"}
 MAX_COMPARED = 20  # keys of a file that are compared with those of an engine by their spelling
 GENERIC = {"model", "backend"}  # keys that any recipe has
+UNKNOWN_FLAG = "the worker is not known to have this option (`python3 -m dynamo.trtllm --help`)"
+UNKNOWN_IMAGE = "this image is not known to carry a release that can be judged"
 DATA_FILE = re.compile(r"\.(ya?ml|json)$")
 
 
@@ -154,11 +157,13 @@ def is_engine_file(keys: Iterable[str]) -> bool:
 
 
 def is_foreign(keys: Iterable[str]) -> bool:
-    """Whether a mapping of several keys has no key of an engine, none of a front, and none that is spelled like one."""
+    """Whether a mapping has several keys that no engine or front has, none of them spelled like one, and no key of one
+    but GENERIC ones."""
     keys, known = set(keys), _engine_keys()[1]
-    if len(keys) < 2 or not keys.isdisjoint(known | FRONT_KEYS):
+    others = keys - known
+    if len(others) < 2 or not keys.isdisjoint(known - GENERIC | FRONT_KEYS):
         return False
-    compared = [*keys][:MAX_COMPARED]
+    compared = [*others][:MAX_COMPARED]
     return not any(difflib.get_close_matches(key, known, n=1, cutoff=0.8) for key in compared)
 
 
@@ -198,30 +203,32 @@ class _Carrier:
     """What one file carries, as it is read."""
 
     def __init__(self, text: str) -> None:
-        self.version, self.unknown_image = release_in(text)
+        self.version, unknown = release_in(text)
         self.files: list[Carried] = []
         self.commands: list[Command] = []
         self.others: list[Carried] = []  # texts that are engine files only if a command names them
-        self.notes: list[Carried] = []
+        self.notes = [Carried(unknown, unread=UNKNOWN_IMAGE)] if unknown else []
         self.variables: list[tuple[str, str, int]] = []
         self.target = self.head = ""
         self.whole = False  # whether the text is an engine file itself
+        # mappings of the top level that are no engine file: of a front, or around everything else, which is a mistake
+        self.settings = FRONT_KEYS
 
     def read_document(self, text: str, origin: Origin) -> None:
         """A document of the file: a script, or a tree with engine files and commands in it."""
         before = len(self.files) + len(self.commands)
-        hidden = masked(text) if "{{" in text else text
+        hidden = masked(text)
+        root, fault = None, None
         try:
             root, _ = compose(hidden)
         except YamlError as error:
-            self._read_script(Carried("", text, origin))
-            if before == len(self.files) + len(self.commands):
-                unread = f"this document is not YAML: {error.message}"
-                line = origin.line(error.line - 1)
-                self.notes.append(Carried(f"line {line + 1}", origin=Origin(line), unread=unread))
-            return
+            fault = error
         if root is None or root.kind != "mapping":
             self._read_script(Carried("", text, origin))
+            if fault and before == len(self.files) + len(self.commands):
+                unread = f"this document is not YAML: {fault.message}"
+                line = origin.line(fault.line - 1)
+                self.notes.append(Carried(f"line {line + 1}", origin=Origin(line), unread=unread))
             return
         self.whole |= is_engine_file(_keys(root))
         model, image = root.value.get("model"), root.value.get("image")
@@ -229,6 +236,8 @@ class _Carrier:
             self.version = str(image.get("tag") or "") or None
             self.target, self.head = model.get("target") or "", model.get("head") or ""
         secret = root.value.get("kind") == "Secret"
+        if len(root.pairs) == 1:
+            self.settings = set(_keys(root))
         for path, node in _walk(root, ()):
             part = Carried(".".join(path), name="".join(path[-1:]), role=role_in(*path),
                            origin=_origin(node, hidden, origin))  # fmt: skip
@@ -242,14 +251,14 @@ class _Carrier:
     def _read_collection(self, part: Carried, node: Node, text: str, origin: Origin) -> None:
         if part.name == "env" or part.name.endswith("environment"):
             for name, value, line in _environment(node):
-                self.variables.append((name, value, origin.line(line)))
-        if len(part.place.split(".")) > 1 and is_engine_file(_keys(node)):
+                self.variables.append((name, unmasked(value), origin.line(line)))
+        if part.place not in self.settings and is_engine_file(_keys(node)):
             inner = text[node.start : node.end]
             if node.style != "flow":
                 inner = textwrap.dedent(" " * node.column + inner) + "\n"
             self.files.append(replace(part, text=inner))
         words = [
-            Word(item.text, origin.line(item.line))
+            Word(unmasked(item.text), origin.line(item.line))
             for key in ("command", "args")
             for item in _scalars(node, key)
         ]
@@ -297,7 +306,7 @@ class _Carrier:
             count = part.text.count(OMITTED)
             unread = f"{count} lines that only the shell or the template knows" if count else ""
             self.files.append(replace(part, unread=unread))
-        elif commands and LAUNCH.search(part.text):
+        elif commands and LAUNCH.search(unmasked(part.text)):
             self._read_script(replace(part, text=unmasked(part.text)))
         elif DATA_FILE.search(part.name):
             self.others.append(part)
@@ -324,6 +333,8 @@ class _Carrier:
         free = values if flag == "--trust_remote_code" else [flag, *values[1:]]
         command.partial |= any(text.startswith("$") for text in free)
         if command.engine == DYNAMO:
+            if flag.replace("--no-", "--") not in dynamo_flags():
+                self.notes.append(Carried(flag, origin=Origin(line), unread=UNKNOWN_FLAG))
             flag = dynamo_options().get(flag, "")
         if value.startswith("{") and flag in (*CONFIG, OVERRIDES):
             self.files.append(Carried(flag, masked(value), Origin(line, exact=False), values[0]))
@@ -337,7 +348,7 @@ class _Carrier:
             command.words.append("--trust_remote_code")
         elif flag == "--model":
             command.target = value
-        elif flag and not UNKNOWN.search(flag + value):
+        elif flag and not UNKNOWN.search(value if flag in option_names() else flag):
             command.words += [flag, *values]
             command.option_lines[flag] = line
 
@@ -351,7 +362,7 @@ class _Carrier:
         served = {name for _, name in commands}
         files = self.files + [part for part in self.others if part.name in served]
         alone = len(files) == len(commands) == 1
-        lonely = [command for command in self.commands if command.engine != VLLM]
+        lonely = self.commands
         for part in files:
             name = self._file_name(part.name, part.line)
             named = [each for each, wanted in commands if alone or (name and wanted == name)]
@@ -362,9 +373,6 @@ class _Carrier:
             yield self._served(Carried(f"`{command.engine}`"), command)
         if files or commands:
             yield from self.notes
-            if self.unknown_image:
-                reason = "this image is not known to carry a release that can be judged"
-                yield Carried(self.unknown_image, unread=reason)
 
     def _file_name(self, text: str, line: int) -> str:
         return PurePath(self._value(text, line)).name
@@ -405,8 +413,8 @@ def _walk(node: Node, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
     """Every node with its path; not below an engine file."""
     if path:
         yield path, node
-    if len(path) > 1 and is_engine_file(_keys(node)):
-        return
+        if is_engine_file(_keys(node)):
+            return
     inner = [(pair.key_node.text, pair.value_node) for pair in node.pairs]
     if node.kind == "sequence":
         inner = [(str(index), item) for index, item in enumerate(node.items)]

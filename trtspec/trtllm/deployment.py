@@ -124,10 +124,8 @@ class Deployment:
         steps = batch * step_tokens(document)
         return "generation" if self.size(document, "max_num_tokens", 8192) <= 2 * steps else None
 
-    def memory(
-        self, document: Document, target: ModelSpec, gpu: GpuSpec, buffers: bool = True
-    ) -> Memory:
-        """By the memory model of `trtspec plan`, with the `buffers` that hand caches over."""
+    def memory(self, document: Document, target: ModelSpec, gpu: GpuSpec) -> Memory:
+        """By the memory model of `trtspec plan`, with the buffers that hand caches over."""
         spread = self.setting(document, "enable_attention_dp") is True
         whole_experts = self.size(document, "moe_expert_parallel_size", 1) > 1
         fraction = self.setting(document, "kv_cache_config.free_gpu_memory_fraction")
@@ -136,8 +134,16 @@ class Deployment:
             target, self.head, gpu, layout,
             fraction=fraction if isinstance(fraction, float) else KV_FRACTION,
             max_num_tokens=self.size(document, "max_num_tokens", 8192),
-            transfer_tokens=buffers * self.size(document, "cache_transceiver_config.max_tokens_in_buffer"),
+            transfer_tokens=self.size(document, "cache_transceiver_config.max_tokens_in_buffer"),
         )  # fmt: skip
+
+    def held_requests(self, document: Document, target: ModelSpec, gpu: GpuSpec) -> tuple[int, int]:
+        """Requests of full length that the cache holds, and those of a full batch of every rank that has its own."""
+        room = self.memory(document, target, gpu)
+        batch = self.size(document, "max_batch_size")
+        if room.layout.attention_dp:
+            batch *= room.layout.gpus
+        return room.sequences(self.size(document, "max_seq_len")), batch
 
     def size(self, document: Document, path: str, default: int = 0) -> int:
         """The same for a whole number above 0; `default` for anything else."""
@@ -264,28 +270,21 @@ def name_problem(name: str, here: bool = False) -> Problem | None:
             return None
     except TrtspecError as error:
         return Problem("TS-NAME-UNKNOWN", "error", name, error.message, error.remedy)
+    severity: Severity = "error"
     if PLACEHOLDER.search(name):
-        return Problem(
-            "TS-NAME-PLACEHOLDER",
-            "error",
-            name,
-            f"{name!r} names no checkpoint",
-            "write its id or path",
-        )
-    if close := similar_ids(name):
+        code = "TS-NAME-PLACEHOLDER"
+        message = f"{name!r} names no checkpoint"
+        remedy = "write its id or path"
+    elif close := similar_ids(name):
+        code = "TS-NAME-UNKNOWN"
         message = f"{name} is not a published checkpoint that is known here"
-        return Problem(
-            "TS-NAME-UNKNOWN", "error", name, message, f"did you mean {' or '.join(close)}?"
-        )
-    severity: Severity = "error" if here and parse_hub_id(name) is None else "info"
-    message = f"{name} is not here, so nothing that depends on it was checked"
-    return Problem(
-        "TS-NAME-ABSENT",
-        severity,
-        name,
-        message,
-        "check the name; pass the checkpoint to have it judged",
-    )
+        remedy = f"did you mean {' or '.join(close)}?"
+    else:
+        code = "TS-NAME-ABSENT"
+        severity = "error" if here and parse_hub_id(name) is None else "info"
+        message = f"{name} is not here, so nothing that depends on it was checked"
+        remedy = "check the name; pass the checkpoint to have it judged"
+    return Problem(code, severity, name, message, remedy)
 
 
 def compute_capability(gpu: str) -> str:
@@ -355,6 +354,11 @@ def dynamo_options() -> dict[str, str]:
     """Options of Dynamo's worker, and those of trtllm-serve that mean the same."""
     options: dict[str, str] = read_beside("dynamo.yaml")["options"]
     return options
+
+
+def dynamo_flags() -> set[str]:
+    """Every option that Dynamo's worker is known to have."""
+    return {*dynamo_options(), *read_beside("dynamo.yaml")["others"]}
 
 
 def dynamo_releases() -> dict[str, str]:

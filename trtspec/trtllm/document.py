@@ -86,6 +86,11 @@ class Document:
         _collect(root, "", (), document.entries, duplicates)
         return replace(document, value=root.value, duplicates=tuple(duplicates))
 
+    @property
+    def mapping(self) -> dict[Any, Any]:
+        """The value; empty for a file that is not a mapping."""
+        return self.value if isinstance(self.value, dict) else {}
+
     def get(self, path: str, default: Any = None) -> Any:
         entry = self.entries.get(path)
         return default if entry is None else entry.value
@@ -288,7 +293,7 @@ def _entry(document: Document, path: str) -> Entry:
 def _changed(document: Document, keys: Iterable[Any], value: Any) -> Any:
     """What the document means with one value set or REMOVED."""
     *parents, last = keys
-    meaning = copy.deepcopy(document.value or {})
+    meaning = copy.deepcopy(document.mapping)
     mapping = meaning
     for key in parents:
         if isinstance(mapping, dict):

@@ -165,7 +165,7 @@ class Intent:
     image: Annotated[
         str | None,
         option(
-            "Container image of a Dynamo deployment. Default: that of the Dynamo release with this version."
+            "Container image of a Dynamo deployment. Default: of the Dynamo release with this version, else the newest."
         ),
         NOT_FRONT,
         Needs("format=dynamo"),

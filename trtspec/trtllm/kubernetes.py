@@ -18,7 +18,7 @@ import yaml
 from packaging.version import Version
 
 from trtspec.checkpoint.hub import engine_path, load_head, load_target
-from trtspec.errors import UsageError
+from trtspec.errors import Problem, UsageError
 from trtspec.planning.memory import checkpoint_bytes, head_parameters
 from trtspec.specs import gpu_spec
 from trtspec.trtllm.build import EngineConfig
@@ -117,7 +117,7 @@ def dynamo(configs: list[EngineConfig], image: str | None = None) -> str:
             raise UsageError(
                 f"{given} is not on the claim that the workers mount at {WEIGHTS}", PLACE
             )
-    image, name = image or f"{IMAGE}:{_release(whole.version)}", _name(whole)
+    image, name = image or _image(whole.version), _name(whole)
     services = {"Frontend": _template("frontend")}
     services["Frontend"]["extraPodSpec"]["mainContainer"]["image"] = image
     domains = []
@@ -151,15 +151,29 @@ SPLIT = (
 )
 
 
-def _release(version: str) -> str:
-    """The tag of the image that carries the engine."""
+def _image(version: str) -> str:
+    """The newest image that carries the engine."""
     carried = dynamo_releases()
     for name, engine in carried.items():
         if Version(engine) == Version(version):
-            return name
-    listed = ", ".join(f"{engine} (Dynamo {name})" for name, engine in carried.items())
-    remedy = f"use `trtllm_version` with one of {listed}, or name an image of your own with `image`"
+            return f"{IMAGE}:{name}"
+    newest, engine = next(iter(carried.items()))
+    remedy = (
+        f"use `trtllm_version` {engine}, the engine of the newest image known here, {IMAGE}:{newest}, "
+        "or name an image of your own with `image`"
+    )
     raise UsageError(f"no Dynamo release is known that carries TensorRT-LLM {version}", remedy)
+
+
+def default_image(version: str) -> tuple[str, list[Problem]]:
+    """The image for a release that nobody asked for: the newest one, with a warning, if none is known to carry it."""
+    newest, *_ = dynamo_releases()
+    try:
+        return _image(version), []
+    except UsageError as error:
+        code = "TS-LINT-RELEASE-ASSUMED"
+        unknown = Problem(code, "warning", "image", error.message, error.remedy)
+        return f"{IMAGE}:{newest}", [unknown]
 
 
 def _name(intent: Intent) -> str:

@@ -48,7 +48,7 @@ def lint(document: Document | str, deployment: Deployment) -> list[Finding]:
     if document.value is not None and not isinstance(document.value, dict):
         message = f"the file holds {type(document.value).__name__}, not a mapping of options"
         return [Finding("TS-LINT-SYNTAX", "error", "", message, "write `key: value` lines", line=1)]
-    if set(document.value or {}) >= FRONT_KEYS:
+    if set(document.mapping) >= FRONT_KEYS:
         message = (
             "this is the front of disaggregated servers, which has no engine settings to judge"
         )
@@ -63,7 +63,7 @@ def lint(document: Document | str, deployment: Deployment) -> list[Finding]:
 
 def _judged(document: Document, deployment: Deployment) -> list[Finding]:
     """Keys and values are judged as they are written; all other rules see the values that the engine makes of them, and
-    say nothing about a key whose value it refuses."""
+    say nothing about a key whose value it refuses, nor about what it holds."""
     schema = deployment.schema
     seen = as_the_engine_sees_it(document, schema)
     findings = [*check_keys(document, schema)]
@@ -75,8 +75,11 @@ def _judged(document: Document, deployment: Deployment) -> list[Finding]:
         findings.append(Finding("TS-LINT-VERSION-NEWER", "warning", "", message))
     refused = {finding.key for finding in findings if finding.code in REFUSED_VALUE}
     refused.update(targets(document, schema).values())
-    judged = (_current(finding, schema) for rule in RULES for finding in rule(seen, deployment))
-    findings += [finding for finding in judged if refused.isdisjoint(finding.keys)]
+    for rule in RULES:
+        for finding in rule(seen, deployment):
+            current = _current(finding, schema)
+            if refused.isdisjoint((current.key.rpartition(".")[0], *current.keys)):
+                findings.append(current)
     if deployment.setting(document, "backend") != "_autodeploy":
         return findings
     message = "AutoDeploy reads the file by a class of its own, so keys and values are not judged"
@@ -151,7 +154,7 @@ def _corrected(
     after = Document.parse(edit.text, document.name)
     if (
         after.error
-        or not same(after.value or {}, edit.value or {})
+        or not same(after.mapping, edit.value)
         or document.comment_texts - after.comment_texts
     ):
         return None

@@ -113,9 +113,8 @@ Entry = Field | Option
 @dataclass(frozen=True)
 class Rule:
     """Settings that a release refuses or voids beside each other. The rule speaks where all of `when` holds and not all
-    of `unless` does; the finding is at the key `at`, by default the first one of `when`. `fix` drops a key, writes
-    one, or adds one that is not there: {drop: path}, {write: {path: value}} or {add: {path: value}}. `feature`: what a
-    release can do from the end of the rule on.
+    of `unless` does; the finding is at the key `at`, by default the first one of `when`. `fix` drops a key or
+    writes one: {drop: path} or {write: {path: value}}. `feature`: what a release can do from the end of the rule on.
 
     `when` and `unless` map dotted paths to conditions: set (not null, false, 0 or empty text), unset, given (written),
     absent (not written), filled (written and not null), empty (written as null), a value, a list of values,
@@ -206,10 +205,6 @@ class Schema:
         words = [_word(f"{parent}:{each}", name, self.version) for each in chosen]
         return max(words, key=lambda word: (word.takes, len(word.taken), not word.settled))
 
-    def is_class(self, path: str) -> bool:
-        """Whether some source says what a mapping may hold; other mappings are free."""
-        return path in classes()
-
     def kinds_with(self, parent: str, name: str) -> tuple[str, ...]:
         """The kinds of an object that have a key."""
         kinds = self.kinds(parent)
@@ -271,19 +266,18 @@ class Schema:
 
     def option(self, flag: str) -> Word:
         """What the sources say of the option with this flag."""
-        name = _flags().get(flag, "")
+        name = option_names().get(flag, "")
         return _word(OPTIONS, name, self.version)
 
-    def last_source_with(self, path: str) -> Version | None:
-        """The newest source of any release that has a key."""
+    def last_release_with(self, path: str) -> Version | None:
+        """The newest release that takes a key."""
         parent, _, name = path.rpartition(".")
-        readings = [
-            reading
-            for owner, listed in classes().items()
-            if owner.partition(":")[0] == parent
-            for reading in listed
-        ]
-        return max((each.release for each in readings if name in each.entries), default=None)
+        owners = [owner for owner in classes() if owner.partition(":")[0] == parent]
+        for release in reversed(releases()):
+            takes = any(_word(owner, name, release).takes for owner in owners)
+            if takes and not release.is_devrelease:
+                return release
+        return None
 
     def set_by(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """What options of trtllm-serve set, by YAML path."""
@@ -417,7 +411,7 @@ def _kinds(parent: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def _flags() -> dict[str, str]:
+def option_names() -> dict[str, str]:
     """The names of options by flag, in any release."""
     readings = classes()[OPTIONS]
     return {

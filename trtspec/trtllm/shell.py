@@ -14,7 +14,7 @@ EXPANSION = (
     r"\$\{(?:[^{}\n]|\{[^{}\n]*\})*\}|\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
     r"|`[^`\n]*`|\$[\w@*#?$!-]+|\$"
 )
-TEMPLATE = r"\{\{[^\n]*?\}\}|\{%[^\n]*?%\}"  # of Helm and Jinja
+TEMPLATE = r"\{\{[^\n]*?\}\}|\{%[^\n]*?%\}|(?<=['\"])\{\w+\}(?=['\"])"  # of Helm, Jinja and sweeps
 QUOTED = r"\$?'(?P<single>[^']*)'|\"(?P<double>(?:[^\"\\]|\\.)*)\"|\\(?P<escaped>[^\n])"
 TOKEN = re.compile(
     rf"""

@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.oracles.mutations import misspelt
 from trtspec.trtllm.deployment import Deployment, Finding
 from trtspec.trtllm.document import Document, scalar
 from trtspec.trtllm.lint import fix, lint
@@ -73,10 +74,9 @@ def _setting(schema: Schema, rng: random.Random) -> tuple[Any, Any]:
         return path, _value(target, rng) if target else rng.choice(WRONG)
     path = rng.choice(sorted(schema.fields))
     value = _value(schema.fields[path], rng)
-    if kind < 0.25:  # misspelt
-        place = rng.randrange(len(path))
-        wrong = path[:place] + rng.choice(["", "x", path[place] * 2]) + path[place + 1 :]
-        return (wrong.strip(".").replace("..", ".") or "x"), value
+    if kind < 0.25:
+        parent, dot, name = path.rpartition(".")
+        return f"{parent}{dot}{misspelt(name, rng)}", value
     if kind < 0.32:  # a dotted key instead of a nested one
         return (path,), value
     if kind < 0.38:  # in another place

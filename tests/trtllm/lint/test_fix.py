@@ -67,7 +67,7 @@ def test_random_files(part: int) -> None:
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_wrong_types_placeholders_and_typos_are_never_replaced(count: int) -> None:
-    """What a person wrote stays, and no value appears that nobody wrote but the published draft length."""
+    """What a person wrote stays, and no value appears that nobody wrote."""
     rng, schema = random.Random(34), schema_for(NEW)
     paths = [
         path
@@ -92,7 +92,7 @@ def test_wrong_types_placeholders_and_typos_are_never_replaced(count: int) -> No
             for path in before
             if path not in after and repr(before[path]) not in map(repr, after.values())
         }
-        assert all(path in schema.fields or schema.last_source_with(path) for path in lost), (
+        assert all(path in schema.fields or schema.last_release_with(path) for path in lost), (
             lost,
             text,
         )

@@ -101,7 +101,7 @@ REMEDIES = [  # (release, key as it is written, what the remedy says)
         "speculative_config: {decoding_type: Eagle, model: /h}",
         "write speculative_config.speculative_model",
     ),
-    ("1.3.0rc20", "kv_cache_config: {block_reuse_config: {}}", "leave it out, or use 1.3.0rc27"),
+    ("1.3.0rc20", "kv_cache_config: {block_reuse_config: {}}", "leave it out, or use 1.4.0rc4"),
     (
         "1.3.0rc24",
         "kv_cache_config: {block_reuse_policy: per_request}",
@@ -110,7 +110,7 @@ REMEDIES = [  # (release, key as it is written, what the remedy says)
     (
         "1.3.0rc20",
         "kv_cache_config: {block_reuse_config: {policy: per_request}}",
-        "leave it out, or use 1.3.0rc27",
+        "leave it out, or use 1.4.0rc4",
     ),
     ("1.3.0rc20", "max_batch_sise: 3", "did you mean max_batch_size?"),
     (

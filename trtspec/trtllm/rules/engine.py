@@ -84,14 +84,10 @@ def pool(document: Document, deployment: Deployment) -> Iterator[Finding]:
 def capacity(document: Document, deployment: Deployment) -> Iterator[Finding]:
     """Requests of full length that the cache of this GPU holds, as build-config writes it into its file."""
     length = deployment.size(document, "max_seq_len")
-    batch = deployment.size(document, "max_batch_size")
     target, gpu = deployment.target, deployment.gpu_name
-    if target is None or gpu not in gpu_names() or not length or not batch:
+    if target is None or gpu not in gpu_names() or not length:
         return
-    room = deployment.memory(document, target, gpu_spec(gpu))
-    if room.layout.attention_dp:
-        batch *= room.layout.gpus
-    held = room.sequences(length)
+    held, batch = deployment.held_requests(document, target, gpu_spec(gpu))
     if held >= batch:
         return
     message = f"the cache holds {held:,} requests of {length:,} tokens, fewer than a full batch of {batch:,} "

@@ -25,6 +25,7 @@ from trtspec.trtllm.schema import (
     Field,
     Schema,
     Word,
+    classes,
     known_names,
     read_beside,
     renames,
@@ -42,6 +43,7 @@ NAMES = {
 LIMITS = {"min": "at least", "max": "at most", "above": "above", "below": "below"}
 RANGE_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "too_short"}
 SHOWN = 80  # characters of a value in a message
+NEAR = 0.83  # likeness of a slip of the hand; the nearest option of vLLM that means something else has 0.82
 
 
 def check_value(field: Field, value: Any) -> Verdict | None:
@@ -181,7 +183,7 @@ def check_keys(document: Document, schema: Schema) -> Iterator[Finding]:
         if entry.parent in unknown:
             unknown.add(path)  # the parent's finding covers it
             continue
-        if not schema.is_class(entry.parent):
+        if entry.parent not in classes():
             continue  # a free mapping
         word = schema.word(entry.parent, entry.name, kind_of(document, entry.parent))
         if word.taken and word.earlier:
@@ -264,14 +266,14 @@ def _nearest_value(value: Any, field: Field) -> tuple[Any, bool]:
         return None, False
     by_plain = {str(item).lower().replace("_", ""): item for item in field.allowed}
     plain = value.lower().replace("_", "")
-    near = difflib.get_close_matches(plain, list(by_plain), n=1, cutoff=0.75)
+    near = difflib.get_close_matches(plain, by_plain, n=1, cutoff=0.75)
     return (by_plain[near[0]], near[0] == plain) if near else (None, False)
 
 
 def _unknown(document: Document, schema: Schema, entry: Entry, word: Word) -> Finding:
     """A key that some source around the release refuses, or that none shows."""
     parent = entry.parent or "the top level"
-    target, last = meaning(schema, entry.parent, entry.name), schema.last_source_with(entry.path)
+    target, last = meaning(schema, entry.parent, entry.name), schema.last_release_with(entry.path)
     gone = read_beside("keys.yaml")["gone"].get(entry.path, {})
     renamed = renames().get(entry.path, gone)
     told = f" ({renamed['note']})" if renamed.get("note") else ""
@@ -313,7 +315,7 @@ def targets(document: Document, schema: Schema) -> dict[str, str]:
     """The key that each key of a file which the release refuses means."""
     meant: dict[str, str] = {}
     for path, entry in document.entries.items():
-        if schema.is_class(entry.parent) and path not in schema.fields:
+        if entry.parent in classes() and path not in schema.fields:
             target = meaning(schema, entry.parent, entry.name)
             if target is not None:
                 meant[path] = target.path
@@ -323,26 +325,21 @@ def targets(document: Document, schema: Schema) -> dict[str, str]:
 def _remedy(
     schema: Schema, entry: Entry, target: Target | None, last: Version | None
 ) -> tuple[str, Fix | None]:
-    """What to write in place of a key. `last`: the last source that has it."""
+    """What to write in place of a key. `last`: the newest release that has it."""
     if target is not None and not target.certain:
         return f"did you mean {target.path}?", None
     if target is not None:
-        note = f" ({target.note})" if target.note else ""
         fix = _moving(schema, entry, target.path) if target.same_value else None
-        return f"write {target.path}{note}", fix
+        return f"write {target.words}", fix
     name = entry.name.replace("-", "_")
     option = read_beside("keys.yaml")["foreign_options"].get(name, name)
     if options := schema.option(f"--{option}").taken:
         return f"pass {options[0].flags[0]} to trtllm-serve", None
-    remedy = (
-        f"remove {entry.name}"
-        if last is None
-        else f"leave it out, or use {str(last).partition('.dev')[0]}"
-    )
+    remedy = f"remove {entry.name}" if last is None else f"leave it out, or use {last}"
     if isinstance(entry.value, dict):  # what it holds may be wanted under other names
         inner = [meaning(schema, "", str(key)) for key in entry.value]
-        paths = [target.path for target in inner if target is not None]
-        return remedy + (f" and write its keys as {', '.join(paths)}" if paths else ""), None
+        named = [target.words for target in inner if target is not None]
+        return remedy + (f" and write its keys as {', '.join(named)}" if named else ""), None
     known = last is not None or entry.path in read_beside("keys.yaml")["gone"]
     return remedy, partial(delete_key, path=entry.path) if known else None
 
@@ -356,6 +353,10 @@ class Target:
     same_value: bool = True
     note: str = ""
 
+    @property
+    def words(self) -> str:
+        return f"{self.path} ({self.note})" if self.note else self.path
+
 
 @functools.cache
 def meaning(schema: Schema, parent: str, written: str) -> Target | None:
@@ -364,31 +365,27 @@ def meaning(schema: Schema, parent: str, written: str) -> Target | None:
     name = written.replace("-", "_").strip()
     path = f"{parent}.{name}".lstrip(".")
     itself = f"{parent}.{written}".lstrip(".")
-    rows = [
-        known[each]
-        for known in (renames(), known_names("foreign"))
-        for each in (path, name)
-        if each in known
-    ]
+    # a key of another release means what it means there
+    real = (
+        itself in read_beside("keys.yaml")["gone"] or schema.last_release_with(itself) is not None
+    )
+    known = renames() if real else {**known_names("foreign"), **renames()}
+    plain = {"same_value": True, "note": ""}
+    rows = [{**plain, "to": path}, *(known[each] for each in (path, name) if each in known)]
     rows += [{**row, "to": old} for old, row in renames().items() if row["to"] == path]
-    rows += [{"to": path, "same_value": True, "note": ""}]
-    rows += [{**rows[-1], "to": option.key} for option in schema.option(f"--{name}").taken]
+    rows += [{**plain, "to": option.key} for option in schema.option(f"--{name}").taken]
     for row in rows:
         if row["to"] in schema.fields and (row["to"] != itself or "." in written):
             return Target(row["to"], True, row["same_value"], row["note"])
-    target = _by_structure(schema, itself, name)
-    gone = itself in read_beside("keys.yaml")["gone"]
-    if target is None and not gone and schema.last_source_with(itself) is None:
-        return _by_spelling(schema, parent, name)
-    return target
+    if real:
+        return None
+    return _by_structure(schema, itself, name) or _by_spelling(schema, parent, name)
 
 
 def _by_structure(schema: Schema, itself: str, name: str) -> Target | None:
     """The one key with this name, or with this name after its mapping's (`moe_backend`), anywhere in the file."""
     leaves = [path for path in schema.fields if path.rpartition(".")[2] == name]
-    joined = _joined(schema).get(name, [])
-    top = [path for path in leaves if "." not in path]
-    candidates = top or joined or leaves
+    candidates = _joined(schema).get(name, leaves)
     if len(candidates) == 1 and candidates[0] != itself:
         return Target(candidates[0], True)
     return None
@@ -400,17 +397,20 @@ def _joined(schema: Schema) -> dict[str, list[str]]:
     joined: dict[str, list[str]] = {}
     for path in schema.fields:
         parent, _, leaf = path.rpartition(".")
-        joined.setdefault(f"{parent.removesuffix('_config')}_{leaf}", []).append(path)
-        if parent:
-            joined.setdefault(path, []).append(path)
+        for name in {path, f"{parent.removesuffix('_config')}_{leaf}".strip("_")}:
+            joined.setdefault(name, []).append(path)
     return joined
 
 
 def _by_spelling(schema: Schema, parent: str, name: str) -> Target | None:
-    paths = [path for path in schema.fields if path.rpartition(".")[0] == parent]
-    siblings = {path.rpartition(".")[2].lower(): path for path in paths}
-    near = difflib.get_close_matches(name.lower(), siblings, n=1, cutoff=0.7)
-    return Target(siblings[near[0]], False) if near else None
+    """The nearest key of the same mapping or of the top level; at the top level, of any mapping."""
+    names = {path.removeprefix(f"{parent}."): path for path in schema.fields}
+    if not parent:
+        names = {joined: paths[0] for joined, paths in _joined(schema).items()}
+    for each, path in list(names.items()):
+        names.setdefault(each.removesuffix("_config"), path)
+    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=NEAR)
+    return Target(names[near[0]], False) if near else None
 
 
 def _moving(schema: Schema, entry: Entry, to: str) -> Fix | None:

@@ -100,8 +100,6 @@ def _fix(document: Document, rule: Rule) -> Fix | None:
         return partial(delete_key, path=rule.fix["drop"])
     for path, value in rule.fix.get("write", {}).items():
         return partial(set_value if document.has(path) else add_key, path=path, value=value)
-    for path, value in rule.fix.get("add", {}).items():
-        return partial(add_key, path=path, value=value)
     return None
 
 

@@ -108,7 +108,7 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
         patterns=LogPatterns.load(PATTERNS),
         argv=with_launcher(argv, env, cluster, os.environ),
         env=env,
-        config=file.value or {},
+        config=file.mapping,
         config_text=file.text,
         config_path=file.name,
         writes_config=given is None,
