@@ -17,11 +17,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from trtspec import files
-from trtspec.checkpoint.hub import engine_name, known, real_pair
+from trtspec.checkpoint.hub import engine_name
+from trtspec.checkpoint.published import catalogue, known_head, known_target, real_pair
 from trtspec.data_files import load_yaml
 from trtspec.errors import Problem, TrtspecError, UsageError
 
@@ -39,7 +40,7 @@ class Acceptance:
     length_at: tuple[float, int] | None = None
     doubts: tuple[str, ...] = ()  # what bench itself found wrong with the measurement
     model: str = ""  # the name under which bench's server knew it
-    published: bool = False  # a model card's figure
+    published: bool = False  # a published figure
     decay: Decay | None = None  # of the positions that are not known; None is the published one
 
     def rates(self, drafts: int, decay: Decay | None = None) -> list[float]:
@@ -54,6 +55,11 @@ class Acceptance:
         if self.length_at is not None and self.length_at[1] == drafts:
             return self.length_at[0]
         return lengths(self.rates(drafts, decay))[-1] if drafts else 1.0
+
+    @property
+    def longest(self) -> int:
+        """The longest draft that was measured."""
+        return self.length_at[1] if self.length_at is not None else len(self.known)
 
     def measured(self, drafts: int) -> bool:
         """Whether the length for that many drafts was measured, and does not rest on the published decay."""
@@ -105,18 +111,37 @@ def parse_acceptance(text: str) -> Acceptance:
 
 
 def card_acceptance(head: str, target: str) -> Acceptance | None:
-    """The figure on the model card of a published head, for the target that it was published for; None without one."""
-    cards = load_yaml("published_acceptance.yaml")["cards"]
-    entry = known(head)
-    card = cards.get(entry[1].get("published_as", entry[1]["id"])) if entry is not None else None
-    if card is None or not real_pair(head, target):
+    """What was published for a head with its own target; None without a figure."""
+    record, own = known_head(head), known_target(target)
+    if record is None or own is None or not real_pair(head, target):
         return None
-    source = (
-        f"{card['length']} tokens per step at {card['drafts']} drafts on {card['workload']}, "
-        f"as the card of {head} states; your own traffic may differ, "
-        "so measure it with `trtspec bench`"
-    )
-    return Acceptance(source, length_at=(card["length"], card["drafts"]), published=True)
+    measured = record.measured_on(own.id)
+    if measured is None:
+        return None
+    dataset = next(iter(measured.figures))
+    length, drafts = measured.length(dataset), measured.draft_len
+    source = f"{length:g} tokens per step at {drafts} drafts on {dataset} ({measured.protocol}), as published for {head}; "
+    source += "your own traffic may differ, so measure it with `trtspec bench`"
+    return Acceptance(source, length_at=(length, drafts), published=True)
+
+
+@cache
+def most_published(target: str, head: str) -> tuple[int, int]:
+    """The highest concurrency and the longest draft that were published for any head of the target's family.
+
+    The head's family if the target is not a published one. All heads if neither is.
+    """
+    record, own = known_head(head), known_target(target)
+    if own is None and record is not None:
+        own = known_target(record.targets[0])
+    heads = catalogue().heads.values()
+    if own is not None:
+        heads = [
+            each for each in heads if own.family == catalogue().targets[each.targets[0]].family
+        ]
+    measured = list(chain.from_iterable(each.acceptance for each in heads))
+    loads = chain.from_iterable(each.speedups for each in measured)
+    return max(loads, default=0), max((each.draft_len for each in measured), default=0)
 
 
 def other_model(acceptance: Acceptance, target: str) -> list[Problem]:
@@ -212,17 +237,13 @@ def _power(decay: Decay, length: float, at: int) -> float:
     return low
 
 
-def published_curves() -> dict[str, Any]:
-    """The published curves, with their `decays` by name."""
-    return load_yaml("acceptance_lengths.yaml")
-
-
 @cache
 def published_decay() -> Decay:
-    return Decay(*published_curves()["published"])
+    return Decay(*load_yaml("acceptance_lengths.yaml")["published"])
 
 
 @cache
 def other_decays() -> dict[str, Decay]:
     """The decay of each published curve by its name: the range within which the shape is known."""
-    return {name: Decay(*row) for name, row in published_curves()["decays"].items()}
+    rows = load_yaml("acceptance_lengths.yaml")["decays"]
+    return {name: Decay(*row) for name, row in rows.items()}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trtspec.planning.acceptance import Acceptance
+from trtspec.planning.acceptance import Acceptance, most_published
 from trtspec.planning.layout import Layout
 from trtspec.planning.memory import Memory, memory
 from trtspec.planning.step import HEADS, Kernels, StepModel, kernels
@@ -14,6 +14,7 @@ from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
 
 HOST_US = 1000.0  # what a 4 x B200 server without speculation took beyond its kernels (6.6 ms against 5.6 ms)
 LONGEST_COMPARED = 8
+EXTRAPOLATED = "extrapolated"  # a speed-up is then a range
 CLOSE = 0.005  # a loss that the kernel tables cannot show: neighbouring rows of them differ by a few percent of noise
 MEASURED_SHAPE = (
     7168,
@@ -71,8 +72,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a plan is made for: target and head with their names, a GPU, a workload; `fraction` as in `memory`, and the
-    longest that an answer may take, in milliseconds (None: it does not matter)."""
+    """What a plan is made for: target and head with their names, a GPU, a workload; `fraction` as in `memory`.
+
+    `longest_draft`: every draft length up to it is considered; None: those whose acceptance was measured. The longest
+    that an answer may take is in milliseconds (None: it does not matter).
+    """
 
     target: str
     model: ModelSpec
@@ -82,9 +86,29 @@ class Setting:
     workload: Workload
     acceptance: Acceptance | None = None
     fraction: float | None = None
-    longest_draft: int = LONGEST_COMPARED
+    longest_draft: int | None = None
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+
+    @property
+    def draft_lengths(self) -> range:
+        """The draft lengths that are estimated."""
+        if self.head is None:
+            return range(1)
+        known = self.acceptance.longest if self.acceptance is not None else LONGEST_COMPARED
+        return range((self.longest_draft or known) + 1)
+
+    def considers(self, drafts: int) -> bool:
+        """Whether a draft length may be chosen: what was measured, and what was asked for."""
+        asked = self.longest_draft is not None or self.acceptance is None or drafts == 0
+        return asked or self.acceptance.measured(drafts)
+
+    @property
+    def beyond_context(self) -> bool:
+        """Whether requests are longer than a head knows whose acceptance is a published figure."""
+        if self.head is None or self.acceptance is None or not self.acceptance.published:
+            return False
+        return self.workload.tokens > self.head.max_position_embeddings
 
     @property
     def has_limits(self) -> bool:
@@ -114,7 +138,9 @@ class LayoutPlan:
 
     def best(self, concurrency: int) -> Point:
         """The shortest draft within CLOSE of the fastest, which no table can tell apart; plain decoding is 0."""
-        points = self.at(concurrency)
+        points = [
+            point for point in self.at(concurrency) if self.setting.considers(point.draft_len)
+        ]
         rates = [point.decode_rate or 0 for point in points]
         return next(
             point
@@ -123,19 +149,36 @@ class LayoutPlan:
         )
 
     def trust(self, point: Point | None) -> str:
-        """What a speed-up rests on: acceptance that was measured for this draft length, or the published decay."""
+        """What a speed-up rests on. EXTRAPOLATED: beyond the measured draft length, the head's context, or what was
+        published for any head of the family."""
         if point is None:
             return "memory alone"
-        acceptance = self.setting.acceptance
-        if acceptance is None or point.draft_len == 0:
+        setting = self.setting
+        if setting.head is None or (setting.acceptance is not None and point.draft_len == 0):
             return "no drafts"
-        if not acceptance.measured(point.draft_len):
-            return "extrapolated"
-        return "model card" if acceptance.published else "measured"
+        if setting.acceptance is None:
+            return "no acceptance"
+        concurrency, drafts = most_published(setting.target, setting.head_name or "")
+        beyond = point.concurrency > concurrency or point.draft_len > drafts
+        if beyond or setting.beyond_context or not setting.acceptance.measured(point.draft_len):
+            return EXTRAPOLATED
+        return "model card" if setting.acceptance.published else "measured"
+
+    def shows_speedup(self, point: Point) -> bool:
+        """Whether the speed-up is a figure; a range where it is extrapolated."""
+        return point.speedup is not None and self.trust(point) not in (
+            EXTRAPOLATED,
+            "no acceptance",
+        )
+
+    def point_dict(self, point: Point) -> dict[str, Any]:
+        """A point with what its speed-up rests on."""
+        values = point.to_dict() | {"trust": self.trust(point)}
+        return values if self.shows_speedup(point) else values | {"speedup": None}
 
     def speedup_range(self, point: Point) -> tuple[float, float] | None:
         """Least and largest speed-up of a point under each assumption, and under each published decay where its
-        acceptance is extrapolated. None without acceptance."""
+        acceptance is extrapolated; no draft may be accepted beyond the head's context. None without acceptance."""
         acceptance = self.setting.acceptance
         if point.speedup is None or self.steps is None or acceptance is None:
             return None
@@ -148,6 +191,8 @@ class LayoutPlan:
             middle,
             *(acceptance.length(drafts, decay) for decay in acceptance.decays(drafts).values()),
         ]
+        if self.setting.beyond_context:
+            lengths.append(1.0)
         ratios.append(point.cost_ratio)
         return min(lengths) / max(ratios), max(lengths) / min(ratios)
 
@@ -169,7 +214,7 @@ def plan_layout(layout: Layout, setting: Setting) -> LayoutPlan:
     points = []
     for sequences in workload.concurrency:
         plain = steps.step(sequences)
-        for drafts in range((setting.longest_draft if head is not None else 0) + 1):
+        for drafts in setting.draft_lengths:
             whole = steps.whole(sequences, drafts)
             length = (
                 1.0

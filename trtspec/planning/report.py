@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from trtspec.errors import CheckFailed
-from trtspec.planning.acceptance import EXAMPLE
+from trtspec.planning.acceptance import EXAMPLE, most_published
 from trtspec.planning.decision import Decision, Row, command
-from trtspec.planning.points import LayoutPlan
+from trtspec.planning.points import EXTRAPOLATED, LayoutPlan
 from trtspec.report import Table
 
 GB = 1e9
@@ -48,6 +48,7 @@ def to_dict(decision: Decision) -> dict[str, Any]:
     return {
         "target": setting.target,
         "head": setting.head_name,
+        "context": setting.head.max_position_embeddings if setting.head else None,
         "gpu": setting.gpu.name,
         "gpus": first.layout.gpus,
         **plan_dict(first),
@@ -81,7 +82,7 @@ def plan_dict(plan: LayoutPlan) -> dict[str, Any]:
         "kv_dtype": room.kv_dtype,
         "kv_bytes_per_token": room.kv_bytes_per_token,
         "max_sequences": room.sequences(plan.setting.workload.tokens),
-        "points": [point.to_dict() for point in plan.points],
+        "points": [plan.point_dict(point) for point in plan.points],
         "prefill_ms": round(plan.steps.prefill(plan.setting.workload.isl) / 1000, 1)
         if plan.steps
         else None,
@@ -150,11 +151,11 @@ def ranked_table(title: str, rows: list[Row], decision: Decision) -> Table:
         cells.append([
             f"{row.concurrency} best" if row is decision.best else str(row.concurrency),
             row.layout.short,
-            str(row.point.draft_len),
+            "-" if row.trust == "no acceptance" else str(row.point.draft_len),
             f"{1000 / row.tpot_ms:.0f}" if row.tpot_ms else "-",
             f"{row.tokens_per_s or 0:,.0f}",
-            "plain decoding" if row.point.draft_len == 0 else speedup(row.plan, row.point),
-            row.plan.trust(row.point),
+            "plain decoding" if row.trust == "no drafts" else speedup(row.plan, row.point),
+            row.trust,
         ])  # fmt: skip
         if setting.has_limits:
             cells[-1] += [milliseconds(row.ttft_ms), milliseconds(row.tpot_ms)]
@@ -163,9 +164,12 @@ def ranked_table(title: str, rows: list[Row], decision: Decision) -> Table:
 
 
 def speedup(plan: LayoutPlan, point: Any) -> str:
-    """Over plain decoding, with its range, for a cell of the table."""
+    """Over plain decoding, with its range, for a cell of the table; of an extrapolated one the range alone."""
     spread = plan.speedup_range(point)
-    return f"{point.speedup:.2f}x ({spread[0]:.2f} to {spread[1]:.2f})" if spread else "-"
+    if spread is None:
+        return "-"
+    between = f"{spread[0]:.2f} to {spread[1]:.2f}"
+    return f"{point.speedup:.2f}x ({between})" if plan.shows_speedup(point) else between
 
 
 def milliseconds(value: float | None) -> str:
@@ -205,8 +209,14 @@ def below_table(rows: list[Row], decision: Decision) -> Iterator[str]:
             yield f"Concurrency {concurrency}: {reason}."
     acceptance = setting.acceptance
     if acceptance is not None and any(plan.steps for plan in decision.plans):
-        yield from (f"Acceptance: {acceptance.source}.", f"  {acceptance.rests_on()}.")
+        yield f"Acceptance: {acceptance.source}."
         yield from (f"  bench doubted this measurement: {doubt}" for doubt in acceptance.doubts)
+    if any(row.trust == EXTRAPOLATED for row in rows):
+        concurrency, drafts = most_published(setting.target, setting.head_name or "")
+        known = f"concurrency {concurrency} or {drafts} drafts (the most published for this family)"
+        if setting.beyond_context and setting.head is not None:
+            known += f", the head's context of {setting.head.max_position_embeddings:,} tokens"
+        yield f"Extrapolated, so a range: beyond {known}, or the draft length that was measured."
 
 
 def choice_lines(decision: Decision) -> Iterator[str]:
