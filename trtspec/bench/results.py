@@ -261,7 +261,8 @@ class DraftChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResults(EndpointResult):
-    """results.json: the first endpoint's own figures, the others under `endpoints`, their ratios under `speedups`."""
+    """results.json: the first endpoint's own figures, the others under `endpoints`, their ratios under `speedups`.
+    `card`: the published head whose figures are shown beside."""
 
     schema: int = SCHEMA
     workload: Workload
@@ -272,6 +273,7 @@ class BenchResults(EndpointResult):
     created: str = ""
     versions: dict[str, Any] = field(default_factory=dict)
     draft_choice: DraftChoice | None = None
+    card: str | None = None
 
     @property
     def all(self) -> list[EndpointResult]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import TypeAdapter
 
 from trtspec.data_files import load_yaml
-from trtspec.errors import TrtspecError
+from trtspec.errors import TrtspecError, UsageError
 from trtspec.foreign import parse_hub_id
 
 LAYER_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -67,7 +67,7 @@ class PublishedAcceptance:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedModel:
-    """What the records of targets and heads share. `unverified`: fields that nobody here read in the published files."""
+    """What the records of targets and heads share. `unverified`: fields that nobody here read in the published file."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
     kind: ClassVar[Literal["target", "head"]]
@@ -188,6 +188,15 @@ def known_target(name: str) -> PublishedTarget | None:
     """The record of a published target; None for every other name."""
     record = known(name)
     return record if isinstance(record, PublishedTarget) else None
+
+
+def published_head(name: str) -> PublishedHead:
+    """The record of a published head with figures of acceptance. Raises UsageError for every other name."""
+    record = known_head(name)
+    if record is None or not record.acceptance:
+        message = f"no acceptance was published for {name}, as far as is known here"
+        raise UsageError(message, "`trtspec inspect HEAD` shows what is known of a published head")
+    return record
 
 
 def similar_ids(name_or_id: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from trtspec import report
 from trtspec.cli.options import (
@@ -15,6 +15,7 @@ from trtspec.cli.options import (
     JsonObject,
     NamedUrl,
     RateList,
+    ThinkingOption,
     request_limits_of,
 )
 from trtspec.errors import (
@@ -67,10 +68,7 @@ class BenchOptions:
     ] = None
     max_tokens: Annotated[int, option("Maximum tokens per answer.", min=1)] = 256
     temperature: Annotated[float, option("Sampling temperature; 0 is greedy.", min=0.0)] = 0.0
-    thinking: Annotated[
-        Literal["on", "off"] | None,
-        option("Thinking of Kimi's chat template.", default="the server's"),
-    ] = None
+    thinking: ThinkingOption = None
     seed: Annotated[int, option("Base random seed: answer i uses seed + i.")] = 0
     against_url: Annotated[
         tuple[NamedUrl, ...],
@@ -124,6 +122,12 @@ class BenchOptions:
         ),
         Needs("choose_draft"),
     ] = ()
+    card: Annotated[
+        str | None,
+        option(
+            "Published head of the server, to show its published acceptance beside.", metavar="HEAD"
+        ),
+    ] = None
     model: Annotated[
         str | None, option("Model name.", default="the first one the server lists")
     ] = None
@@ -153,7 +157,9 @@ def bench(options: BenchOptions) -> report.Result:
     from trtspec.bench.compare import compare, refuse_different
     from trtspec.bench.report.bench import bench_html
     from trtspec.bench.results import read_results
+    from trtspec.checkpoint.published import published_head
 
+    card = published_head(options.card).id if options.card else None
     _refuse_overwrite(options)
     earlier = {f"--compare {path}": read_results(path) for path in options.compare}
     urls, lengths, stored = endpoints(options)
@@ -162,6 +168,7 @@ def bench(options: BenchOptions) -> report.Result:
     refuse_different(work.describe(), earlier)
     beside = earlier | {f"--at {length}": found for length, found in stored.items()}
     results = run(urls, work, options, {where: found.server for where, found in beside.items()})
+    results = replace(results, card=card)
     if earlier:
         comparison = compare(results, list(earlier.values()), options.max_regression)
         results = replace(

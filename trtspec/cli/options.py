@@ -31,6 +31,13 @@ MOST = 1e6  # of a number in a list
 SourceArgument = Annotated[
     str, argument("Kimi checkpoint: a directory or a hub id.", metavar="SRC")
 ]
+ThinkingOption = Annotated[
+    Literal["on", "off", "low", "medium", "high"] | None,
+    option(
+        "Thinking: on or off by Kimi's chat template, else a reasoning effort.",
+        default="the server's",
+    ),
+]
 PolicyOption = Annotated[
     PolicyName | None,
     option("What to quantize and how.", default="the published policy of the model family"),

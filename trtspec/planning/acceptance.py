@@ -57,29 +57,16 @@ class Acceptance:
         return lengths(self.rates(drafts, decay))[-1] if drafts else 1.0
 
     @property
-    def longest(self) -> int:
-        """The longest draft that was measured."""
-        return self.length_at[1] if self.length_at is not None else len(self.known)
-
-    def measured(self, drafts: int) -> bool:
-        """Whether the length for that many drafts was measured, and does not rest on the published decay."""
-        return drafts <= len(self.known) or (
-            self.length_at is not None and drafts == self.length_at[1]
-        )
+    def measured_lengths(self) -> list[int]:
+        """The draft lengths whose acceptance was measured, and does not rest on the published decay."""
+        if self.length_at is not None:
+            return [self.length_at[1]]
+        return list(range(1, len(self.known) + 1))
 
     def decays(self, drafts: int) -> dict[str, Decay]:
         """The decay of each published curve by itself, between which the length for `drafts` drafts is not settled;
         none where it was measured."""
-        return {} if self.measured(drafts) else other_decays()
-
-    def rests_on(self) -> str:
-        """What is measured and what is extrapolated, in a sentence."""
-        falls = "as in InferenceX's published curves of Kimi-K2.5"
-        if self.length_at is not None:
-            drafts = f"{self.length_at[1]} draft{'s' if self.length_at[1] > 1 else ''}"
-            return f"measured for {drafts} alone; extrapolated for others {falls}, scaled to that length"
-        positions = "position" if len(self.known) == 1 else f"{len(self.known)} positions"
-        return f"measured for the first {positions}; extrapolated beyond {falls}, scaled to the measured ones"
+        return {} if drafts in self.measured_lengths else other_decays()
 
 
 def parse_acceptance(text: str) -> Acceptance:
@@ -120,26 +107,20 @@ def card_acceptance(head: str, target: str) -> Acceptance | None:
         return None
     dataset = next(iter(measured.figures))
     length, drafts = measured.length(dataset), measured.draft_len
-    source = f"{length:g} tokens per step at {drafts} drafts on {dataset} ({measured.protocol}), as published for {head}; "
-    source += "your own traffic may differ, so measure it with `trtspec bench`"
+    source = f"{length:g} tokens per step at {drafts} drafts on {dataset}, as published for {head} "
+    source += (
+        f"({measured.protocol}); your own traffic may differ, so measure it with `trtspec bench`"
+    )
     return Acceptance(source, length_at=(length, drafts), published=True)
 
 
 @cache
-def most_published(target: str, head: str) -> tuple[int, int]:
-    """The highest concurrency and the longest draft that were published for any head of the target's family.
-
-    The head's family if the target is not a published one. All heads if neither is.
-    """
-    record, own = known_head(head), known_target(target)
-    if own is None and record is not None:
-        own = known_target(record.targets[0])
-    heads = catalogue().heads.values()
-    if own is not None:
-        heads = [
-            each for each in heads if own.family == catalogue().targets[each.targets[0]].family
-        ]
-    measured = list(chain.from_iterable(each.acceptance for each in heads))
+def most_published(target: str) -> tuple[int, int]:
+    """The highest concurrency and the longest draft that were published for any head of a target; of all heads for a
+    target that is not a published one."""
+    own = known_target(target)
+    heads = [head for head in catalogue().heads.values() if own is None or own.id in head.targets]
+    measured = list(chain.from_iterable(head.acceptance for head in heads))
     loads = chain.from_iterable(each.speedups for each in measured)
     return max(loads, default=0), max((each.draft_len for each in measured), default=0)
 

@@ -1,7 +1,8 @@
 """From the plans of all layouts to one choice: every layout at every concurrency ranked, within the user's targets, and
 the `trtspec build-config` command of the best.
 
-Rows rank by tokens/s of the whole server, those that meet the targets first, then those that are not extrapolated. Nothing is recommended that the cache does
+Rows rank by tokens/s of the whole server: those that meet the targets first, of these the ones that are not
+extrapolated. Nothing is recommended that the cache does
 not hold or that TensorRT-LLM refuses (`layout.refusals`).
 """
 
@@ -14,7 +15,14 @@ from typing import Any
 from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.errors import Problem
 from trtspec.planning.layout import Layout, refusals
-from trtspec.planning.points import EXTRAPOLATED, LayoutPlan, Point, Setting, plan_layout
+from trtspec.planning.points import (
+    EXTRAPOLATED,
+    NO_ACCEPTANCE,
+    LayoutPlan,
+    Point,
+    Setting,
+    plan_layout,
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ class Row:
 
     @property
     def trust(self) -> str:
-        return self.plan.trust(self.point)
+        return self.point.trust if self.point is not None else "memory alone"
 
     @property
     def meets(self) -> bool:
@@ -88,13 +96,13 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """What is not known is None: all speeds without kernels, drafts and speed-up without acceptance."""
-        point, plan = self.point, self.plan
+        point, plan, acceptance = self.point, self.plan, self.plan.setting.acceptance
         figures = {
             "tokens_per_s": self.tokens_per_s,
             "ttft_ms": self.ttft_ms,
             "tpot_ms": self.tpot_ms,
         }
-        known = point is not None and self.trust != "no acceptance"
+        known = point is not None and self.trust != NO_ACCEPTANCE
         spread = plan.speedup_range(point) if point is not None else None
         return {
             "concurrency": self.concurrency,
@@ -102,7 +110,7 @@ class Row:
             "ep_size": self.layout.gpus if self.layout.ep else 1,
             "attention_dp": self.layout.attention_dp,
             "draft_len": point.draft_len if point is not None and known else None,
-            "speedup": round(point.speedup, 3) if point and plan.shows_speedup(point) else None,
+            "speedup": round(point.speedup, 3) if point and point.speedup and acceptance else None,
             "speedup_range": [round(value, 3) for value in spread] if spread else None,
             "tokens_per_s_per_user": round(1000 / self.tpot_ms, 1) if self.tpot_ms else None,
             **{name: None if value is None else round(value, 1) for name, value in figures.items()},

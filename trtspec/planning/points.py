@@ -14,6 +14,7 @@ from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
 
 HOST_US = 1000.0  # what a 4 x B200 server without speculation took beyond its kernels (6.6 ms against 5.6 ms)
 LONGEST_COMPARED = 8
+NO_ACCEPTANCE = "no acceptance"
 EXTRAPOLATED = "extrapolated"  # a speed-up is then a range
 CLOSE = 0.005  # a loss that the kernel tables cannot show: neighbouring rows of them differ by a few percent of noise
 MEASURED_SHAPE = (
@@ -43,7 +44,9 @@ class Workload:
 
 @dataclass(frozen=True)
 class Point:
-    """One concurrency and draft length. Without acceptance the length, the speed-up and the rate are None."""
+    """One concurrency and draft length. Without acceptance the length, the speed-up and the rate are None.
+
+    `trust`: what the speed-up rests on. An extrapolated one is None too: it has a range alone."""
 
     concurrency: int
     draft_len: int
@@ -51,10 +54,13 @@ class Point:
     plain_ms: float
     step_ms: float
     acceptance_length: float | None = None
+    trust: str = "no drafts"
 
     @property
     def speedup(self) -> float | None:
-        return None if self.acceptance_length is None else self.acceptance_length / self.cost_ratio
+        if self.acceptance_length is None or self.trust == EXTRAPOLATED:
+            return None
+        return self.acceptance_length / self.cost_ratio
 
     @property
     def decode_rate(self) -> float | None:
@@ -91,17 +97,26 @@ class Setting:
     tpot_ms: float | None = None
 
     @property
-    def draft_lengths(self) -> range:
-        """The draft lengths that are estimated."""
+    def draft_lengths(self) -> list[int]:
+        """Every length up to the one that was asked for; else those whose acceptance was measured."""
         if self.head is None:
-            return range(1)
-        known = self.acceptance.longest if self.acceptance is not None else LONGEST_COMPARED
-        return range((self.longest_draft or known) + 1)
+            return [0]
+        if self.longest_draft is None and self.acceptance is not None:
+            return [0, *self.acceptance.measured_lengths]
+        return list(range((self.longest_draft or LONGEST_COMPARED) + 1))
 
-    def considers(self, drafts: int) -> bool:
-        """Whether a draft length may be chosen: what was measured, and what was asked for."""
-        asked = self.longest_draft is not None or self.acceptance is None or drafts == 0
-        return asked or self.acceptance.measured(drafts)
+    def trust(self, concurrency: int, drafts: int) -> str:
+        """What the speed-up of a point rests on. EXTRAPOLATED: beyond the measured draft length, the head's context, or
+        what was published for any head of the target."""
+        if self.head is not None and self.acceptance is None:
+            return NO_ACCEPTANCE
+        if self.acceptance is None or drafts == 0:
+            return "no drafts"
+        most, longest = most_published(self.target)
+        beyond = concurrency > most or drafts > longest or self.beyond_context
+        if beyond or drafts not in self.acceptance.measured_lengths:
+            return EXTRAPOLATED
+        return "model card" if self.acceptance.published else "measured"
 
     @property
     def beyond_context(self) -> bool:
@@ -138,9 +153,7 @@ class LayoutPlan:
 
     def best(self, concurrency: int) -> Point:
         """The shortest draft within CLOSE of the fastest, which no table can tell apart; plain decoding is 0."""
-        points = [
-            point for point in self.at(concurrency) if self.setting.considers(point.draft_len)
-        ]
+        points = self.at(concurrency)
         rates = [point.decode_rate or 0 for point in points]
         return next(
             point
@@ -148,39 +161,11 @@ class LayoutPlan:
             if rate >= (1 - CLOSE) * max(rates)
         )
 
-    def trust(self, point: Point | None) -> str:
-        """What a speed-up rests on. EXTRAPOLATED: beyond the measured draft length, the head's context, or what was
-        published for any head of the family."""
-        if point is None:
-            return "memory alone"
-        setting = self.setting
-        if setting.head is None or (setting.acceptance is not None and point.draft_len == 0):
-            return "no drafts"
-        if setting.acceptance is None:
-            return "no acceptance"
-        concurrency, drafts = most_published(setting.target, setting.head_name or "")
-        beyond = point.concurrency > concurrency or point.draft_len > drafts
-        if beyond or setting.beyond_context or not setting.acceptance.measured(point.draft_len):
-            return EXTRAPOLATED
-        return "model card" if setting.acceptance.published else "measured"
-
-    def shows_speedup(self, point: Point) -> bool:
-        """Whether the speed-up is a figure; a range where it is extrapolated."""
-        return point.speedup is not None and self.trust(point) not in (
-            EXTRAPOLATED,
-            "no acceptance",
-        )
-
-    def point_dict(self, point: Point) -> dict[str, Any]:
-        """A point with what its speed-up rests on."""
-        values = point.to_dict() | {"trust": self.trust(point)}
-        return values if self.shows_speedup(point) else values | {"speedup": None}
-
     def speedup_range(self, point: Point) -> tuple[float, float] | None:
         """Least and largest speed-up of a point under each assumption, and under each published decay where its
         acceptance is extrapolated; no draft may be accepted beyond the head's context. None without acceptance."""
         acceptance = self.setting.acceptance
-        if point.speedup is None or self.steps is None or acceptance is None:
+        if self.steps is None or acceptance is None:
             return None
         ratios = [
             item.cost_ratio(point.concurrency, point.draft_len)
@@ -231,6 +216,7 @@ def plan_layout(layout: Layout, setting: Setting) -> LayoutPlan:
                     plain / 1000,
                     whole / 1000,
                     length,
+                    setting.trust(sequences, drafts),
                 )
             )
     return LayoutPlan(setting, room, steps, tuple(points))

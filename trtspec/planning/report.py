@@ -9,7 +9,7 @@ from typing import Any
 from trtspec.errors import CheckFailed
 from trtspec.planning.acceptance import EXAMPLE, most_published
 from trtspec.planning.decision import Decision, Row, command
-from trtspec.planning.points import EXTRAPOLATED, LayoutPlan
+from trtspec.planning.points import EXTRAPOLATED, NO_ACCEPTANCE, LayoutPlan
 from trtspec.report import Table
 
 GB = 1e9
@@ -44,6 +44,7 @@ def to_dict(decision: Decision) -> dict[str, Any]:
     """The JSON contract for the recommended layout, else the first, with `layouts` for all and what everything rests
     on."""
     setting, first, best = decision.setting, decision.first, decision.best
+    acceptance = setting.acceptance
     chosen = {str(c): decision.of_concurrency(c) for c in setting.workload.concurrency}
     return {
         "target": setting.target,
@@ -57,7 +58,9 @@ def to_dict(decision: Decision) -> dict[str, Any]:
         "targets": {"ttft_ms": setting.ttft_ms, "tpot_ms": setting.tpot_ms},
         "refused": [problem.to_dict() for problem in decision.refused],
         "layouts": [plan_dict(plan) for plan in decision.plans],
-        "acceptance": acceptance_dict(first),
+        "acceptance": {"source": acceptance.source, "doubts": acceptance.doubts}
+        if acceptance
+        else None,
         "assumes": assumptions(first),
         "checked": CHECKED,
         "sources": sources(first),
@@ -82,23 +85,11 @@ def plan_dict(plan: LayoutPlan) -> dict[str, Any]:
         "kv_dtype": room.kv_dtype,
         "kv_bytes_per_token": room.kv_bytes_per_token,
         "max_sequences": room.sequences(plan.setting.workload.tokens),
-        "points": [plan.point_dict(point) for point in plan.points],
+        "points": [point.to_dict() for point in plan.points],
         "prefill_ms": round(plan.steps.prefill(plan.setting.workload.isl) / 1000, 1)
         if plan.steps
         else None,
     }
-
-
-def acceptance_dict(plan: LayoutPlan) -> dict[str, Any] | None:
-    """`conditional`: the acceptance of each draft given all before it, measured or extrapolated as `rests_on` says."""
-    found = plan.setting.acceptance
-    if found is None or not plan.points:
-        return None
-    rates = found.rates(max(point.draft_len for point in plan.points))
-    rounded = [round(rate, 6) for rate in rates]
-    return {
-        "source": found.source, "conditional": rounded, "rests_on": found.rests_on(), "doubts": list(found.doubts),
-    }  # fmt: skip
 
 
 def assumptions(plan: LayoutPlan) -> list[str]:
@@ -111,11 +102,7 @@ def assumptions(plan: LayoutPlan) -> list[str]:
         where = f"of {setting.model.quant.format} weights in this shape and layout on {setting.gpu.name.upper()}"
         return [*found, f"memory alone: no kernels {where} are in the tables"]
     found += [f"{plan.steps.kernels.moe_kernel} kernels for the experts", *ASSUMES]
-    return (
-        [*found, f"acceptance {setting.acceptance.rests_on()}"]
-        if setting.acceptance is not None
-        else found
-    )
+    return found
 
 
 def sources(plan: LayoutPlan) -> list[str]:
@@ -151,7 +138,7 @@ def ranked_table(title: str, rows: list[Row], decision: Decision) -> Table:
         cells.append([
             f"{row.concurrency} best" if row is decision.best else str(row.concurrency),
             row.layout.short,
-            "-" if row.trust == "no acceptance" else str(row.point.draft_len),
+            "-" if row.trust == NO_ACCEPTANCE else str(row.point.draft_len),
             f"{1000 / row.tpot_ms:.0f}" if row.tpot_ms else "-",
             f"{row.tokens_per_s or 0:,.0f}",
             "plain decoding" if row.trust == "no drafts" else speedup(row.plan, row.point),
@@ -169,7 +156,7 @@ def speedup(plan: LayoutPlan, point: Any) -> str:
     if spread is None:
         return "-"
     between = f"{spread[0]:.2f} to {spread[1]:.2f}"
-    return f"{point.speedup:.2f}x ({between})" if plan.shows_speedup(point) else between
+    return f"{point.speedup:.2f}x ({between})" if point.speedup is not None else between
 
 
 def milliseconds(value: float | None) -> str:
@@ -212,7 +199,7 @@ def below_table(rows: list[Row], decision: Decision) -> Iterator[str]:
         yield f"Acceptance: {acceptance.source}."
         yield from (f"  bench doubted this measurement: {doubt}" for doubt in acceptance.doubts)
     if any(row.trust == EXTRAPOLATED for row in rows):
-        concurrency, drafts = most_published(setting.target, setting.head_name or "")
+        concurrency, drafts = most_published(setting.target)
         known = f"concurrency {concurrency} or {drafts} drafts (the most published for this family)"
         if setting.beyond_context and setting.head is not None:
             known += f", the head's context of {setting.head.max_position_embeddings:,} tokens"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -29,6 +30,7 @@ from trtspec.bench.statistics import (
     add_histograms,
     by_category,
     length_ratio,
+    most_tokens,
     per_question,
     summarize,
 )
@@ -178,17 +180,18 @@ def question_speeds(rounds: Sequence[Round]) -> list[QuestionSpeed]:
 
 def speedups(endpoints: Sequence[EndpointResult]) -> list[SpeedUp]:
     """At each level where both wrote sound output: endpoints that speculate over those that do not; where all do, or
-    none, the others over the second."""
+    none, the others over the second. No step of drafts gains more than all of them."""
     plain = [endpoint for endpoint in endpoints if not endpoint.speculates]
     bases = plain if 0 < len(plain) < len(endpoints) else list(endpoints[1:2])
     names = {base.name for base in bases}
-    return [
-        SpeedUp(of=of.name, over=base.name, level=level.label, ratio=ratio)
-        for level in endpoints[0].concurrency
-        for of in endpoints
-        for base in bases
-        if of.name not in names and (ratio := speed_ratio(of, base, level.label))
-    ]
+    found = []
+    for level, of, base in product(endpoints[0].concurrency, endpoints, bases):
+        ratio = speed_ratio(of, base, level.label) if of.name not in names else None
+        if ratio is not None and base in plain:
+            ratio = ratio.within(0.0, most_tokens(of.steps, of.drafted, of.histogram))
+        if ratio is not None:
+            found.append(SpeedUp(of=of.name, over=base.name, level=level.label, ratio=ratio))
+    return found
 
 
 # --- findings: the gate judges servers; these name what a figure cannot say ---

@@ -20,6 +20,7 @@ from trtspec.bench.results import (
     user_speed,
 )
 from trtspec.bench.statistics import LEAST_RUNS
+from trtspec.checkpoint.published import known_head
 from trtspec.report import Table
 
 BLANK = ""
@@ -91,7 +92,7 @@ def sections(results: BenchResults) -> list[Section]:
                     speculating, f"Tokens per step by category, {where}, with 95 % intervals."
                 )
             ],
-            tables=titled(*acceptance, position_table(speculating)),
+            tables=titled(card_table(results), *acceptance, position_table(speculating)),
         ),
         Section(
             title="Draft length",
@@ -213,6 +214,26 @@ def acceptance_table(endpoint: EndpointResult, workload: Workload) -> Table:
     return Table(f"Acceptance of {endpoint.name}", columns, rows, note)
 
 
+def card_table(results: BenchResults) -> Table:
+    """What was published of the card's head on this data set, beside what was measured; no rows without such figures."""
+    about, rows = subject(results), []
+    record = known_head(results.card) if results.card else None
+    for published in record.acceptance if record is not None else ():
+        for name, figure in published.of(results.workload.dataset.partition(":")[0]).items():
+            group = None if about.degenerate(name) else about.groups.get(name)
+            measured = None
+            if group is not None:
+                measured = group.acceptance_length
+                if published.per_question:
+                    measured = group.per_question_mean
+            apart = DASH if measured is None else f"{measured - figure:+.2f}"
+            drafts = str(published.draft_len)
+            rows.append([name, number(figure), number(measured), apart, drafts, published.protocol])
+    note = f"Tokens per step, at most {results.workload.max_tokens} tokens here; NVIDIA's are means over questions."
+    columns = ["category", "published", "measured", "difference", "drafts", "published by"]
+    return Table(f"Published of {results.card}", columns, rows, note, frozenset({0, 5}))
+
+
 def position_table(endpoints: Sequence[EndpointResult]) -> Table:
     """Share of steps that accepted the draft at each position."""
     reported = [
@@ -306,7 +327,10 @@ def speedup_table(results: BenchResults) -> Table:
         ]
         for up in results.speedups
     ]
-    note = "Output tokens/s of a user, paired by question, with its 95 % interval."
+    note = (
+        "Output tokens/s of a user, paired by question. The 95 % interval covers what questions differ by, over "
+        f"{results.workload.rounds} rounds of one launch of each server: other launches can differ by more."
+    )
     columns = ["endpoints", "load", "times as fast", "range", "questions"]
     return Table("Speed-up", columns, rows, note, frozenset({0, 1}))
 
