@@ -109,8 +109,7 @@ def test_positions_that_were_never_or_always_accepted() -> None:
 
 def test_it_says_what_is_extrapolated() -> None:
     by_position = Acceptance("test", (0.8, 0.7, 0.7))
-    assert "first 3 positions" in by_position.rests_on() and "InferenceX" in by_position.rests_on()
-    assert [by_position.measured(k) for k in (1, 3, 4)] == [True, True, False]
+    assert by_position.measured_lengths == [1, 2, 3]
     assert by_position.decays(3) == {} and set(by_position.decays(4)) == set(CURVES)
-    assert "3 drafts alone" in parse_acceptance("2.62@3").rests_on()
+    assert parse_acceptance("2.62@3").measured_lengths == [3]
     assert published_decay().ratio < 1 and len(other_decays()) == len(CURVES)

@@ -34,9 +34,6 @@ from trtspec.launch.processes import duration, require_free_ports, run_trtspec, 
 from trtspec.report import Table
 
 SPECULATING, PLAIN = "spec", "plain"
-# for estimates: output tokens per second of one request, seconds until a server is ready
-RATE = {"reference": 50.0, "vllm": 80.0, "trtllm": 120.0}
-START = {"reference": 8.0, "vllm": 600.0, "trtllm": 900.0}
 CHECKED, RECORDED, SCORED = (
     20,
     11,
@@ -87,7 +84,7 @@ class Step:
 def script(setup: ProveSetup, directory: Path) -> list[Step]:
     """All steps in their order. The tokens are those of questions with one turn."""
     levels = ("--concurrency", ",".join(map(str, setup.concurrency)))
-    asked = (
+    asked: tuple[str, ...] = (
         "--dataset",
         setup.dataset,
         "--samples",
@@ -153,14 +150,6 @@ def serve_words(setup: ProveSetup, launch: str) -> tuple[str, ...]:
         if setup.backend == "reference":  # as build-config sets it for the engines
             words += ("--draft-sampling", "probabilistic")
     return words + setup.serve_words
-
-
-def seconds(setup: ProveSetup, steps: Sequence[Step]) -> float:
-    """An estimate: two starts, and the tokens, of which up to eight answers in flight share a step."""
-    together = sum(min(level, 8) for level in setup.concurrency) / len(setup.concurrency)
-    return 2 * START[setup.backend] + sum(step.tokens for step in steps) / (
-        RATE[setup.backend] * together
-    )
 
 
 def shell_text(setup: ProveSetup, directory: Path, steps: Sequence[Step]) -> str:
@@ -261,12 +250,8 @@ def _run(step: Step, journal: Journal, directory: Path) -> None:
         message = f"{step.name} ended with status {status}; its message is above"
         raise TrtspecError(message, "give the same command again to resume")
     journal.record(step.name, seconds=round(time.monotonic() - began, 1))
-    said = (
-        f"{found['acceptance_length']:.2f} tokens per step"
-        if found.get("drafted")
-        else found.get("verdict")
-    )
-    report.announce(f"  done in {duration(time.monotonic() - began)}{f': {said}' if said else ''}")
+    said = f"done in {duration(time.monotonic() - began)} {found.get('verdict', '')}"
+    report.announce(f"  {said.rstrip()}")
 
 
 # --- evidence and page ---
@@ -400,8 +385,8 @@ def proof_html(
     alone: BenchResults,
     more: Sequence[Section] = (),
 ) -> str:
-    """The page of a proof: its verdict in a sentence, up to three figures, then speed, acceptance, the rows of check, and
-    `more`. The results are bench's of either server."""
+    """The page of a proof: its verdict in a sentence, up to three figures, then speed, acceptance, the rows of check,
+    and `more`. The results are bench's of either server."""
     # as if bench had measured both in one run, so that its sections show them side by side
     both = replace(with_head, endpoints={alone.name: alone}, speedups=evidence.speedups)
     speed, acceptance = bench.sections(both)[:2]

@@ -67,10 +67,9 @@ def acceptance_length(steps: int, accepted: int) -> float | None:
     return 1.0 + accepted / steps if steps else None
 
 
-def most_tokens(steps: int | None, drafted: int | None, histogram: Sequence[int] | None) -> float:
+def most_tokens(steps: int | None, drafted: int | None) -> float:
     """Tokens of a step whose drafts are all accepted; infinite where the server does not tell how many it drafts."""
-    longest = max(len(histogram or [0]) - 1, math.ceil((drafted or 0) / (steps or 1)))
-    return longest + 1 if longest else math.inf
+    return 1 + math.ceil(drafted / steps) if drafted and steps else math.inf
 
 
 def by_position(histogram: Sequence[int]) -> tuple[list[float], list[float | None]]:
@@ -132,7 +131,7 @@ def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
         else []
     )
     if length is not None:
-        length = length.within(1.0, most_tokens(steps, drafted, histogram))
+        length = length.within(1.0, most_tokens(steps, drafted))
     means = [1 + done / (verified + answers) for verified, done, answers in questions.values()]
     return AcceptanceSummary(
         turns=sum(t.answers for t in turns),

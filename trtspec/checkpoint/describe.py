@@ -75,8 +75,8 @@ class CheckpointReport:
             )
         if self.known is not None:
             found.update(published_facts(self.known))
-        if self.source in ("catalogue", "config.json"):
-            found["unverified"] = self.known.unverified if self.known else []
+        if self.known is not None and self.source == "catalogue":
+            found["unverified"] = self.known.unverified
         found["remote_code"] = bool(self.code)
         found["problems"] = [problem.to_dict() for problem in self.problems]
         hub = self.hub.to_dict() if self.hub else None
@@ -179,9 +179,7 @@ def _from_config(resolved: Resolved) -> CheckpointReport:
         spec=spec,
         config={} if unknown else resolved.config(),
         known=record,
-        parameters=record.parameters if record else None,
-        bytes=record.bytes if record else None,
-        shards=record.shards if record else None,
+        **{name: getattr(record, name, None) for name in ("parameters", "bytes", "shards")},
         dtypes=None,
         code=RemoteCode([], [], None) if unknown else resolved.code(),
         problems=[],

@@ -25,8 +25,8 @@ ThinkingLevel = Literal["on", "off", "low", "medium", "high"]
 class PublishedAcceptance:
     """Tokens per step that were published for a head, and how they were measured.
 
-    `figures`: by data set, of all its questions or by category. `per_question`: averaged over questions, else pooled
-    over steps. `speedups`: over no speculation by concurrency, None if only the concurrency was published.
+    `figures`: by data set, of all its questions or by category. `mean`: what bench calls
+    such a figure. `speedups`: over no speculation by concurrency, None if only the concurrency was published.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -37,7 +37,7 @@ class PublishedAcceptance:
     draft_len: int = DRAFT_LEN
     thinking: ThinkingLevel | None = None
     max_tokens: int | None = None
-    per_question: bool = False
+    mean: Literal["acceptance_length", "per_question_mean"] = "acceptance_length"
     speedups: dict[int, float | None] = field(default_factory=dict)
 
     @property
@@ -50,8 +50,6 @@ class PublishedAcceptance:
             words.append(f"thinking {self.thinking}")
         if self.max_tokens:
             words.append(f"at most {self.max_tokens} tokens")
-        for concurrency, ratio in self.speedups.items():
-            words.append(f"concurrency {concurrency}{f' ({ratio}x)' if ratio else ''}")
         return f"{', '.join(words)}: {self.source}"
 
     def of(self, dataset: str) -> dict[str, float]:
@@ -131,15 +129,12 @@ class Catalogue:
 
 @cache
 def catalogue() -> Catalogue:
-    """The parsed file, with exclude patterns written out and each source in words."""
+    """The parsed file, with exclude patterns written out."""
     data = load_yaml("models.yaml")
     sections: dict[str, Any] = {"refused": data["refused"]}
     for section in ("targets", "heads"):
         sections[section] = {name: {"id": name, **row} for name, row in data[section].items()}
         for row in sections[section].values():
-            row["sources"] = {
-                key: data["sources"].get(source, source) for key, source in row["sources"].items()
-            }
             quantization = (row["config"] or {}).get("quantization_config") or {}
             if "ignore" in quantization:
                 quantization["ignore"] = expand_patterns(quantization["ignore"])
@@ -172,6 +167,7 @@ def known(name_or_id: str) -> PublishedTarget | PublishedHead | None:
             raise TrtspecError(
                 f"{hub_id} is {reason}", "trtspec serves K2, K2-Thinking, K2.5, K2.6 and K2.7-Code"
             )
+    records: list[PublishedTarget | PublishedHead]
     records = [*catalogue().targets.values(), *catalogue().heads.values()]
     return next(
         (one for one in records if wanted in map(str.casefold, (one.id, *one.aliases))), None
@@ -190,13 +186,14 @@ def known_target(name: str) -> PublishedTarget | None:
     return record if isinstance(record, PublishedTarget) else None
 
 
-def published_head(name: str) -> PublishedHead:
-    """The record of a published head with figures of acceptance. Raises UsageError for every other name."""
-    record = known_head(name)
-    if record is None or not record.acceptance:
-        message = f"no acceptance was published for {name}, as far as is known here"
-        raise UsageError(message, "`trtspec inspect HEAD` shows what is known of a published head")
-    return record
+def require_published(name: str, dataset: str) -> None:
+    """Raises UsageError if no acceptance was published for a head, or none on the data set."""
+    record, figures = known_head(name), dict[str, Any]()
+    for measured in record.acceptance if record is not None else ():
+        figures |= measured.figures
+    if re.split("[:=]", dataset)[0] not in figures:
+        message = f"no acceptance was published for {name} on {dataset}, as far as is known here"
+        raise UsageError(message, f"published on: {', '.join(figures) or 'nothing'}")
 
 
 def similar_ids(name_or_id: str) -> list[str]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 from trtspec import report
 from trtspec.cli.options import (
     ExtraBody,
-    GoodputLimits,
     IntList,
     JsonObject,
     NamedUrl,
@@ -84,12 +83,6 @@ class BenchOptions:
         int | None,
         option("Short requests before the measurement.", default="highest concurrency", min=0),
     ] = None
-    goodput: Annotated[
-        GoodputLimits | None,
-        option(
-            "Service level in ms, to count the answers that keep it: ttft:500,tpot:20,e2el:5000."
-        ),
-    ] = None
     compare: Annotated[
         tuple[Path, ...],
         option(
@@ -157,9 +150,10 @@ def bench(options: BenchOptions) -> report.Result:
     from trtspec.bench.compare import compare, refuse_different
     from trtspec.bench.report.bench import bench_html
     from trtspec.bench.results import read_results
-    from trtspec.checkpoint.published import published_head
+    from trtspec.checkpoint.published import require_published
 
-    card = published_head(options.card).id if options.card else None
+    if options.card is not None:
+        require_published(options.card, options.dataset)
     _refuse_overwrite(options)
     earlier = {f"--compare {path}": read_results(path) for path in options.compare}
     urls, lengths, stored = endpoints(options)
@@ -168,7 +162,7 @@ def bench(options: BenchOptions) -> report.Result:
     refuse_different(work.describe(), earlier)
     beside = earlier | {f"--at {length}": found for length, found in stored.items()}
     results = run(urls, work, options, {where: found.server for where, found in beside.items()})
-    results = replace(results, card=card)
+    results = replace(results, card=options.card)
     if earlier:
         comparison = compare(results, list(earlier.values()), options.max_regression)
         results = replace(
@@ -222,7 +216,6 @@ def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
         thinking=options.thinking,
         warmup=options.warmup,
         limit_s=options.timeout,
-        promise=options.goodput.promise if options.goodput is not None else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -107,12 +108,8 @@ def published_table(record: PublishedHead) -> Table:
     """The published tokens per step of a head, a row for each measurement."""
     rows = []
     for measured in record.acceptance:
-        figures = []
-        for dataset in measured.figures:
-            figures += [
-                f"{dataset} {name} {value:g}" for name, value in measured.of(dataset).items()
-            ]
-        rows.append((", ".join(figures), str(measured.draft_len), measured.protocol))
+        figures = json.dumps(measured.figures)[1:-1].replace('"', "")
+        rows.append((figures, str(measured.draft_len), measured.protocol))
     columns = ("published tokens per step", "drafts", "by")
     return Table("", columns, rows, text_columns=frozenset({0, 2}), ruled=False)
 

@@ -84,11 +84,14 @@ def plan(options: PlanOptions) -> Result:
     command."""
     from trtspec.planning.report import no_choice, tables_and_lines, to_dict
     from trtspec.trtllm.deployment import choose_version
+    from trtspec.trtllm.rules.rows import support_problems
+    from trtspec.trtllm.schema import schema_for
 
     decision = choose_layout(options)
     tables, lines = tables_and_lines(decision)
-    version = choose_version(None)[0]
-    problems = _warnings(decision.setting) + _release_problems(decision.setting, version)
+    setting, version = decision.setting, choose_version(None)[0]
+    release = support_problems(schema_for(version), setting.model, setting.head)
+    problems = _warnings(setting) + release
     values = to_dict(decision) | {"version": version}
     return Result(values, problems, tables, lines, no_choice(decision))
 
@@ -136,11 +139,3 @@ def _warnings(setting: Setting) -> list[Problem]:
     pair += learned_problems(head, target)
     found = [problem for problem in pair if problem.severity == "warning"]
     return found + (other_model(setting.acceptance, setting.target) if setting.acceptance else [])
-
-
-def _release_problems(setting: Setting, version: str) -> list[Problem]:
-    """What the release that build-config writes for cannot do, does wrong or no longer tests of the pair."""
-    from trtspec.trtllm.rules.rows import support_problems
-    from trtspec.trtllm.schema import schema_for
-
-    return support_problems(schema_for(version), setting.model, setting.head)

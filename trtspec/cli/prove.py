@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -96,22 +95,17 @@ def prove(options: ProveOptions) -> Result:
         raise UsageError("a proof needs a head", "trtspec prove TARGET --head HEAD -o DIR")
     _refuse_own_options(options.passed)
     from trtspec.bench import prove as proving
-    from trtspec.bench.questions.datasets import NANO, load_dataset, locate
+    from trtspec.bench.questions.datasets import load_dataset, locate
     from trtspec.client.addresses import key_header
-    from trtspec.launch.processes import duration
 
     setup = _setup(options)
-    if setup.dataset != NANO:
-        locate(setup.dataset)
+    locate(setup.dataset)
     steps = proving.script(setup, options.output)
     if options.dry_run:  # the script, and what it costs
         text = proving.shell_text(setup, options.output, steps)
         tokens = sum(step.tokens for step in steps)
-        spent = proving.seconds(setup, steps)
-        about = f"# about {duration(spent)}; asks for at most {tokens:,} tokens a turn\n"
-        return Result(
-            {"script": text, "tokens": tokens, "seconds": round(spent)}, text=about + text
-        )
+        about = f"# asks for at most {tokens:,} tokens where questions have one turn\n"
+        return Result({"script": text, "tokens": tokens}, text=about + text)
     dataset = load_dataset(setup.dataset, setup.samples)
     same = {"engine": _engine(options.backend), "dataset_sha256": dataset.sha256}
     key_header()  # a key that bench cannot send is refused before hours of work
@@ -133,19 +127,19 @@ def _setup(options: ProveOptions) -> ProveSetup:
     """What was asked for, else the card's protocol with `card`, else the defaults."""
     from trtspec.bench.prove import ProveSetup
     from trtspec.bench.questions import datasets
-    from trtspec.checkpoint.published import PublishedAcceptance, published_head
+    from trtspec.checkpoint.published import PublishedAcceptance, known_head, require_published
 
-    protocol = PublishedAcceptance(figures={}, source="")
-    if options.card:
-        record = published_head(str(options.head))
-        protocol = record.measured_on(options.target) or protocol
+    record = known_head(str(options.head)) if options.card else None
+    measured = record.measured_on(options.target) if record is not None else None
+    protocol = measured or PublishedAcceptance(figures={}, source="")
     named = [name for name in protocol.figures if name in datasets.catalogue()]
+    dataset = options.dataset or (named or [datasets.NANO])[0]
+    if options.card:
+        require_published(str(options.head), dataset)
     return fill(
         ProveSetup,
         options,
-        target=_absolute(options.target),
-        head=_absolute(str(options.head)),
-        dataset=_absolute(options.dataset or (named or [datasets.NANO])[0]),
+        dataset=dataset,
         thinking=options.thinking or protocol.thinking,
         max_tokens=options.max_tokens or protocol.max_tokens or MAX_TOKENS,
         draft_len=options.draft_len or protocol.draft_len,
@@ -176,15 +170,6 @@ def _engine(backend: str) -> str | None:
         return engine_version() if backend == "trtllm" else VLLM.version()
     require_packages("torch", "fastapi", "uvicorn")
     return versions()["trtspec"]
-
-
-def _absolute(name: str) -> str:
-    """`PATH` or `NAME=PATH` with an absolute path where it exists, so that a proof is resumed from any directory; a
-    known name as it is."""
-    for path in filter(None, (name, name.partition("=")[2])):
-        if os.path.exists(os.path.expanduser(path)):
-            return name.removesuffix(path) + os.path.abspath(os.path.expanduser(path))
-    return name
 
 
 def _installed_gpu() -> str | None:

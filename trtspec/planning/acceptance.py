@@ -22,7 +22,7 @@ from pathlib import Path
 
 from trtspec import files
 from trtspec.checkpoint.hub import engine_name
-from trtspec.checkpoint.published import catalogue, known_head, known_target, real_pair
+from trtspec.checkpoint.published import DRAFT_LEN, catalogue, known_head, known_target, real_pair
 from trtspec.data_files import load_yaml
 from trtspec.errors import Problem, TrtspecError, UsageError
 
@@ -79,22 +79,15 @@ def parse_acceptance(text: str) -> Acceptance:
         raise UsageError(
             f"`acceptance` {text!r} is neither a number nor a file that exists", EXAMPLE
         )
-    value, drafts = float(found[1]), int(found[2] or 3)
-    if 0 < value < 1 and drafts:
-        return Acceptance(
-            f"{value} of the drafts at each of {drafts} positions, as given", (value,) * drafts
-        )
+    value, drafts = float(found[1]), int(found[2] or DRAFT_LEN)
     if not 1 <= value <= drafts + 1:
         raise UsageError(
             f"{drafts} drafts give 1 to {drafts + 1} tokens per step, not {value}", EXAMPLE
         )
-    measured = f"{value} tokens per step at {drafts} drafts, as given"
-    measured += (
-        ""
-        if found[2]
-        else " (3 drafts: the length of the model cards; write VALUE@DRAFTS for another)"
+    source = (
+        f"{value} tokens per step at {drafts} drafts, as given; VALUE@DRAFTS gives another length"
     )
-    return Acceptance(measured, length_at=(value, drafts))
+    return Acceptance(source, length_at=(value, drafts))
 
 
 def card_acceptance(head: str, target: str) -> Acceptance | None:

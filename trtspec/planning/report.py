@@ -13,18 +13,6 @@ from trtspec.planning.points import EXTRAPOLATED, NO_ACCEPTANCE, LayoutPlan
 from trtspec.report import Table
 
 GB = 1e9
-CHECKED = (
-    "three announced speed-ups on 4 GB200 within 7 %, ten held-out ones at concurrency 16 within 18 % (9 % on "
-    "average), plain decode steps within 10 % of aiconfigurator's; nothing fitted: docs/plan-model.md has every "
-    "prediction beside its measurement"
-)
-ASSUMES = (
-    "experts chosen as a power law of exponent 1.01",
-    "draft tokens touch experts as independently as any other tokens, so verification is not cheaper than it seems",
-    "one chain of drafts, all sequences in the same phase, no host time; tokens/s per user is 1 / TPOT",
-    "one layer of draft cache; releases without TensorRT-LLM#15017 keep one for each draft token",
-    "in time to first token and per output token, every prompt is whole, not cached, and stops the others' decoding",
-)
 HEADINGS = (
     "load",
     "layout",
@@ -61,8 +49,6 @@ def to_dict(decision: Decision) -> dict[str, Any]:
         "acceptance": {"source": acceptance.source, "doubts": acceptance.doubts}
         if acceptance
         else None,
-        "assumes": assumptions(first),
-        "checked": CHECKED,
         "sources": sources(first),
     }
 
@@ -77,7 +63,7 @@ def plan_dict(plan: LayoutPlan) -> dict[str, Any]:
         "reserve": room.reserve,
     }
     return {
-        "layout": room.layout.name,
+        "layout": room.layout.short,
         "fits": plan.fits,
         "per_gpu": {name: round(size) for name, size in sizes.items()}
         | {"weights_by_class": {name: round(size) for name, size in room.weights.items()}},
@@ -86,23 +72,7 @@ def plan_dict(plan: LayoutPlan) -> dict[str, Any]:
         "kv_bytes_per_token": room.kv_bytes_per_token,
         "max_sequences": room.sequences(plan.setting.workload.tokens),
         "points": [point.to_dict() for point in plan.points],
-        "prefill_ms": round(plan.steps.prefill(plan.setting.workload.isl) / 1000, 1)
-        if plan.steps
-        else None,
     }
-
-
-def assumptions(plan: LayoutPlan) -> list[str]:
-    setting = plan.setting
-    context = setting.workload.context
-    found = [
-        f"each request holds {context} tokens on average: all of its prompt and half of its answer"
-    ]
-    if plan.steps is None:
-        where = f"of {setting.model.quant.format} weights in this shape and layout on {setting.gpu.name.upper()}"
-        return [*found, f"memory alone: no kernels {where} are in the tables"]
-    found += [f"{plan.steps.kernels.moe_kernel} kernels for the experts", *ASSUMES]
-    return found
 
 
 def sources(plan: LayoutPlan) -> list[str]:
@@ -179,11 +149,7 @@ def memory_line(plan: LayoutPlan) -> str:
 
 
 def below_table(rows: list[Row], decision: Decision) -> Iterator[str]:
-    """What the layouts' names mean, which concurrencies have no row, and where the acceptance comes from."""
-    if rows:
-        yield (
-            "; ".join(dict.fromkeys(f"{row.layout.short}: {row.layout.name}" for row in rows)) + "."
-        )
+    """Which concurrencies have no row, where the acceptance comes from, and what is extrapolated."""
     setting = decision.setting
     for concurrency in setting.workload.concurrency if rows else ():
         if concurrency not in {row.concurrency for row in rows}:
@@ -198,12 +164,13 @@ def below_table(rows: list[Row], decision: Decision) -> Iterator[str]:
     if acceptance is not None and any(plan.steps for plan in decision.plans):
         yield f"Acceptance: {acceptance.source}."
         yield from (f"  bench doubted this measurement: {doubt}" for doubt in acceptance.doubts)
-    if any(row.trust == EXTRAPOLATED for row in rows):
+    if setting.head is not None and any(row.trust == EXTRAPOLATED for row in rows):
         concurrency, drafts = most_published(setting.target)
-        known = f"concurrency {concurrency} or {drafts} drafts (the most published for this family)"
-        if setting.beyond_context and setting.head is not None:
-            known += f", the head's context of {setting.head.max_position_embeddings:,} tokens"
-        yield f"Extrapolated, so a range: beyond {known}, or the draft length that was measured."
+        yield (
+            "Extrapolated, so a range: beyond the measured draft length, the "
+            f"{setting.head.max_position_embeddings:,} tokens of the head's context, or what was published for a head "
+            f"of this target (concurrency {concurrency}, {drafts} drafts)."
+        )
 
 
 def choice_lines(decision: Decision) -> Iterator[str]:
