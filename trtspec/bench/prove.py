@@ -58,10 +58,10 @@ class ProveSetup:
     max_tokens: int
     concurrency: tuple[int, ...]
     port: int
-    thinking: str | None = None
-    card: bool = False
     accept_unmeasured: tuple[str, ...] = ()
     serve_words: tuple[str, ...] = ()
+    thinking: str | None = None
+    card: bool = False
 
     @property
     def url(self) -> str:
@@ -250,8 +250,6 @@ def _run(step: Step, journal: Journal, directory: Path) -> None:
         message = f"{step.name} ended with status {status}; its message is above"
         raise TrtspecError(message, "give the same command again to resume")
     journal.record(step.name, seconds=round(time.monotonic() - began, 1))
-    said = f"done in {duration(time.monotonic() - began)} {found.get('verdict', '')}"
-    report.announce(f"  {said.rstrip()}")
 
 
 # --- evidence and page ---

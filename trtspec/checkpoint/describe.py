@@ -75,8 +75,8 @@ class CheckpointReport:
             )
         if self.known is not None:
             found.update(published_facts(self.known))
-        if self.known is not None and self.source == "catalogue":
-            found["unverified"] = self.known.unverified
+            if self.source == "catalogue":
+                found["unverified"] = self.known.unverified
         found["remote_code"] = bool(self.code)
         found["problems"] = [problem.to_dict() for problem in self.problems]
         hub = self.hub.to_dict() if self.hub else None

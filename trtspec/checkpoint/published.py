@@ -43,14 +43,13 @@ class PublishedAcceptance:
     @property
     def protocol(self) -> str:
         """How it was measured, and who says so."""
-        words = [self.engine]
-        if self.target:
-            words.append(self.target)
-        if self.thinking:
-            words.append(f"thinking {self.thinking}")
-        if self.max_tokens:
-            words.append(f"at most {self.max_tokens} tokens")
-        return f"{', '.join(words)}: {self.source}"
+        stated = {
+            "": self.target,
+            "thinking": self.thinking,
+            "tokens at most": self.max_tokens,
+        }
+        words = [f"{name} {value}".strip() for name, value in stated.items() if value]
+        return f"{', '.join([self.engine, *words])}: {self.source}"
 
     def of(self, dataset: str) -> dict[str, float]:
         """The figures of a data set by category, WHOLE among them; {} if it was not measured."""
@@ -122,6 +121,7 @@ class PublishedHead(PublishedModel):
 class Catalogue:
     """The records by hub id; `refused`: why a model is not served, by its id."""
 
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
     targets: dict[str, PublishedTarget]
     heads: dict[str, PublishedHead]
     refused: dict[str, str]
@@ -129,16 +129,15 @@ class Catalogue:
 
 @cache
 def catalogue() -> Catalogue:
-    """The parsed file, with exclude patterns written out."""
+    """The parsed file, with exclude patterns written out; `common` is what its rows share."""
     data = load_yaml("models.yaml")
-    sections: dict[str, Any] = {"refused": data["refused"]}
-    for section in ("targets", "heads"):
-        sections[section] = {name: {"id": name, **row} for name, row in data[section].items()}
-        for row in sections[section].values():
-            quantization = (row["config"] or {}).get("quantization_config") or {}
-            if "ignore" in quantization:
-                quantization["ignore"] = expand_patterns(quantization["ignore"])
-    return TypeAdapter(Catalogue).validate_python(sections)
+    del data["common"]
+    for name, row in (*data["targets"].items(), *data["heads"].items()):
+        row["id"] = name
+        quantization = (row["config"] or {}).get("quantization_config") or {}
+        if "ignore" in quantization:
+            quantization["ignore"] = expand_patterns(quantization["ignore"])
+    return TypeAdapter(Catalogue).validate_python(data)
 
 
 def expand_patterns(patterns: list[str]) -> list[str]:

@@ -162,7 +162,6 @@ def bench(options: BenchOptions) -> report.Result:
     refuse_different(work.describe(), earlier)
     beside = earlier | {f"--at {length}": found for length, found in stored.items()}
     results = run(urls, work, options, {where: found.server for where, found in beside.items()})
-    results = replace(results, card=options.card)
     if earlier:
         comparison = compare(results, list(earlier.values()), options.max_regression)
         results = replace(
@@ -266,7 +265,7 @@ def run(
             )
             raise Interrupted(f"stopped; {kept}", again) from None
         results = assemble.assemble(found)
-    return replace(results, created=report.now(), versions=report.versions())
+    return replace(results, card=options.card, created=report.now(), versions=report.versions())
 
 
 def shown(results: BenchResults, failure: TrtspecError | None = None) -> report.Result:

@@ -108,7 +108,7 @@ def published_table(record: PublishedHead) -> Table:
     """The published tokens per step of a head, a row for each measurement."""
     rows = []
     for measured in record.acceptance:
-        figures = json.dumps(measured.figures)[1:-1].replace('"', "")
+        figures = json.dumps(measured.figures).replace('"', "")
         rows.append((figures, str(measured.draft_len), measured.protocol))
     columns = ("published tokens per step", "drafts", "by")
     return Table("", columns, rows, text_columns=frozenset({0, 2}), ruled=False)

@@ -53,8 +53,8 @@ class Point:
     cost_ratio: float
     plain_ms: float
     step_ms: float
-    acceptance_length: float | None = None
-    trust: str = "no drafts"
+    acceptance_length: float | None
+    trust: str
 
     @property
     def speedup(self) -> float | None:

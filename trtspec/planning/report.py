@@ -43,12 +43,9 @@ def to_dict(decision: Decision) -> dict[str, Any]:
         **plan_dict(first),
         "recommended": {c: row.to_dict() if row else None for c, row in chosen.items()},
         "best": {**best.to_dict(), "command": command(best)} if best else None,
-        "targets": {"ttft_ms": setting.ttft_ms, "tpot_ms": setting.tpot_ms},
         "refused": [problem.to_dict() for problem in decision.refused],
         "layouts": [plan_dict(plan) for plan in decision.plans],
-        "acceptance": {"source": acceptance.source, "doubts": acceptance.doubts}
-        if acceptance
-        else None,
+        "acceptance": {"source": acceptance.source} if acceptance else None,
         "sources": sources(first),
     }
 

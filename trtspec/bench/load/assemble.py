@@ -169,10 +169,9 @@ def speedups(endpoints: Sequence[EndpointResult]) -> list[SpeedUp]:
     names = {base.name for base in bases}
     found = []
     for level, of, base in product(endpoints[0].concurrency, endpoints, bases):
-        ratio = speed_ratio(of, base, level.label) if of.name not in names else None
-        if ratio is not None and base in plain:
+        ratio = speed_ratio(of, base, level.label)
+        if of.name not in names and ratio is not None:
             ratio = ratio.within(0.0, most_tokens(of.steps, of.drafted))
-        if ratio is not None:
             found.append(SpeedUp(of=of.name, over=base.name, level=level.label, ratio=ratio))
     return found
 
