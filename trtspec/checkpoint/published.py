@@ -46,7 +46,7 @@ class PublishedAcceptance:
         stated = {
             "": self.target,
             "thinking": self.thinking,
-            "tokens at most": self.max_tokens,
+            "max_tokens": self.max_tokens,
         }
         words = [f"{name} {value}".strip() for name, value in stated.items() if value]
         return f"{', '.join([self.engine, *words])}: {self.source}"
