@@ -225,7 +225,7 @@ def card_table(results: BenchResults) -> Table:
             apart = DASH if measured is None else f"{measured - figure:+.2f}"
             drafts = str(published.draft_len)
             rows.append([name, number(figure), number(measured), apart, drafts, published.protocol])
-    note = f"Tokens per step, at most {results.workload.max_tokens} tokens here; NVIDIA's are means over questions."
+    note = "Tokens per step; those of NVIDIA's cards are means over questions."
     columns = ["category", "published", "measured", "difference", "drafts", "published by"]
     return Table(f"Published of {results.card}", columns, rows, note, frozenset({0, 5}))
 
