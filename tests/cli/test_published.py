@@ -33,7 +33,7 @@ def test_inspect_plan_and_build_config_agree(target: str, head: str) -> None:
     told = [each["message"] for each in built["problems"] if each["code"] == "TS-PAIR-CONTEXT"]
     assert all(f"to {planned['context']:,};" in message for message in told)
     assert (seen["context"], built["version"]) == (planned["context"], planned["version"])
-    assert Version(seen["first_releases"]["trtllm"]) <= Version(built["version"])
+    assert Version(seen["first_releases"]["TensorRT-LLM"]) <= Version(built["version"])
 
 
 def test_the_headline_is_the_best_measured_point() -> None:

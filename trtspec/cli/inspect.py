@@ -121,10 +121,10 @@ def first_releases(record: PublishedHead, head: HeadSpec) -> dict[str, str | Non
     from trtspec.data_files import load_yaml
     from trtspec.trtllm.rules.rows import first_release
 
-    found = {"trtllm": first_release(load_target(record.targets[-1]).spec, head)}
-    vllm = ENGINES["vllm"]
+    trtllm, vllm = ENGINES["trtllm"], ENGINES["vllm"]
+    found = {trtllm.title: first_release(load_target(record.targets[-1]).spec, head)}
     if vllm.name in record.published_on or DIALECTS[head.dialect].served_by(vllm, head):
-        found[vllm.name] = load_yaml("vllm.yaml")["oldest"]
+        found[vllm.title] = load_yaml("vllm.yaml")["oldest"]
     return found
 
 
