@@ -214,9 +214,9 @@ def problems() -> str:
 
 def support_matrix() -> str:
     """Engine releases from trtllm/schemas, models and pairs from data/models.yaml."""
-    from trtspec.data_files import load_yaml
+    from trtspec.checkpoint.published import catalogue
 
-    models = load_yaml("models.yaml")
+    models = catalogue()
     lines = ["# Support matrix\n", "## TensorRT-LLM releases\n"]
     lines.append(
         "Release notes do not say when most of this changed. So a date has two ends: the newest release read without "
@@ -229,20 +229,21 @@ def support_matrix() -> str:
     lines.append(
         "\n## Targets\n\n| hub id | format | size | parsers (reasoning, tools) | not verified |\n|---|---|---|---|---|"
     )
-    for name, entry in models["targets"].items():
-        size = f"{entry['bytes'] / 1e9:,.0f} GB" if entry.get("bytes") else "not known"
-        parsers = f"{entry['reasoning_parser'] or 'none'}, {entry['tool_parser']}"
-        doubts = ", ".join(entry["unverified"]) or "nothing"
-        lines.append(f"| {name} | {entry['format']} | {size} | {parsers} | {doubts} |")
-    refused = "; ".join(f"{name}: {reason}" for name, reason in models["refused"].items())
+    for target in models.targets.values():
+        size = f"{target.bytes / 1e9:,.0f} GB" if target.bytes else "not known"
+        parsers = f"{target.reasoning_parser or 'none'}, {target.tool_parser}"
+        doubts = ", ".join(target.unverified) or "nothing"
+        lines.append(f"| {target.id} | {target.format} | {size} | {parsers} | {doubts} |")
+    refused = "; ".join(f"{name}: {reason}" for name, reason in models.refused.items())
     lines.append(f"\nRefused: {refused}.\n\n## Eagle3 heads and their real pairs\n")
     lines.append("| hub id | attention | EAGLE | layout | published for |\n|---|---|---|---|---|")
-    for name, entry in models["heads"].items():
-        config = entry["config"] or {}
-        attention = "MLA" if config.get("kv_lora_rank") else "MHA"
-        version = "3.1" if config.get("fc_norm") else "3"
-        targets = ", ".join(entry["targets"])
-        lines.append(f"| {name} | {attention} | {version} | {entry['dialect']} | {targets} |")
+    for head in models.heads.values():
+        attention, version = "not known", "3"
+        if head.config is not None:
+            attention = "MLA" if head.config.get("kv_lora_rank") else "MHA"
+            version = "3.1" if head.config.get("fc_norm") else "3"
+        targets = ", ".join(head.targets)
+        lines.append(f"| {head.id} | {attention} | {version} | {head.dialect} | {targets} |")
     return "\n".join(lines) + "\n"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from trtspec.checkpoint.hub import load_head, load_target
-from trtspec.planning.acceptance import Acceptance, Decay, lengths, other_decays, published_curves
+from trtspec.planning.acceptance import Acceptance, Decay, lengths, other_decays
 from trtspec.planning.layout import Layout
 from trtspec.planning.memory import checkpoint_bytes, memory
 from trtspec.planning.points import HOST_US, Setting, Workload, assumptions, plan_layout
@@ -32,6 +32,9 @@ context and CUTLASS kernels.
 """
 
 
+PUBLISHED = yaml.safe_load((HERE / "plan_published.yaml").read_text(encoding="utf-8"))
+CURVES: dict[str, list[float]] = PUBLISHED["curves"]
+KIMI = [name for name in CURVES if name.startswith("kimi")]
 KNOWN = 3  # draft positions that the extrapolation is shown; the further ones score it
 FITTED_FROM = 4  # the first draft length that decides the ratio; below it the shape passes through the curve itself
 RATIOS = [step / 1000 for step in range(850, 1101)]
@@ -308,23 +311,20 @@ def decode_steps(data: dict[str, Any]) -> list[str]:
 
 def held_out_decays() -> dict[str, dict[str, Decay]]:
     """By Kimi curve and name: a decay fitted without that curve."""
-    data = published_curves()
-    curves, kimi = data["curves"], data["decay"]
-    others = fit(mean([curve for name, curve in curves.items() if name not in kimi]))
+    others = fit(mean([curve for name, curve in CURVES.items() if name not in KIMI]))
     return {
         name: {"the four MiniMax-M3 curves": others}
         | {
             f"the other Kimi curve, {other[10:]}": other_decays()[other]
-            for other in kimi
+            for other in KIMI
             if other != name
         }
-        for name in kimi
+        for name in KIMI
     }
 
 
 def extrapolation(data: dict[str, Any]) -> list[str]:
     """Each Kimi curve predicted from its first positions, by decays fitted without it, and from the other curve."""
-    curves = published_curves()["curves"]
     lines = ["## Acceptance beyond the measured positions", ""]
     lines += [
         "Error of the acceptance length by draft length. No decay saw the curve that it is scored on.",
@@ -334,7 +334,7 @@ def extrapolation(data: dict[str, Any]) -> list[str]:
         "curve", "known of it", "decay from", *(f"K={k}" for k in range(1, 9)), "largest"
     )
     for name, decays in held_out_decays().items():
-        curve, known = curves[name], rates_of(curves[name][:KNOWN])
+        curve, known = CURVES[name], rates_of(CURVES[name][:KNOWN])
         for source, decay in decays.items():
             by_position = lengths([*known, *decay.beyond(known, len(curve))])
             by_length = lengths(decay.through(curve[KNOWN - 1], KNOWN, len(curve)))
@@ -345,13 +345,13 @@ def extrapolation(data: dict[str, Any]) -> list[str]:
                 )
             )
     for name, decays in held_out_decays().items():
-        known = rates_of(curves[name][:KNOWN])
+        known = rates_of(CURVES[name][:KNOWN])
         grown = fit(lengths([*known, *next(iter(decays.values())).beyond(known, 8)]))
-        (other,) = (item for item in published_curves()["decay"] if item != name)
-        start = rates_of(curves[other][:KNOWN])
+        (other,) = (item for item in KIMI if item != name)
+        start = rates_of(CURVES[other][:KNOWN])
         source = f"K = 1 to {KNOWN} of {name.partition(' ')[2]}, beyond by MiniMax-M3"
         carried = lengths([*start, *grown.beyond(start, 8)])
-        lines.append(extrapolated_row(other, f"K = 1 to {KNOWN}", source, carried, curves[other]))
+        lines.append(extrapolated_row(other, f"K = 1 to {KNOWN}", source, carried, CURVES[other]))
     return lines
 
 
@@ -365,7 +365,6 @@ def extrapolated_row(
 
 def draft_lengths(data: dict[str, Any]) -> list[str]:
     """The draft length that K <= 3 recommends, against the best by the published lengths themselves."""
-    curves = published_curves()["curves"]
     model, head = (
         load_target("nvidia/Kimi-K2.5-NVFP4").spec,
         load_head("lightseekorg/kimi-k2.5-eagle3-mla").spec,
@@ -384,14 +383,16 @@ def draft_lengths(data: dict[str, Any]) -> list[str]:
             ("b300", Layout(8, True)),
         ):
             acceptance = Acceptance(
-                "", tuple(rates_of(curves[name][:KNOWN])), decay=next(iter(decays.values()))
+                "", tuple(rates_of(CURVES[name][:KNOWN])), decay=next(iter(decays.values()))
             )
             workload = Workload(1024, 1024, (1, 4, 16, 64))
-            setting = Setting("", model, "", head, gpu_spec(gpu), workload, acceptance)
+            setting = Setting(
+                "", model, "", head, gpu_spec(gpu), workload, acceptance, longest_draft=8
+            )
             plan, cells, losses = plan_layout(layout, setting), [], []
             for concurrency in workload.concurrency:
                 rate = {
-                    p.draft_len: [1.0, *curves[name]][p.draft_len] / p.step_ms
+                    p.draft_len: [1.0, *CURVES[name]][p.draft_len] / p.step_ms
                     for p in plan.at(concurrency)
                 }
                 chosen, best = (
@@ -407,11 +408,10 @@ def draft_lengths(data: dict[str, Any]) -> list[str]:
 
 
 def tables() -> str:
-    data = yaml.safe_load((HERE / "plan_published.yaml").read_text(encoding="utf-8"))
     parts = (
         sizes, cache, speedups, sensitivities, single_steps, rates, agentic, decode_steps, extrapolation, draft_lengths,
     )  # fmt: skip
-    return "\n\n".join("\n".join(part(data)).strip() for part in parts)
+    return "\n\n".join("\n".join(part(PUBLISHED)).strip() for part in parts)
 
 
 def main() -> None:

@@ -90,7 +90,7 @@ def plan(
     acceptance: str | Path | None = None,
     ttft: float | None = None,
     tpot: float | None = None,
-    max_draft: int = 8,
+    max_draft: int | None = None,
     kv_fraction: float | None = None,
 ) -> Result:
     """Estimate whether a target fits, how fast it runs and what speculation gains, and print the best build-config"""

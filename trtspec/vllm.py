@@ -21,10 +21,10 @@ from trtspec.checkpoint.hub import (
     Target,
     engine_name,
     engine_revision,
-    known,
     load_head,
     load_target,
 )
+from trtspec.checkpoint.published import PublishedHead, known_target
 from trtspec.data_files import DATA, load_yaml
 from trtspec.errors import Problem, Severity, UsageError
 from trtspec.files import load_file
@@ -254,8 +254,8 @@ def _settings(options: ServeOptions, target: Target) -> dict[str, Any]:
     passed = passed_options(options.passed)
     # One parser for every Kimi that thinks. K2-Instruct and K2-Thinking have the same config, so a copy of either under
     # another name gets none; every kimi_k25, whose tensors alone have a prefix, thinks.
-    _, entry = known(target.resolved.name) or ("", None)
-    thinks = entry.get("reasoning_parser") if entry is not None else target.spec.name_prefix
+    record = known_target(target.resolved.name)
+    thinks = record.reasoning_parser if record is not None else target.spec.name_prefix
     tools = {"tool-call-parser": "kimi_k2", "enable-auto-tool-choice": True}
     found = {
         "tensor-parallel-size": _ranks(options),
@@ -318,9 +318,8 @@ def _head_problems(options: ServeOptions, head: Head, target: Target) -> Iterato
     pair += learned_problems(head.resolved, target.resolved)
     yield from (problem for problem in pair if problem.severity != "info")
     # a head whose file is here is judged by it; one known by its hub id alone by what it was published for
-    published = head.resolved.path is None and ENGINE.name in (head.resolved.known or {}).get(
-        "published_on", ()
-    )
+    record = head.resolved.known if head.resolved.path is None else None
+    published = isinstance(record, PublishedHead) and ENGINE.name in record.published_on
     if not published and not DIALECTS[spec.dialect].served_by(ENGINE, spec):
         option = next(option for option, row in OPTIONS.items() if ENGINE.name in row.read_by)
         message = f"{name} has {DIALECTS[spec.dialect].title}'s layout: vLLM fails to load it, or reads other layers"

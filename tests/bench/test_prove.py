@@ -44,7 +44,7 @@ SMALL = ("--samples", "6", "--max-tokens", "32", "--concurrency", "1,2")
 
 def test_the_script_is_made_of_commands_that_exist(tmp_path: Path) -> None:
     """Every line parses as the command that it names, and both launches are the same but for the head."""
-    steps = script(SETUP, tmp_path, 16)
+    steps = script(replace(SETUP, thinking="medium", card=True), tmp_path)
     assert [step.name for step in steps] == ["plan", "bench-spec", "record", "bench-plain", "score"]
     for words in (
         *(step.words for step in steps),
@@ -62,7 +62,7 @@ def test_the_script_is_made_of_commands_that_exist(tmp_path: Path) -> None:
 def test_a_dry_run_prints_the_script_and_counts_what_it_asks(tmp_path: Path) -> None:
     done = succeeded(*NANO, "-o", tmp_path / "proof", "--dry-run", *SMALL)
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("# about ") and not (tmp_path / "proof").exists()
+    assert lines[0].startswith("# asks for at most ") and not (tmp_path / "proof").exists()
     assert [shlex.split(line)[1] for line in lines if line.startswith("trtspec ")] == [
         "serve", "bench", "check", "serve", "bench", "check",
     ]  # fmt: skip
@@ -100,6 +100,23 @@ def test_options_that_would_change_what_is_proved_are_refused(tmp_path: Path) ->
         assert trtspec(*words).status == 2, words
 
 
+def test_the_protocol_of_a_card_is_measured_without_the_network(tmp_path: Path) -> None:
+    """What is given comes before the card; a data set that it does not have is refused."""
+
+    def dry(*words: str) -> Any:
+        pair = (PAIR[0], "--head", PAIR[1], "-o", tmp_path / "proof")
+        return trtspec("prove", *pair, "--card", "--dry-run", *words)
+
+    (line,) = [line for line in dry().stdout.splitlines() if "bench spec=" in line]
+    protocol = (
+        f"--dataset mt-bench --samples 80 --max-tokens 4096 --thinking medium --card {PAIR[1]} "
+    )
+    assert protocol in line and "--draft-len 3" in dry().stdout
+    assert "--max-tokens 64 --thinking off" in dry("--max-tokens", "64", "--thinking", "off").stdout
+    done = dry("--dataset", "gsm8k")
+    assert done.status == 2 and "on gsm8k" in done.stderr and "mt-bench" in done.stderr
+
+
 def test_the_sentence_says_verdict_and_speed() -> None:
     ups = [SpeedUp(of="a", over="b", level=f"concurrency {c}", ratio=Ratio(r, r - 0.1, r + 0.1, 8))
            for c, r in ((1, 1.4), (4, 1.28))]  # fmt: skip
@@ -108,6 +125,9 @@ def test_the_sentence_says_verdict_and_speed() -> None:
         "1.40 times as fast (1.30 to 1.50) at concurrency 1, 1.28 (1.18 to 1.38) at concurrency 4"
     )
     assert said == f"SAFE: the same output, {speeds}"
+    slow = replace(ups[1], ratio=Ratio(0.65, 0.6, 0.71, 8))
+    said = sentence("SAFE", "", [ups[0], slow])
+    assert said.startswith("SAFE but slower at concurrency 4: the same output, 1.40 times as fast")
     assert (
         sentence("NOT SAFE", "NOT SAFE: greedy: x", [])
         == "NOT SAFE: greedy: x; the speed was not measured"
@@ -166,13 +186,16 @@ def test_the_page_and_the_bundle_hold_what_was_found(
     shown = (
         "70.70",
         "72.70",
-        "tokens per verification step",
+        "tokens per step",
+        "one launch of each server",
         "largest difference 0.01 nats",
         'class="sentence pass"',
     )
     assert all(words in page for words in shown), page
-    slow = [replace(up, ratio=replace(up.ratio, high=0.9)) for up in evidence.speedups]
-    assert evidence.proved and not replace(evidence, speedups=slow).proved
+    slow = [replace(up, ratio=replace(up.ratio, high=0.9)) for up in evidence.speedups[1:]]
+    slower = replace(evidence, speedups=[evidence.speedups[0], *slow])
+    assert evidence.proved and slow and not slower.proved
+    assert 'class="sentence unmeasured"' in proof_html(slower, *results.values())
     failed = {"verdict": "NOT SAFE", "message": "NOT SAFE: greedy: 1 fault", "results": rows}
     evidence = gathered(SETUP, {"score": failed}, tmp_path, **more)
     page = proof_html(evidence, *results.values())

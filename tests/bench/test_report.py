@@ -11,8 +11,10 @@ import pytest
 from tests.bench.conftest import measured
 from tests.json_files import write_json
 from trtspec.bench.report.bench import (
+    DASH,
     acceptance_table,
     bench_html,
+    card_table,
     category_plot,
     figures,
     sections,
@@ -119,6 +121,18 @@ def _unbroken(table: Table, row: list[str], place: int) -> list[str]:
     """What a terminal does not break: the words of text, a whole figure."""
     cell = row[place]
     return cell.split() or [""] if place in table.text_columns or row is table.columns else [cell]
+
+
+def test_what_was_published_stands_beside_what_was_measured(results: BenchResults) -> None:
+    """By category, with the mean that the card has; what is degenerate is left out."""
+    card = "nvidia/Kimi-K2.5-Eagle3"
+    summary = replace(results.categories["code"], acceptance_length=2.9, per_question_mean=2.64)
+    of = replace(results.workload, dataset="mt-bench")
+    found = replace(results, card=card, workload=of, categories={"coding": summary})
+    rows = {row[0]: row[1:5] for row in card_table(found).rows}
+    assert len(rows) == 8 and rows["coding"] == ["2.84", "2.64", "-0.20", "3"]
+    assert rows["math"] == ["3.48", DASH, DASH, "3"]
+    assert f"Published of {card}" in bench_html(found) and not card_table(results).rows
 
 
 def test_degenerate_output_makes_no_headline_no_ratio_and_no_bar(results: BenchResults) -> None:

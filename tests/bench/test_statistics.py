@@ -11,6 +11,7 @@ from tests.bench.conftest import results_of
 from trtspec.bench import compare as comparing
 from trtspec.bench.results import BenchResults, QuestionSpeed
 from trtspec.bench.statistics import (
+    Ratio,
     add_histograms,
     by_position,
     paired_ratio,
@@ -239,6 +240,18 @@ def test_unknown_stays_unknown() -> None:
     assert found.histogram is None and found.drafted is None
     assert found.cumulative is None and found.acceptance_length == 1.5
     assert summarize([]).acceptance_length is None and summarize([]).steps is None
+
+
+def test_no_interval_reaches_beyond_what_can_be() -> None:
+    """Three questions with two drafts, of which one accepts everything: no step gives four tokens."""
+    turns = [
+        TurnCounts(str(i), "all", 30, 10, accepted, 20, None, "test")
+        for i, accepted in enumerate((2, 20, 20))
+    ]
+    low, high = summarize(turns).acceptance_length_interval or (0.0, 0.0)
+    assert 1.0 <= low < high == 3.0
+    assert Ratio(2.04, 1.01, 4.12, 3).within(0.0, 3.0) == Ratio(2.04, 1.01, 3.0, 3)
+    assert Ratio(3.5, 0.5, 9.0, 3).within(1.0, 3.0) == Ratio(3.5, 1.0, 3.5, 3), "other hardware"
 
 
 def test_an_interval_is_over_questions_not_turns() -> None:

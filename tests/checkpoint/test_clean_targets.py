@@ -12,7 +12,8 @@ from tests.json_files import read_json, write_json
 from tests.tiny import make_target, quantized, read_tensors, write_shards
 from tests.tiny_formats import hf_quant_config
 from trtspec.checkpoint.describe import describe
-from trtspec.checkpoint.hub import catalogue, resolve
+from trtspec.checkpoint.hub import resolve
+from trtspec.checkpoint.published import catalogue
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.data_files import kimi_nano_dir
 
@@ -55,16 +56,16 @@ def scaled_down(config: dict[str, Any], tiny: dict[str, Any]) -> dict[str, Any]:
 
 def publish(name: str, directory: Path, shards: int) -> Path:
     """A small checkpoint in the words and the layout of the published one."""
-    entry = catalogue()["targets"][name]
-    nested = "text_config" in entry["config"]
+    record = catalogue().targets[name]
+    nested = "text_config" in record.config
     plain = make_target(
         directory.parent / "plain", nested=nested, layers=3, shards=1, vision=nested
     )
     path = make_target(
-        directory, format=entry["format"], nested=nested, layers=3, shards=1, vision=nested
+        directory, format=record.format, nested=nested, layers=3, shards=1, vision=nested
     )  # fmt: skip
     tensors, bf16 = read_tensors(path), read_tensors(plain)
-    config = scaled_down(entry["config"], read_json(path / "config.json"))
+    config = scaled_down(record.config, read_json(path / "config.json"))
     block = config.get("quantization_config", {})
     if "hf_quant_config.json" in [file.name for file in path.iterdir()]:
         unpack_excluded(tensors, bf16, block["ignore"])
@@ -102,7 +103,7 @@ def above_info(path: Path, sample: int | None = 0) -> list[str]:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("name", catalogue()["targets"])
+@pytest.mark.parametrize("name", catalogue().targets)
 def test_published_targets(tmp_path: Path, name: str, shards: int) -> None:
     path = publish(name, tmp_path / "it", shards)
     assert not above_info(path)

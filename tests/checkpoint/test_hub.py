@@ -12,17 +12,20 @@ from tests.json_files import read_json
 from tests.tiny import make_target
 from trtspec.checkpoint.hub import (
     cached_snapshot,
-    catalogue,
     engine_name,
     engine_path,
     engine_revision,
-    expand_patterns,
-    known,
-    real_pair,
     resolve,
     same_checkpoint,
-    similar_ids,
     snapshot_id,
+)
+from trtspec.checkpoint.published import (
+    catalogue,
+    expand_patterns,
+    known,
+    known_target,
+    real_pair,
+    similar_ids,
 )
 from trtspec.checkpoint.rows import from_hub
 from trtspec.checkpoint.target_config import config_problems
@@ -96,12 +99,15 @@ def test_a_directory_of_the_user_comes_before_a_shipped_model(
     assert resolve("kimi-nano").target_spec().num_hidden_layers == 7
 
 
-@pytest.mark.parametrize("hub_id", [name for name in catalogue()["targets"]])
+@pytest.mark.parametrize("hub_id", [name for name in catalogue().targets])
 def test_every_published_target_answers_offline(hub_id: str) -> None:
     resolved = resolve(hub_id, weights=False)
     spec = resolved.target_spec()
     assert resolved.path is None
-    assert resolved.known is not None and spec.quant.format == resolved.known["format"]
+    assert (
+        resolved.known == known_target(hub_id)
+        and spec.quant.format == catalogue().targets[hub_id].format
+    )
     assert (spec.num_hidden_layers, spec.hidden_size, spec.kv_elements_per_token) == (
         61,
         7168,
@@ -111,7 +117,7 @@ def test_every_published_target_answers_offline(hub_id: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "hub_id", [name for name, entry in catalogue()["heads"].items() if entry["config"]]
+    "hub_id", [name for name, entry in catalogue().heads.items() if entry.config]
 )
 def test_every_published_head_answers_offline(hub_id: str) -> None:
     spec = resolve(hub_id, weights=False).head_spec()
@@ -189,8 +195,8 @@ def test_real_pairs() -> None:
     assert real_pair("nvidia/Kimi-K2.5-Eagle3", "nvidia/Kimi-K2.5-NVFP4") is True
     assert real_pair("nvidia/Kimi-K2.5-Eagle3", "nvidia/Kimi-K2.6-NVFP4") is False
     assert real_pair("someone/else", "nvidia/Kimi-K2.6-NVFP4") is None
-    for name, entry in catalogue()["heads"].items():
-        assert all(target in catalogue()["targets"] for target in entry["targets"]), name
+    for name, entry in catalogue().heads.items():
+        assert all(target in catalogue().targets for target in entry.targets), name
 
 
 def test_published_exclude_lists_have_their_published_length() -> None:
@@ -205,14 +211,13 @@ def test_published_exclude_lists_have_their_published_length() -> None:
 
 
 def test_every_figure_has_a_source() -> None:
-    for section in ("targets", "heads"):
-        for name, entry in catalogue()[section].items():
-            assert entry["sources"], name
-            for figure in ("parameters", "bytes", "shards"):
-                stated = entry.get(figure) is not None
-                assert not stated or figure in entry["sources"] or figure in entry["unverified"], (
-                    f"{name} {figure}"
-                )
+    for record in (*catalogue().targets.values(), *catalogue().heads.values()):
+        assert record.sources, record.id
+        for figure in ("parameters", "bytes", "shards"):
+            stated = getattr(record, figure) is not None
+            assert not stated or figure in record.sources or figure in record.unverified, (
+                f"{record.id} {figure}"
+            )
 
 
 def differing(known_value: Any, published_value: Any, where: str) -> list[str]:
@@ -237,11 +242,10 @@ def test_the_catalogue_repeats_the_published_config(upstream_data: Path, hub_id:
     published_config = read_json(
         upstream_data / "model_configs" / f"{hub_id.replace('/', '--')}_config.json"
     )
-    entry = known(hub_id)
-    assert entry is not None
-    lines = differing(entry[1]["config"], published_config, "config")
+    record = catalogue().targets[hub_id]
+    lines = differing(record.config, published_config, "config")
     assert [
-        line for line in lines if line.split(":")[0].split(".")[-1] not in entry[1]["unverified"]
+        line for line in lines if line.split(":")[0].split(".")[-1] not in record.unverified
     ] == []
     assert not config_problems(published_config, ModelSpec.from_config(published_config))
 

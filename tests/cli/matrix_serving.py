@@ -109,6 +109,7 @@ def accepting(out: Path) -> None:
         out.with_suffix(suffix).write_text(json.dumps(named.to_dict()))
 
 
+PUBLISHED = ("prove", TARGET, "--head", HEAD, "--dry-run")
 PROVE = line("prove {target} --head {head} --backend reference -o {out}")
 
 
@@ -122,6 +123,9 @@ SERVING: dict[str, dict[str, Situation]] = {
                 "--port 8999 --startup-timeout 5 --restart --dry-run --json",
                 target=Effect(instead=line("prove {other} --head {head} --backend reference -o {out}")),
                 passed=Effect(line("-- --dtype float32")),
+                card=Effect(line("--card"), base=PUBLISHED),
+                thinking=Effect(line("--thinking off"), base=PUBLISHED),
+                accept_slower=Effect(line("--accept-slower"), base=PUBLISHED),
             ),
         ),
     },

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.plan_checks import fit, mean, rates_of
+from tools.plan_checks import CURVES, KIMI, fit, mean, rates_of
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.planning.acceptance import (
     Acceptance,
@@ -12,15 +12,12 @@ from trtspec.planning.acceptance import (
     lengths,
     other_decays,
     parse_acceptance,
-    published_curves,
     published_decay,
 )
 from trtspec.planning.layout import Layout
 from trtspec.planning.points import Setting, Workload, plan_layout
 from trtspec.specs import gpu_spec
 
-CURVES: dict[str, list[float]] = published_curves()["curves"]
-KIMI: list[str] = published_curves()["decay"]
 KNOWN = 3  # K = 1 .. 3 are shown, the rest scores
 rates = st.floats(0.05, 0.999)
 
@@ -75,7 +72,8 @@ def test_the_draft_length_from_three_positions_loses_at_most_two_percent(
     )
     acceptance = Acceptance("test", tuple(rates_of(CURVES[name][:KNOWN])), decay=minimax())
     workload = Workload(1024, 1024, (1, 4, 16, 64))
-    plan = plan_layout(layout, Setting("", model, "", head, gpu_spec(gpu), workload, acceptance))
+    setting = Setting("", model, "", head, gpu_spec(gpu), workload, acceptance, longest_draft=8)
+    plan = plan_layout(layout, setting)
     for concurrency in workload.concurrency:
         truth = {
             p.draft_len: [1.0, *CURVES[name]][p.draft_len] / p.step_ms for p in plan.at(concurrency)
@@ -111,8 +109,7 @@ def test_positions_that_were_never_or_always_accepted() -> None:
 
 def test_it_says_what_is_extrapolated() -> None:
     by_position = Acceptance("test", (0.8, 0.7, 0.7))
-    assert "first 3 positions" in by_position.rests_on() and "InferenceX" in by_position.rests_on()
-    assert [by_position.measured(k) for k in (1, 3, 4)] == [True, True, False]
+    assert by_position.measured_lengths == [1, 2, 3]
     assert by_position.decays(3) == {} and set(by_position.decays(4)) == set(CURVES)
-    assert "3 drafts alone" in parse_acceptance("2.62@3").rests_on()
+    assert parse_acceptance("2.62@3").measured_lengths == [3]
     assert published_decay().ratio < 1 and len(other_decays()) == len(CURVES)

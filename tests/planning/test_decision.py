@@ -131,7 +131,7 @@ def test_targets_are_met_with_the_best_throughput() -> None:
     best = decision.best
     assert best is not None and best.tpot_ms is not None and best.ttft_ms is not None
     assert best.tpot_ms <= 8 and best.ttft_ms <= 500
-    meeting = [row for row in decision.able if row.meets]
+    meeting = [row for row in decision.able if row.meets and row.trust == "measured"]
     assert (
         best.tokens_per_s == max(row.tokens_per_s or 0 for row in meeting) and best.concurrency > 1
     )
@@ -166,6 +166,7 @@ def test_lengths_that_cannot_be_told_apart_are_the_shortest() -> None:
     """Never more than half a percent given up, and no shorter draft is as close."""
     for length, gpus, gpu in itertools.product((2.2, 2.6, 3.2), ("4", "8"), ("b200", "gb200")):
         words = (NVFP4, "--head", HEAD, "--acceptance", f"{length}@3", "--gpus", gpus, "--gpu", gpu)
+        words = (*words, "--max-draft", "8")
         decision, _ = decided(*words, "--concurrency", "1,2,4,8,16,32,64")
         for row in decision.able:
             if row.point is not None:  # attention DP over two trays
@@ -175,15 +176,15 @@ def test_lengths_that_cannot_be_told_apart_are_the_shortest() -> None:
 
 
 def test_trust_and_range() -> None:
-    decision, _ = decided(
-        NVFP4, "--head", HEAD, "--acceptance", "0.85@3", "--concurrency", "1", "--tp", "4"
-    )
+    words = ("--acceptance", "3.19@3", "--concurrency", "1", "--tp", "4", "--max-draft", "8")
+    decision, _ = decided(NVFP4, "--head", HEAD, *words)
     plan = decision.plans[0]
     spreads = {point.draft_len: plan.speedup_range(point) for point in plan.at(1)[1:]}
-    assert plan.trust(decision.rows[0].point) == "extrapolated" and plan.best(1).draft_len > 3
+    assert decision.rows[0].trust == "extrapolated" and plan.best(1).draft_len > 3
     for point in plan.at(1)[1:]:
         low, high = spreads[point.draft_len] or (0.0, 0.0)
-        assert low <= (point.speedup or 0) <= high
+        assert low <= (point.acceptance_length or 0) / point.cost_ratio <= high
+        assert (point.speedup is None) == (point.draft_len != 3)
     width = {k: (spread[1] / spread[0]) for k, spread in spreads.items() if spread}
     assert width[8] > width[3], "what is extrapolated is less certain"
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
@@ -22,7 +22,7 @@ from trtspec import files, report
 from trtspec.bench.check.rows import Row
 from trtspec.bench.load.assemble import speedups
 from trtspec.bench.report import bench
-from trtspec.bench.report.page import Figure, Section, render
+from trtspec.bench.report.page import Section, render
 from trtspec.bench.results import BenchResults, LevelResult, SpeedUp, read_results
 from trtspec.checkpoint.hub import resolve
 from trtspec.checkpoint.identity import identity_digest
@@ -34,9 +34,6 @@ from trtspec.launch.processes import duration, require_free_ports, run_trtspec, 
 from trtspec.report import Table
 
 SPECULATING, PLAIN = "spec", "plain"
-# for estimates: output tokens per second of one request, seconds until a server is ready
-RATE = {"reference": 50.0, "vllm": 80.0, "trtllm": 120.0}
-START = {"reference": 8.0, "vllm": 600.0, "trtllm": 900.0}
 CHECKED, RECORDED, SCORED = (
     20,
     11,
@@ -47,7 +44,8 @@ LEFT_OVER = 180.0  # seconds that the server of a killed run gets to end
 
 @dataclass(frozen=True)
 class ProveSetup:
-    """What is proved, and with how much. `serve_words` go to both launches; without `gpu` there is no plan."""
+    """What is proved, and with how much. `serve_words` go to both launches; without `gpu` there is no plan. `card`:
+    whether the head's published figures are shown beside the measured ones."""
 
     target: str
     head: str
@@ -62,6 +60,8 @@ class ProveSetup:
     port: int
     accept_unmeasured: tuple[str, ...] = ()
     serve_words: tuple[str, ...] = ()
+    thinking: str | None = None
+    card: bool = False
 
     @property
     def url(self) -> str:
@@ -81,10 +81,10 @@ class Step:
     tokens: int = 0
 
 
-def script(setup: ProveSetup, directory: Path, tokens: int) -> list[Step]:
-    """All steps in their order. `tokens`: one bench asks for so many at most."""
+def script(setup: ProveSetup, directory: Path) -> list[Step]:
+    """All steps in their order. The tokens are those of questions with one turn."""
     levels = ("--concurrency", ",".join(map(str, setup.concurrency)))
-    asked = (
+    asked: tuple[str, ...] = (
         "--dataset",
         setup.dataset,
         "--samples",
@@ -92,11 +92,12 @@ def script(setup: ProveSetup, directory: Path, tokens: int) -> list[Step]:
         "--max-tokens",
         str(setup.max_tokens),
     )
-    checked, most, recording = (
-        min(setup.samples, CHECKED),
-        min(setup.max_tokens, 128),
-        str(directory / "spec.jsonl"),
-    )
+    if setup.thinking:
+        asked += ("--thinking", setup.thinking)
+    if setup.card:
+        asked += ("--card", setup.head)
+    checked, most = min(setup.samples, CHECKED), min(setup.max_tokens, 128)
+    recording = str(directory / "spec.jsonl")
     judged = ("--dataset", setup.dataset, "--samples", str(checked), "--max-tokens", str(most))
     accepted = tuple(
         word for row in setup.accept_unmeasured for word in ("--accept-unmeasured", row)
@@ -111,7 +112,7 @@ def script(setup: ProveSetup, directory: Path, tokens: int) -> list[Step]:
             words,
             f"{launch}/results.json",
             launch,
-            tokens,
+            setup.samples * setup.max_tokens * len(setup.concurrency),
         )
 
     def check(name: str, why: str, launch: str, requests: int, *words: str) -> Step:
@@ -127,7 +128,8 @@ def script(setup: ProveSetup, directory: Path, tokens: int) -> list[Step]:
     ]
     if setup.gpu is not None:
         gpus = ("--gpu", setup.gpu, "--gpus", str(setup.gpus))
-        words = ("plan", setup.target, "--head", setup.head, *gpus, *levels, "--json")
+        drafts = ("--max-draft", str(setup.draft_len))
+        words = ("plan", setup.target, "--head", setup.head, *gpus, *levels, *drafts, "--json")
         steps.insert(0, Step("plan", "how long a step should take", words, "plan.json"))
     return steps
 
@@ -148,14 +150,6 @@ def serve_words(setup: ProveSetup, launch: str) -> tuple[str, ...]:
         if setup.backend == "reference":  # as build-config sets it for the engines
             words += ("--draft-sampling", "probabilistic")
     return words + setup.serve_words
-
-
-def seconds(setup: ProveSetup, steps: Sequence[Step]) -> float:
-    """An estimate: two starts, and the tokens, of which up to eight answers in flight share a step."""
-    together = sum(min(level, 8) for level in setup.concurrency) / len(setup.concurrency)
-    return 2 * START[setup.backend] + sum(step.tokens for step in steps) / (
-        RATE[setup.backend] * together
-    )
 
 
 def shell_text(setup: ProveSetup, directory: Path, steps: Sequence[Step]) -> str:
@@ -256,12 +250,6 @@ def _run(step: Step, journal: Journal, directory: Path) -> None:
         message = f"{step.name} ended with status {status}; its message is above"
         raise TrtspecError(message, "give the same command again to resume")
     journal.record(step.name, seconds=round(time.monotonic() - began, 1))
-    said = (
-        f"{found['acceptance_length']:.2f} tokens per step"
-        if found.get("drafted")
-        else found.get("verdict")
-    )
-    report.announce(f"  done in {duration(time.monotonic() - began)}{f': {said}' if said else ''}")
 
 
 # --- evidence and page ---
@@ -304,8 +292,8 @@ class ProofEvidence:
 
     @property
     def proved(self) -> bool:
-        """The same output, and not slower at every load."""
-        return self.verdict == "SAFE" and any(found.ratio.high >= 1 for found in self.speedups)
+        """The same output, and slower at no load."""
+        return self.verdict == "SAFE" and not slower(self.speedups)
 
 
 def gathered(
@@ -362,15 +350,22 @@ def _step_ms(level: LevelResult, length: float | None) -> float | None:
     return gap.mean * length * 1000 if gap and length else None
 
 
+def slower(speedups: Sequence[SpeedUp]) -> list[str]:
+    """The loads at which the whole interval of the speed-up lies below 1."""
+    return [up.level for up in speedups if up.ratio.high < 1]
+
+
 def sentence(verdict: str, message: str, speedups: Sequence[SpeedUp]) -> str:
-    """`SAFE: the same output, 1.40 times as fast (1.24 to 1.57) at concurrency 1, 1.28 (...) at concurrency 4`."""
-    said = "SAFE: the same output" if verdict == "SAFE" else message
+    """`SAFE: the same output, 1.40 times as fast (1.24 to 1.57) at concurrency 1, 1.28 (...) at concurrency 4`, or
+    `SAFE but slower at concurrency 4: the same output, ...`."""
+    said = message
+    if verdict == "SAFE":
+        loads = " and ".join(slower(speedups))
+        said = f"SAFE{f' but slower at {loads}' if loads else ''}: the same output"
+    if not speedups:
+        return f"{said}; the speed was not measured"
     speeds = ", ".join(f"{up.ratio.value:.2f} ({up.ratio.words}) at {up.level}" for up in speedups)
-    return (
-        f"{said}, {speeds.replace(' (', ' times as fast (', 1)}"
-        if speeds
-        else f"{said}; the speed was not measured"
-    )
+    return f"{said}, {speeds.replace(' (', ' times as fast (', 1)}"
 
 
 def write_page(proof: Path, page: Path, more: Sequence[Section] = ()) -> None:
@@ -388,8 +383,8 @@ def proof_html(
     alone: BenchResults,
     more: Sequence[Section] = (),
 ) -> str:
-    """The page of a proof: its verdict in a sentence, up to three figures (speed-up at the lowest and the highest load,
-    acceptance), then speed, acceptance, the rows of check, and `more`. The results are bench's of either server."""
+    """The page of a proof: its verdict in a sentence, up to three figures, then speed, acceptance, the rows of check,
+    and `more`. The results are bench's of either server."""
     # as if bench had measured both in one run, so that its sections show them side by side
     both = replace(with_head, endpoints={alone.name: alone}, speedups=evidence.speedups)
     speed, acceptance = bench.sections(both)[:2]
@@ -403,17 +398,6 @@ def proof_html(
         rows,
         text_columns=frozenset({0, 1, 3}),
     )
-    figures = [
-        Figure(f"{up.ratio.value:.2f}x", up.ratio.words, f"as fast as the target alone, {up.level}")
-        for up in (*evidence.speedups[:1], *evidence.speedups[1:][-1:])
-    ]
-    if interval := evidence.acceptance_interval:
-        between = f"{interval[0]:.2f} to {interval[1]:.2f}"
-        figures.append(
-            Figure(
-                bench.number(evidence.acceptance_length), between, "tokens per verification step"
-            )
-        )
     drawn = f" ({evidence.draft_sampling} where sampled)" if evidence.draft_sampling else ""
     times = [
         [
@@ -425,14 +409,17 @@ def proof_html(
     ]
     columns = ["concurrency", "alone, planned", "alone", "with the head, planned", "with the head"]
     planned = Table("Milliseconds of one step", columns, times)
+    colour: Literal["pass", "fail", "unmeasured"] = "pass" if evidence.proved else "unmeasured"
+    if evidence.verdict == "NOT SAFE":
+        colour = "fail"
     return render(
         f"trtspec prove: {evidence.setup.target} with {evidence.setup.head}",
         evidence.sentence,
-        figures,
+        bench.figures(both),
         [replace(speed, tables=[*speed.tables, planned]), acceptance,
          Section(title=same.title, tables=[same]), *more],
         about=f"{evidence.setup.draft_len} drafts per step{drawn}. {bench.workload_line(with_head)}.",
-        verdict="pass" if evidence.proved else "unmeasured" if evidence.verdict == "NOT PROVEN" else "fail",
+        verdict=colour,
         created=evidence.created,
         versions=evidence.versions,
     )  # fmt: skip

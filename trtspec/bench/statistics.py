@@ -67,6 +67,11 @@ def acceptance_length(steps: int, accepted: int) -> float | None:
     return 1.0 + accepted / steps if steps else None
 
 
+def most_tokens(steps: int | None, drafted: int | None) -> float:
+    """Tokens of a step whose drafts are all accepted; infinite where the server does not tell how many it drafts."""
+    return 1 + math.ceil(drafted / steps) if drafted and steps else math.inf
+
+
 def by_position(histogram: Sequence[int]) -> tuple[list[float], list[float | None]]:
     """Acceptance of each draft position, cumulative and conditional (None where no step accepted the draft before)."""
     reached = [sum(histogram[accepted:]) for accepted in range(len(histogram))]
@@ -125,6 +130,8 @@ def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
         if all(t.answers == 1 for t in turns)
         else []
     )
+    if length is not None:
+        length = length.within(1.0, most_tokens(steps, drafted))
     means = [1 + done / (verified + answers) for verified, done, answers in questions.values()]
     return AcceptanceSummary(
         turns=sum(t.answers for t in turns),
@@ -136,7 +143,7 @@ def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
         histogram=histogram,
         source=" + ".join(sorted({t.source for t in turns})) or "the server does not tell",
         acceptance_length=_rounded(acceptance_length(steps, accepted)),
-        acceptance_length_interval=[max(1.0, length.low), length.high] if length else None,
+        acceptance_length_interval=[length.low, length.high] if length else None,
         per_turn_mean=_rounded(float(np.mean(per_turn)) if per_turn else None),
         draft_acceptance_rate=_rounded(accepted / drafted if drafted else None),
         cumulative=[round(share, 4) for share in cumulative] if histogram else None,
@@ -174,6 +181,11 @@ class Ratio:
     @property
     def words(self) -> str:
         return f"{self.low:.2f} to {self.high:.2f}"
+
+    def within(self, least: float, most: float) -> Ratio:
+        """The same, with no end of its interval beyond what can be."""
+        high = min(self.high, max(most, self.value))
+        return replace(self, low=max(self.low, least), high=high)
 
     def units_needed(self, share: float) -> int:
         """Units whose interval is value +- share; this one is of CONFIDENCE."""

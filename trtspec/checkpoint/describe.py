@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from trtspec.checkpoint.heads.read import head_facts, no_eagle3_head, read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
 from trtspec.checkpoint.hub import Resolved, is_online
 from trtspec.checkpoint.identity import recorded_hashes
+from trtspec.checkpoint.published import PublishedHead, PublishedTarget
 from trtspec.checkpoint.remote import open_remote
 from trtspec.checkpoint.remote_code import RemoteCode, read_code
 from trtspec.checkpoint.target_problems import detect, read_target
@@ -35,9 +36,10 @@ HEAD_KEYS = ("family", "model_type", "architecture", "format", "eagle", "attenti
 @dataclass(frozen=True, kw_only=True)
 class CheckpointReport:
     """What a checkpoint is and what is wrong with it. `dtypes` are the bytes by safetensors dtype; sizes are None where
-    neither files nor catalogue tell them. `spec` is None for a draft that is no Eagle3 head.
+    neither files nor catalogue tell them. `spec` is None for a draft that is no Eagle3 head, and for one whose config
+    is not known.
 
-    `known` is its entry of data/models.yaml, {} where there is none. The last three do not always apply:
+    `known` is its published record, if it has one. The last three do not always apply:
     `hashes_verified` is None where no hash was asked for, `hub` where the files are here, `trained_with` for a head
     that `trtspec train` did not make.
     """
@@ -46,7 +48,7 @@ class CheckpointReport:
     source: Literal["files", "hub", "catalogue", "config.json"]
     spec: ModelSpec | HeadSpec | None
     config: dict[str, Any] = field(repr=False)
-    known: dict[str, Any] = field(repr=False)
+    known: PublishedTarget | PublishedHead | None = field(repr=False)
     parameters: int | None
     bytes: int | None
     shards: int | None
@@ -65,18 +67,16 @@ class CheckpointReport:
         """The JSON contract: one flat object, without the keys of parts that do not apply."""
         names = ("kind", "path", "source", "parameters", "bytes", "shards", "dtypes")
         found: dict[str, Any] = {name: getattr(self, name) for name in names}
-        read = self.source in ("files", "hub")
-        if not read:
-            found.update(
-                unverified=self.known.get("unverified", []), licence=self.known.get("licence")
-            )
         if isinstance(self.spec, ModelSpec):
-            found.update(target_facts(self.spec, self.config, self.known))
+            found.update(target_facts(self.spec, self.config))
         else:
             found.update(
                 head_facts(self.spec, self.config) if self.spec else dict.fromkeys(HEAD_KEYS)
             )
-            found.update({} if read else {"published_for": self.known.get("targets")})
+        if self.known is not None:
+            found.update(published_facts(self.known))
+            if self.source == "catalogue":
+                found["unverified"] = self.known.unverified
         found["remote_code"] = bool(self.code)
         found["problems"] = [problem.to_dict() for problem in self.problems]
         hub = self.hub.to_dict() if self.hub else None
@@ -128,7 +128,7 @@ def _from_checkpoint(
         source="hub" if checkpoint.remote else "files",
         spec=spec,
         config=checkpoint.config,
-        known=resolved.known or {},
+        known=resolved.known,
         parameters=sum(logical_parameters(info) for info in checkpoint.tensors.values()),
         bytes=checkpoint.bytes,
         shards=len(checkpoint.shards),
@@ -167,28 +167,48 @@ def _spec_and_problems(
 
 
 def _from_config(resolved: Resolved) -> CheckpointReport:
-    """Sizes are those of the catalogue."""
-    entry = resolved.known or {}
+    """Sizes are those of the record. A head whose config is not known has that alone."""
+    record = resolved.known
+    spec: ModelSpec | HeadSpec | None = None
+    unknown = record is not None and record.config is None and resolved.path is None
+    if not unknown:
+        spec = resolved.head_spec() if resolved.kind == "head" else resolved.target_spec()
     return CheckpointReport(
         path=str(resolved.path) if resolved.path else None,
-        source="catalogue" if resolved.known else "config.json",
-        spec=resolved.head_spec() if resolved.kind == "head" else resolved.target_spec(),
-        config=resolved.config(),
-        known=entry,
-        parameters=entry.get("parameters"),
-        bytes=entry.get("bytes"),
-        shards=entry.get("shards"),
+        source="catalogue" if record else "config.json",
+        spec=spec,
+        config={} if unknown else resolved.config(),
+        known=record,
+        **{name: getattr(record, name, None) for name in ("parameters", "bytes", "shards")},
         dtypes=None,
-        code=resolved.code(),
+        code=RemoteCode([], [], None) if unknown else resolved.code(),
         problems=[],
     )
 
 
-def target_facts(spec: ModelSpec, config: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+def published_facts(record: PublishedTarget | PublishedHead) -> dict[str, Any]:
+    """The keys of the JSON contract that a published checkpoint has."""
+    found: dict[str, Any] = {
+        "released": record.released,
+        "licence": record.licence,
+        "sources": record.sources,
+    }
+    if isinstance(record, PublishedTarget):
+        return {"family": record.family, "quantized_from": record.base, **found}
+    return {
+        "published_for": record.targets,
+        "trained_with": record.trained_with,
+        **found,
+        "draft_len": record.draft_len,
+        "acceptance": [asdict(measured) for measured in record.acceptance],
+    }
+
+
+def target_facts(spec: ModelSpec, config: dict[str, Any]) -> dict[str, Any]:
     """The keys of the JSON contract that only a target has. `producer` is the tool that quantized, as it names itself;
     `excluded_patterns` counts the patterns of modules that it left out."""
     return {
-        "family": known.get("family") or family(spec),
+        "family": family(spec),
         "model_type": spec.model_type,
         "architecture": spec.architecture,
         "format": spec.quant.format,

@@ -1,72 +1,23 @@
 """Targets and heads by the name that a user gives, a directory or a hub id: the directory, or what is known about the
-id without one. The published Kimi targets and heads of data/models.yaml, by hub id."""
+id without one."""
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from trtspec.checkpoint.headers import HF_QUANT_NAME, Checkpoint, read_config, weight_map
+from trtspec.checkpoint.published import PublishedHead, PublishedTarget, known, similar_ids
 from trtspec.checkpoint.remote_code import RemoteCode, code_of, read_code
-from trtspec.data_files import DATA, load_yaml
+from trtspec.data_files import DATA
 from trtspec.errors import MissingDependency, Problem, TrtspecError, UsageError
 from trtspec.foreign import HUB_NAME, HubId, parse_hub_id
 from trtspec.specs import HeadSpec, ModelSpec
-
-LAYER_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-
-
-@cache
-def catalogue() -> dict[str, Any]:
-    """The parsed file, with aliases resolved to entries and exclude patterns written out."""
-    data = load_yaml("models.yaml")
-    for entry in (*data["targets"].values(), *data["heads"].values()):
-        quantization = (entry["config"] or {}).get("quantization_config")
-        if quantization and "ignore" in quantization:
-            quantization["ignore"] = expand_patterns(quantization["ignore"])
-    for name, entry in list(data["heads"].items()):
-        for alias in entry.get("aliases", ()):
-            data["heads"][alias] = entry | {"published_as": name}
-    return data
-
-
-def expand_patterns(patterns: list[str]) -> list[str]:
-    """Writes `{a..b}` out as one pattern per layer; published lists are in text order (1, 10, 11, .., 2, 20)."""
-    if not any(LAYER_RANGE.search(pattern) for pattern in patterns):
-        return list(patterns)
-    expanded = []
-    for pattern in patterns:
-        found = LAYER_RANGE.search(pattern)
-        layers = range(int(found[1]), int(found[2]) + 1) if found else range(1)
-        expanded += [LAYER_RANGE.sub(str(layer), pattern) for layer in layers]
-    return sorted(expanded)
-
-
-def known(name_or_id: str) -> tuple[Literal["target", "head"], dict[str, Any]] | None:
-    """The kind and entry (to be read only) of a published id, whatever its revision; or None.
-
-    Upper and lower case are the same. Raises TrtspecError for ids that are known and refused, such as Kimi-K3.
-    """
-    hub_id = parse_hub_id(name_or_id)
-    if hub_id is None:
-        return None
-    wanted = hub_id.name.casefold()
-    for name, reason in catalogue()["refused"].items():
-        if name.casefold() == wanted:
-            raise TrtspecError(
-                f"{hub_id} is {reason}", "trtspec serves K2, K2-Thinking, K2.5, K2.6 and K2.7-Code"
-            )
-    for kind, section in (("target", "targets"), ("head", "heads")):
-        for name, entry in catalogue()[section].items():
-            if name.casefold() == wanted:
-                return kind, {"id": name, "kind": kind, **entry}  # type: ignore[return-value]
-    return None
 
 
 def same_checkpoint(first: str, second: str) -> bool:
@@ -82,23 +33,6 @@ def _canonical(name: str) -> HubId | str:
     hub_id = _published(hub_id, known(name))
     snapshot = cached_snapshot(hub_id, complete=False) if hub_id.revision else None
     return replace(hub_id, revision=snapshot.name) if snapshot is not None else hub_id
-
-
-def similar_ids(name_or_id: str) -> list[str]:
-    """Published ids that look like a mistyped one; none when it is a published one itself."""
-    names = [*catalogue()["targets"], *catalogue()["heads"]]
-    wanted = name_or_id.partition("@")[0]
-    if wanted in names:
-        return []
-    return difflib.get_close_matches(wanted, names, n=2, cutoff=0.8)
-
-
-def real_pair(head_id: str, target_id: str) -> bool | None:
-    """Whether the head was published for the target; None when either id is not a known one."""
-    head, target = known(head_id), known(target_id)
-    if head is None or target is None or head[0] != "head" or target[0] != "target":
-        return None
-    return target[1]["id"] in head[1]["targets"]
 
 
 SHORT_COMMIT = re.compile(r"[0-9a-f]{7,40}")
@@ -119,19 +53,19 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Resolved:
-    """`path` is a local directory, or None when the id is only known by name; `known` is its data/models.yaml entry."""
+    """`path` is a local directory, or None when the id is only known by name; `known` is its record."""
 
     name: str
     path: Path | None
     hub_id: HubId | None
-    known: dict[str, Any] | None
+    known: PublishedTarget | PublishedHead | None
 
     @property
     def kind(self) -> str:
         """`target` or `head`."""
         from trtspec.checkpoint.target_problems import config_kind
 
-        return self.known["kind"] if self.known else config_kind(self.config(), self.name)
+        return self.known.kind if self.known else config_kind(self.config(), self.name)
 
     @property
     def fetch(self) -> str:
@@ -140,10 +74,10 @@ class Resolved:
         return directory if self.hub_id is None else f"run `{self.hub_id.download}`"
 
     def config(self) -> dict[str, Any]:
-        """config.json of the directory, else of the known entry; raises when neither is there."""
+        """config.json of the directory, else of the record; raises when neither is there."""
         if self.path is not None:
             return read_config(self.path / "config.json")
-        config = self.known["config"] if self.known else None
+        config = self.known.config if self.known else None
         if config is None:
             raise TrtspecError(
                 f"the config of {self.name} is not known offline",
@@ -170,26 +104,26 @@ class Resolved:
 
         if self.path is not None and any(self.path.glob("*.safetensors")):
             return head_spec(Checkpoint.open(self.path), values=values)
-        known = self.known or {}
-        return head_spec_from_config(
-            self.config(), dialect=DIALECTS.get(known.get("dialect", "")), owns=known.get("owns")
-        )
+        if isinstance(self.known, PublishedHead):
+            dialect = DIALECTS[self.known.dialect]
+            return head_spec_from_config(self.config(), dialect=dialect, owns=self.known.owns)
+        return head_spec_from_config(self.config())
 
 
 def resolve(name_or_path: str, *, weights: bool = True) -> Resolved:
     """Finds a checkpoint.
 
     A directory is taken as it is, a hub id from the hub's cache where all of it is there. Else `weights` fetches it;
-    without, the entry of data/models.yaml answers, or, for an id that is not listed there, the two config files, which
+    without, the record of a published id answers, or, for an id that is not listed there, the two config files, which
     are fetched if need be.
     """
-    hub_id, entry = hub_id_and_entry(name_or_path)
+    hub_id, record = hub_id_and_record(name_or_path)
     if hub_id is None:
         return Resolved(name_or_path, local_directory(name_or_path), None, None)
-    cached = cached_snapshot(hub_id, complete=weights or entry is not None)
-    if cached is None and (weights or entry is None):
+    cached = cached_snapshot(hub_id, complete=weights or record is not None)
+    if cached is None and (weights or record is None):
         cached = download(hub_id, CHECKPOINT_PATTERNS if weights else METADATA_PATTERNS)
-    return Resolved(name_or_path, cached, hub_id, entry)
+    return Resolved(name_or_path, cached, hub_id, record)
 
 
 def local_directory(name: str) -> Path | None:
@@ -205,8 +139,10 @@ def named_hub_id(name: str) -> HubId | None:
     return parse_hub_id(name) if local_directory(name) is None else None
 
 
-def hub_id_and_entry(name_or_path: str) -> tuple[HubId | None, dict[str, Any] | None]:
-    """The hub id and its entry in data/models.yaml; no id for a directory. Raises UsageError for what is neither."""
+def hub_id_and_record(
+    name_or_path: str,
+) -> tuple[HubId | None, PublishedTarget | PublishedHead | None]:
+    """The hub id and its record; no id for a directory. Raises UsageError for what is neither."""
     if local_directory(name_or_path):
         return None, None
     path = Path(name_or_path).expanduser()
@@ -222,15 +158,13 @@ def hub_id_and_entry(name_or_path: str) -> tuple[HubId | None, dict[str, Any] | 
             "pass a directory, an id such as org/name, or kimi-nano (head: kimi-nano-eagle3); "
             "where a job makes it later, build-config takes `like`",
         )
-    entry = known(name_or_path)
-    return _published(hub_id, entry), entry[1] if entry is not None else None
+    record = known(name_or_path)
+    return _published(hub_id, record), record
 
 
-def _published(hub_id: HubId, entry: tuple[str, dict[str, Any]] | None) -> HubId:
+def _published(hub_id: HubId, record: PublishedTarget | PublishedHead | None) -> HubId:
     """The id as its publisher writes it."""
-    if entry is None:
-        return hub_id
-    return replace(hub_id, name=entry[1].get("published_as", entry[1]["id"]))
+    return hub_id if record is None else replace(hub_id, name=record.id)
 
 
 def cached_snapshot(hub_id: HubId, complete: bool) -> Path | None:

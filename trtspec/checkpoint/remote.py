@@ -17,7 +17,7 @@ from trtspec.checkpoint.hub import (
     cached_snapshot,
     download,
     hub_errors,
-    hub_id_and_entry,
+    hub_id_and_record,
     local_directory,
     require_online,
 )
@@ -31,7 +31,7 @@ TIMEOUT = 60.0
 def open_headers(name_or_path: str) -> Checkpoint:
     """The checkpoint by its headers: a directory, a complete snapshot in the hub cache, else the hub itself, of which
     no weights are fetched."""
-    hub_id, _ = hub_id_and_entry(name_or_path)
+    hub_id, _ = hub_id_and_record(name_or_path)
     if hub_id is None:
         return Checkpoint.open(local_directory(name_or_path) or Path(name_or_path))
     path = cached_snapshot(hub_id, complete=True)

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from trtspec.checkpoint.headers import HF_QUANT_NAME, Checkpoint
+from trtspec.checkpoint.published import catalogue
 from trtspec.data_files import load_yaml
 from trtspec.errors import Problem, Severity
 from trtspec.formats import WeightFormat, format_of_method
@@ -62,9 +63,9 @@ def _published(nested: bool) -> dict[str, list[Any]]:
     """Key -> its values in the family's published text configs, those of a nested rope_scaling among them. `nested`: of
     the configs that have a text_config."""
     found: dict[str, list[Any]] = {}
-    for entry in load_yaml("models.yaml")["targets"].values():
-        if ("text_config" in entry["config"]) == nested:
-            text = entry["config"].get("text_config", entry["config"])
+    for record in catalogue().targets.values():
+        if ("text_config" in record.config) == nested:
+            text = record.config.get("text_config", record.config)
             for key, value in (
                 *text.items(),
                 *(pair for place in _rope_places(text) for pair in place.items()),
@@ -185,8 +186,8 @@ def _vision(config: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
     vision = config.get("vision_config")
     if not vision:
         return
-    targets = load_yaml("models.yaml")["targets"].values()
-    published = next(filter(None, (entry["config"].get("vision_config") for entry in targets)))
+    targets = catalogue().targets.values()
+    published = next(filter(None, (record.config.get("vision_config") for record in targets)))
     wanted = {key: vision.get(key) if key in SCALED else value for key, value in published.items()}
     wanted |= {"text_hidden_size": spec.hidden_size, "mm_hidden_size": vision.get("vt_hidden_size")}
     for key, value in wanted.items():

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from trtspec import report
 from trtspec.cli.options import (
     ExtraBody,
-    GoodputLimits,
     IntList,
     JsonObject,
     NamedUrl,
     RateList,
+    ThinkingOption,
     request_limits_of,
 )
 from trtspec.errors import (
@@ -67,10 +67,7 @@ class BenchOptions:
     ] = None
     max_tokens: Annotated[int, option("Maximum tokens per answer.", min=1)] = 256
     temperature: Annotated[float, option("Sampling temperature; 0 is greedy.", min=0.0)] = 0.0
-    thinking: Annotated[
-        Literal["on", "off"] | None,
-        option("Thinking of Kimi's chat template.", default="the server's"),
-    ] = None
+    thinking: ThinkingOption = None
     seed: Annotated[int, option("Base random seed: answer i uses seed + i.")] = 0
     against_url: Annotated[
         tuple[NamedUrl, ...],
@@ -85,12 +82,6 @@ class BenchOptions:
     warmup: Annotated[
         int | None,
         option("Short requests before the measurement.", default="highest concurrency", min=0),
-    ] = None
-    goodput: Annotated[
-        GoodputLimits | None,
-        option(
-            "Service level in ms, to count the answers that keep it: ttft:500,tpot:20,e2el:5000."
-        ),
     ] = None
     compare: Annotated[
         tuple[Path, ...],
@@ -124,6 +115,12 @@ class BenchOptions:
         ),
         Needs("choose_draft"),
     ] = ()
+    card: Annotated[
+        str | None,
+        option(
+            "Published head of the server, to show its published acceptance beside.", metavar="HEAD"
+        ),
+    ] = None
     model: Annotated[
         str | None, option("Model name.", default="the first one the server lists")
     ] = None
@@ -153,7 +150,10 @@ def bench(options: BenchOptions) -> report.Result:
     from trtspec.bench.compare import compare, refuse_different
     from trtspec.bench.report.bench import bench_html
     from trtspec.bench.results import read_results
+    from trtspec.checkpoint.published import require_published
 
+    if options.card is not None:
+        require_published(options.card, options.dataset)
     _refuse_overwrite(options)
     earlier = {f"--compare {path}": read_results(path) for path in options.compare}
     urls, lengths, stored = endpoints(options)
@@ -215,7 +215,6 @@ def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
         thinking=options.thinking,
         warmup=options.warmup,
         limit_s=options.timeout,
-        promise=options.goodput.promise if options.goodput is not None else None,
     )
 
 
@@ -266,7 +265,7 @@ def run(
             )
             raise Interrupted(f"stopped; {kept}", again) from None
         results = assemble.assemble(found)
-    return replace(results, created=report.now(), versions=report.versions())
+    return replace(results, card=options.card, created=report.now(), versions=report.versions())
 
 
 def shown(results: BenchResults, failure: TrtspecError | None = None) -> report.Result:

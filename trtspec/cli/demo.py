@@ -45,7 +45,9 @@ KIND = "story"  # long enough to watch
 TOKENS = 160
 TITLES = ("without speculation", "with Eagle3")
 REFRESH = 12  # drawings a second
-PROOF = ("--samples", "48", "--max-tokens", "96", "--concurrency", "1,4", "--draft-len", DRAFTS)
+PROOF = (
+    "--samples", "48", "--max-tokens", "96", "--concurrency", "1,4", "--draft-len", DRAFTS, "--accept-slower",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

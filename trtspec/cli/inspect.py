@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
     from trtspec.checkpoint.describe import CheckpointReport
     from trtspec.checkpoint.heads.read import HeadComparison
     from trtspec.checkpoint.hub import Resolved
+    from trtspec.checkpoint.published import PublishedHead
     from trtspec.quant.verify import CheckpointComparison
+    from trtspec.specs import HeadSpec
 
 COMPARED = 64  # tensors that are compared with a source where nobody says how many
 
@@ -61,6 +64,8 @@ def inspect(options: InspectOptions) -> Result:
     """
     from trtspec.checkpoint.describe import describe
     from trtspec.checkpoint.hub import resolve
+    from trtspec.checkpoint.published import PublishedHead
+    from trtspec.specs import HeadSpec
 
     resolved = resolve(options.path, weights=False)
     read = (
@@ -72,6 +77,8 @@ def inspect(options: InspectOptions) -> Result:
     values = {
         key: value for key, value in report.to_dict().items() if key not in ("ok", "problems")
     }
+    if isinstance(report.known, PublishedHead) and isinstance(report.spec, HeadSpec):
+        values["first_releases"] = first_releases(report.known, report.spec)
     problems = list(report.problems)
     if options.against is not None:
         other = resolve(options.against, weights=False)
@@ -91,7 +98,34 @@ def inspect(options: InspectOptions) -> Result:
     message = f"{options.path} has {errors} error{'s' * (errors != 1)}"
     wrong = CheckFailed(message, "follow the remedy of each above") if errors else None
     clean = [] if problems else ["no problems found"]
-    return Result(values, problems, _tables(options.path, values), ["", *clean], wrong)
+    tables = _tables(options.path, values)
+    if values.get("acceptance") and isinstance(report.known, PublishedHead):
+        tables.append(published_table(report.known))
+    return Result(values, problems, tables, ["", *clean], wrong)
+
+
+def published_table(record: PublishedHead) -> Table:
+    """The published tokens per step of a head, a row for each measurement."""
+    rows = []
+    for measured in record.acceptance:
+        figures = json.dumps(measured.figures).replace('"', "")
+        rows.append((figures, str(measured.draft_len), measured.protocol))
+    columns = ("published tokens per step", "drafts", "by")
+    return Table("", columns, rows, text_columns=frozenset({0, 2}), ruled=False)
+
+
+def first_releases(record: PublishedHead, head: HeadSpec) -> dict[str, str | None]:
+    """The oldest release of each engine that serves a published head with its target."""
+    from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES
+    from trtspec.checkpoint.hub import load_target
+    from trtspec.data_files import load_yaml
+    from trtspec.trtllm.rules.rows import first_release
+
+    trtllm, vllm = ENGINES["trtllm"], ENGINES["vllm"]
+    found = {trtllm.title: first_release(load_target(record.targets[-1]).spec, head)}
+    if vllm.name in record.published_on or DIALECTS[head.dialect].served_by(vllm, head):
+        found[vllm.title] = load_yaml("vllm.yaml")["oldest"]
+    return found
 
 
 def compare_pair(
@@ -148,12 +182,13 @@ def compare_derived(
 
 
 def _tables(path: str, values: dict[str, Any]) -> list[Table]:
-    """What it is; then the rounding errors by class, of a checkpoint that was re-read, and its files of code."""
+    """What it is; what was published of a head; the rounding errors by class, of a checkpoint that was re-read; and its
+    files of code."""
     compared = values.get("comparison", {})
     facts = {
         key: value
         for key, value in (values | compared).items()
-        if key not in ("comparison", "classes", "code_files")
+        if key not in ("comparison", "classes", "code_files", "acceptance", "sources")
     }
     rows = [
         (name, f"{error['tensors']:,}", f"{error['relative_error']:.4f}", f"{error['worst']:.4f}")

@@ -58,8 +58,15 @@ class PlanOptions:
         option("Upper limit of the mean time per output token.", metavar="MS", min=0.001),
     ] = None
     max_draft: Annotated[
-        int, option("Longest draft length to consider.", min=1, max=LONGEST_DRAFT), Needs("head")
-    ] = 8
+        int | None,
+        option(
+            "Longest draft length to consider.",
+            default="lengths whose acceptance was measured",
+            min=1,
+            max=LONGEST_DRAFT,
+        ),
+        Needs("head"),
+    ] = None
     kv_fraction: Annotated[
         float | None,
         option(
@@ -76,11 +83,17 @@ def plan(options: PlanOptions) -> Result:
     """Estimate whether a target fits, how fast it runs and what speculation gains, and print the best build-config
     command."""
     from trtspec.planning.report import no_choice, tables_and_lines, to_dict
+    from trtspec.trtllm.deployment import choose_version
+    from trtspec.trtllm.rules.rows import support_problems
+    from trtspec.trtllm.schema import schema_for
 
     decision = choose_layout(options)
     tables, lines = tables_and_lines(decision)
-    problems = _warnings(decision.setting) + _release_problems(decision.setting)
-    return Result(to_dict(decision), problems, tables, lines, no_choice(decision))
+    setting, version = decision.setting, choose_version(None)[0]
+    release = support_problems(schema_for(version), setting.model, setting.head)
+    problems = _warnings(setting) + release
+    values = to_dict(decision) | {"version": version}
+    return Result(values, problems, tables, lines, no_choice(decision))
 
 
 def choose_layout(options: PlanOptions) -> Decision:
@@ -126,12 +139,3 @@ def _warnings(setting: Setting) -> list[Problem]:
     pair += learned_problems(head, target)
     found = [problem for problem in pair if problem.severity == "warning"]
     return found + (other_model(setting.acceptance, setting.target) if setting.acceptance else [])
-
-
-def _release_problems(setting: Setting) -> list[Problem]:
-    """What the release that build-config writes for cannot do, does wrong or no longer tests of the pair."""
-    from trtspec.trtllm.deployment import choose_version
-    from trtspec.trtllm.rules.rows import support_problems
-    from trtspec.trtllm.schema import schema_for
-
-    return support_problems(schema_for(choose_version(None)[0]), setting.model, setting.head)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from trtspec.cli.options import Gpu, IntList
+from trtspec.cli.options import Gpu, IntList, ThinkingOption
 from trtspec.errors import CheckFailed, UsageError, termination_as_interrupt
 from trtspec.records import (
     DryRunOption,
@@ -31,6 +30,9 @@ OWN_OPTIONS = (
 )  # fmt: skip
 
 
+MAX_TOKENS = 256
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProveOptions:
     target: TargetArgument
@@ -51,16 +53,29 @@ class ProveOptions:
         option("GPU type to plan for.", default="the one that is installed, where known"),
     ] = None
     gpus: Annotated[int, option("GPUs of one server.", min=1)] = 4
-    draft_len: Annotated[int, option("Tokens drafted per step.", min=1)] = 3
-    dataset: Annotated[str, option("Questions, as for bench.")] = "nano"
+    card: Annotated[
+        bool,
+        option(
+            "Measure as the head's card did: its data set, thinking, tokens per answer and draft length, unless given; "
+            "and show its figures beside."
+        ),
+    ] = False
+    draft_len: Annotated[int | None, option("Tokens drafted per step. Default: 3.", min=1)] = None
+    dataset: Annotated[str | None, option("Questions, as for bench. Default: nano.")] = None
+    thinking: ThinkingOption = None
     samples: Annotated[int, option("Questions at each concurrency.", min=3)] = 80
-    max_tokens: Annotated[int, option("Maximum tokens per answer.", min=16)] = 256
+    max_tokens: Annotated[
+        int | None, option("Maximum tokens per answer. Default: 256.", min=16)
+    ] = None
     concurrency: Annotated[IntList, option("Numbers of parallel conversations.")] = IntList(
         (1, 4, 16)
     )
     accept_unmeasured: Annotated[
         tuple[str, ...], option("Row of check that may stay unmeasured; repeatable.")
     ] = ()
+    accept_slower: Annotated[
+        bool, option("Status 0 also if speculation is slower at a concurrency.")
+    ] = False
     port: Annotated[int, option("Port of both servers on 127.0.0.1.", min=1, max=65535)] = 8310
     startup_timeout: Annotated[float, option("Seconds until a server must be ready.", min=1)] = (
         7200.0
@@ -80,25 +95,19 @@ def prove(options: ProveOptions) -> Result:
         raise UsageError("a proof needs a head", "trtspec prove TARGET --head HEAD -o DIR")
     _refuse_own_options(options.passed)
     from trtspec.bench import prove as proving
-    from trtspec.bench.questions.datasets import load_dataset
+    from trtspec.bench.questions.datasets import load_dataset, locate
     from trtspec.client.addresses import key_header
-    from trtspec.launch.processes import duration
 
-    dataset, setup = load_dataset(options.dataset, options.samples), _setup(options)
-    answers = sum(question.requests for question in dataset.questions) * len(
-        options.concurrency.values
-    )
-    steps = proving.script(setup, options.output, answers * setup.max_tokens)
+    setup = _setup(options)
+    locate(setup.dataset)
+    steps = proving.script(setup, options.output)
     if options.dry_run:  # the script, and what it costs
-        text, tokens = (
-            proving.shell_text(setup, options.output, steps),
-            sum(step.tokens for step in steps),
-        )
-        spent = proving.seconds(setup, steps)
-        about = f"# about {duration(spent)}; asks for at most {tokens:,} tokens\n"
-        return Result(
-            {"script": text, "tokens": tokens, "seconds": round(spent)}, text=about + text
-        )
+        text = proving.shell_text(setup, options.output, steps)
+        tokens = sum(step.tokens for step in steps)
+        about = f"# asks for at most {tokens:,} tokens where questions have one turn"
+        about += "" if options.accept_slower else "; status 3 if slower at a load"
+        return Result({"script": text, "tokens": tokens}, text=f"{about}\n{text}")
+    dataset = load_dataset(setup.dataset, setup.samples)
     same = {"engine": _engine(options.backend), "dataset_sha256": dataset.sha256}
     key_header()  # a key that bench cannot send is refused before hours of work
     with termination_as_interrupt():
@@ -106,22 +115,35 @@ def prove(options: ProveOptions) -> Result:
             setup, steps, options.output, same, options.startup_timeout, options.restart
         )
     page, wrong = options.output / "report.html", None
-    if not found.proved:
-        why = "slower than the target alone" if found.verdict == "SAFE" else found.verdict
-        wrong = CheckFailed(f"not proved: {why}", f"see {page}")
+    if found.verdict != "SAFE":
+        wrong = CheckFailed(f"not proved: {found.verdict}", f"see {page}")
+    elif not found.proved and not options.accept_slower:
+        remedy = f"see {page}; pass `accept_slower` if that load does not matter"
+        wrong = CheckFailed("not proved: slower than the target alone", remedy)
     lines = [found.sentence, f"page: {page}", f"evidence: {options.output / 'evidence.json'}"]
     return Result(asdict(found), lines=lines, failure=wrong)
 
 
 def _setup(options: ProveOptions) -> ProveSetup:
+    """What was asked for, else the card's protocol with `card`, else the defaults."""
     from trtspec.bench.prove import ProveSetup
+    from trtspec.bench.questions import datasets
+    from trtspec.checkpoint.published import PublishedAcceptance, known_head, require_published
 
+    record = known_head(str(options.head)) if options.card else None
+    measured = record.measured_on(options.target) if record is not None else None
+    protocol = measured or PublishedAcceptance(figures={}, source="")
+    named = [name for name in protocol.figures if name in datasets.catalogue()]
+    dataset = options.dataset or (named or [datasets.NANO])[0]
+    if options.card:
+        require_published(str(options.head), dataset)
     return fill(
         ProveSetup,
         options,
-        target=_absolute(options.target),
-        head=_absolute(str(options.head)),
-        dataset=_absolute(options.dataset),
+        dataset=dataset,
+        thinking=options.thinking or protocol.thinking,
+        max_tokens=options.max_tokens or protocol.max_tokens or MAX_TOKENS,
+        draft_len=options.draft_len or protocol.draft_len,
         gpu=options.gpu or _installed_gpu(),
         concurrency=options.concurrency.values,
         serve_words=options.passed,
@@ -149,15 +171,6 @@ def _engine(backend: str) -> str | None:
         return engine_version() if backend == "trtllm" else VLLM.version()
     require_packages("torch", "fastapi", "uvicorn")
     return versions()["trtspec"]
-
-
-def _absolute(name: str) -> str:
-    """`PATH` or `NAME=PATH` with an absolute path where it exists, so that a proof is resumed from any directory; a
-    known name as it is."""
-    for path in filter(None, (name, name.partition("=")[2])):
-        if os.path.exists(os.path.expanduser(path)):
-            return name.removesuffix(path) + os.path.abspath(os.path.expanduser(path))
-    return name
 
 
 def _installed_gpu() -> str | None:

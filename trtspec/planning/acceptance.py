@@ -17,11 +17,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from trtspec import files
-from trtspec.checkpoint.hub import engine_name, known, real_pair
+from trtspec.checkpoint.hub import engine_name
+from trtspec.checkpoint.published import DRAFT_LEN, catalogue, known_head, known_target, real_pair
 from trtspec.data_files import load_yaml
 from trtspec.errors import Problem, TrtspecError, UsageError
 
@@ -39,7 +40,7 @@ class Acceptance:
     length_at: tuple[float, int] | None = None
     doubts: tuple[str, ...] = ()  # what bench itself found wrong with the measurement
     model: str = ""  # the name under which bench's server knew it
-    published: bool = False  # a model card's figure
+    published: bool = False  # a published figure
     decay: Decay | None = None  # of the positions that are not known; None is the published one
 
     def rates(self, drafts: int, decay: Decay | None = None) -> list[float]:
@@ -55,25 +56,17 @@ class Acceptance:
             return self.length_at[0]
         return lengths(self.rates(drafts, decay))[-1] if drafts else 1.0
 
-    def measured(self, drafts: int) -> bool:
-        """Whether the length for that many drafts was measured, and does not rest on the published decay."""
-        return drafts <= len(self.known) or (
-            self.length_at is not None and drafts == self.length_at[1]
-        )
+    @property
+    def measured_lengths(self) -> list[int]:
+        """The draft lengths whose acceptance was measured, and does not rest on the published decay."""
+        if self.length_at is not None:
+            return [self.length_at[1]]
+        return list(range(1, len(self.known) + 1))
 
     def decays(self, drafts: int) -> dict[str, Decay]:
         """The decay of each published curve by itself, between which the length for `drafts` drafts is not settled;
         none where it was measured."""
-        return {} if self.measured(drafts) else other_decays()
-
-    def rests_on(self) -> str:
-        """What is measured and what is extrapolated, in a sentence."""
-        falls = "as in InferenceX's published curves of Kimi-K2.5"
-        if self.length_at is not None:
-            drafts = f"{self.length_at[1]} draft{'s' if self.length_at[1] > 1 else ''}"
-            return f"measured for {drafts} alone; extrapolated for others {falls}, scaled to that length"
-        positions = "position" if len(self.known) == 1 else f"{len(self.known)} positions"
-        return f"measured for the first {positions}; extrapolated beyond {falls}, scaled to the measured ones"
+        return {} if drafts in self.measured_lengths else other_decays()
 
 
 def parse_acceptance(text: str) -> Acceptance:
@@ -86,37 +79,43 @@ def parse_acceptance(text: str) -> Acceptance:
         raise UsageError(
             f"`acceptance` {text!r} is neither a number nor a file that exists", EXAMPLE
         )
-    value, drafts = float(found[1]), int(found[2] or 3)
-    if 0 < value < 1 and drafts:
-        return Acceptance(
-            f"{value} of the drafts at each of {drafts} positions, as given", (value,) * drafts
-        )
+    value, drafts = float(found[1]), int(found[2] or DRAFT_LEN)
     if not 1 <= value <= drafts + 1:
         raise UsageError(
             f"{drafts} drafts give 1 to {drafts + 1} tokens per step, not {value}", EXAMPLE
         )
-    measured = f"{value} tokens per step at {drafts} drafts, as given"
-    measured += (
-        ""
-        if found[2]
-        else " (3 drafts: the length of the model cards; write VALUE@DRAFTS for another)"
+    source = (
+        f"{value} tokens per step at {drafts} drafts, as given; VALUE@DRAFTS gives another length"
     )
-    return Acceptance(measured, length_at=(value, drafts))
+    return Acceptance(source, length_at=(value, drafts))
 
 
 def card_acceptance(head: str, target: str) -> Acceptance | None:
-    """The figure on the model card of a published head, for the target that it was published for; None without one."""
-    cards = load_yaml("published_acceptance.yaml")["cards"]
-    entry = known(head)
-    card = cards.get(entry[1].get("published_as", entry[1]["id"])) if entry is not None else None
-    if card is None or not real_pair(head, target):
+    """What was published for a head with its own target; None without a figure."""
+    record, own = known_head(head), known_target(target)
+    if record is None or own is None or not real_pair(head, target):
         return None
-    source = (
-        f"{card['length']} tokens per step at {card['drafts']} drafts on {card['workload']}, "
-        f"as the card of {head} states; your own traffic may differ, "
-        "so measure it with `trtspec bench`"
+    measured = record.measured_on(own.id)
+    if measured is None:
+        return None
+    dataset = next(iter(measured.figures))
+    length, drafts = measured.length(dataset), measured.draft_len
+    source = f"{length:g} tokens per step at {drafts} drafts on {dataset}, as published for {head} "
+    source += (
+        f"({measured.protocol}); your own traffic may differ, so measure it with `trtspec bench`"
     )
-    return Acceptance(source, length_at=(card["length"], card["drafts"]), published=True)
+    return Acceptance(source, length_at=(length, drafts), published=True)
+
+
+@cache
+def most_published(target: str) -> tuple[int, int]:
+    """The highest concurrency and the longest draft that were published for any head of a target; of all heads for a
+    target that is not a published one."""
+    own = known_target(target)
+    heads = [head for head in catalogue().heads.values() if own is None or own.id in head.targets]
+    measured = list(chain.from_iterable(head.acceptance for head in heads))
+    loads = chain.from_iterable(each.speedups for each in measured)
+    return max(loads, default=0), max((each.draft_len for each in measured), default=0)
 
 
 def other_model(acceptance: Acceptance, target: str) -> list[Problem]:
@@ -212,17 +211,13 @@ def _power(decay: Decay, length: float, at: int) -> float:
     return low
 
 
-def published_curves() -> dict[str, Any]:
-    """The published curves, with their `decays` by name."""
-    return load_yaml("acceptance_lengths.yaml")
-
-
 @cache
 def published_decay() -> Decay:
-    return Decay(*published_curves()["published"])
+    return Decay(*load_yaml("acceptance_lengths.yaml")["published"])
 
 
 @cache
 def other_decays() -> dict[str, Decay]:
     """The decay of each published curve by its name: the range within which the shape is known."""
-    return {name: Decay(*row) for name, row in published_curves()["decays"].items()}
+    rows = load_yaml("acceptance_lengths.yaml")["decays"]
+    return {name: Decay(*row) for name, row in rows.items()}

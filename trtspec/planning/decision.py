@@ -1,7 +1,8 @@
 """From the plans of all layouts to one choice: every layout at every concurrency ranked, within the user's targets, and
 the `trtspec build-config` command of the best.
 
-Rows rank by tokens/s of the whole server, those that meet the targets first. Nothing is recommended that the cache does
+Rows rank by tokens/s of the whole server: those that meet the targets first, of these the ones that are not
+extrapolated. Nothing is recommended that the cache does
 not hold or that TensorRT-LLM refuses (`layout.refusals`).
 """
 
@@ -14,7 +15,14 @@ from typing import Any
 from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.errors import Problem
 from trtspec.planning.layout import Layout, refusals
-from trtspec.planning.points import LayoutPlan, Point, Setting, plan_layout
+from trtspec.planning.points import (
+    EXTRAPOLATED,
+    NO_ACCEPTANCE,
+    LayoutPlan,
+    Point,
+    Setting,
+    plan_layout,
+)
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,10 @@ class Row:
         return 1000 * self.concurrency * osl / (self.ttft_ms + (osl - 1) * self.tpot_ms)
 
     @property
+    def trust(self) -> str:
+        return self.point.trust if self.point is not None else "memory alone"
+
+    @property
     def meets(self) -> bool:
         """Whether both times are within the user's limits."""
         setting = self.plan.setting
@@ -90,9 +102,7 @@ class Row:
             "ttft_ms": self.ttft_ms,
             "tpot_ms": self.tpot_ms,
         }
-        known = point is not None and (
-            acceptance is not None or (plan.steps is not None and not plan.steps.head)
-        )
+        known = point is not None and self.trust != NO_ACCEPTANCE
         spread = plan.speedup_range(point) if point is not None else None
         return {
             "concurrency": self.concurrency,
@@ -104,7 +114,7 @@ class Row:
             "speedup_range": [round(value, 3) for value in spread] if spread else None,
             "tokens_per_s_per_user": round(1000 / self.tpot_ms, 1) if self.tpot_ms else None,
             **{name: None if value is None else round(value, 1) for name, value in figures.items()},
-            "trust": plan.trust(point),
+            "trust": self.trust,
             "max_sequences": plan.memory.sequences(plan.setting.workload.tokens),
         }
 
@@ -157,10 +167,11 @@ def decide(chosen: list[Layout], setting: Setting) -> Decision:
     return Decision(setting, plans, rows, refused if len(refused) == len(plans) else [])
 
 
-def _rank(row: Row) -> tuple[bool, bool, float, int]:
+def _rank(row: Row) -> tuple[bool, bool, bool, float, int]:
     return (
         row.held and row.refused is None,
         row.meets,
+        row.trust != EXTRAPOLATED,
         row.tokens_per_s or 0.0,
         row.concurrency,
     )

@@ -71,11 +71,6 @@ class Layout:
         return f"{'ep' if self.ep else 'tp'}{self.gpus}"
 
     @property
-    def name(self) -> str:
-        attention = "attention DP" if self.attention_dp else "tensor parallel"
-        return f"{attention} {self.gpus}, experts {'whole' if self.ep else 'split'}"
-
-    @property
     def short(self) -> str:
         """TP4: attention and experts split; TEP4: experts whole; DEP4: attention DP, experts whole."""
         attention = "D" if self.attention_dp else "T"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trtspec.planning.acceptance import Acceptance
+from trtspec.planning.acceptance import Acceptance, most_published
 from trtspec.planning.layout import Layout
 from trtspec.planning.memory import Memory, memory
 from trtspec.planning.step import HEADS, Kernels, StepModel, kernels
@@ -14,6 +14,8 @@ from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
 
 HOST_US = 1000.0  # what a 4 x B200 server without speculation took beyond its kernels (6.6 ms against 5.6 ms)
 LONGEST_COMPARED = 8
+NO_ACCEPTANCE = "no acceptance"
+EXTRAPOLATED = "extrapolated"  # a speed-up is then a range
 CLOSE = 0.005  # a loss that the kernel tables cannot show: neighbouring rows of them differ by a few percent of noise
 MEASURED_SHAPE = (
     7168,
@@ -42,18 +44,23 @@ class Workload:
 
 @dataclass(frozen=True)
 class Point:
-    """One concurrency and draft length. Without acceptance the length, the speed-up and the rate are None."""
+    """One concurrency and draft length. Without acceptance the length, the speed-up and the rate are None.
+
+    `trust`: what the speed-up rests on. An extrapolated one is None too: it has a range alone."""
 
     concurrency: int
     draft_len: int
     cost_ratio: float
     plain_ms: float
     step_ms: float
-    acceptance_length: float | None = None
+    acceptance_length: float | None
+    trust: str
 
     @property
     def speedup(self) -> float | None:
-        return None if self.acceptance_length is None else self.acceptance_length / self.cost_ratio
+        if self.acceptance_length is None or self.trust == EXTRAPOLATED:
+            return None
+        return self.acceptance_length / self.cost_ratio
 
     @property
     def decode_rate(self) -> float | None:
@@ -71,8 +78,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a plan is made for: target and head with their names, a GPU, a workload; `fraction` as in `memory`, and the
-    longest that an answer may take, in milliseconds (None: it does not matter)."""
+    """What a plan is made for: target and head with their names, a GPU, a workload; `fraction` as in `memory`.
+
+    `longest_draft`: every draft length up to it is considered; None: those whose acceptance was measured. The longest
+    that an answer may take is in milliseconds (None: it does not matter).
+    """
 
     target: str
     model: ModelSpec
@@ -82,9 +92,38 @@ class Setting:
     workload: Workload
     acceptance: Acceptance | None = None
     fraction: float | None = None
-    longest_draft: int = LONGEST_COMPARED
+    longest_draft: int | None = None
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+
+    @property
+    def draft_lengths(self) -> list[int]:
+        """Every length up to the one that was asked for; else those whose acceptance was measured."""
+        if self.head is None:
+            return [0]
+        if self.longest_draft is None and self.acceptance is not None:
+            return [0, *self.acceptance.measured_lengths]
+        return list(range((self.longest_draft or LONGEST_COMPARED) + 1))
+
+    def trust(self, concurrency: int, drafts: int) -> str:
+        """What the speed-up of a point rests on. EXTRAPOLATED: beyond the measured draft length, the head's context, or
+        what was published for any head of the target."""
+        if self.head is not None and self.acceptance is None:
+            return NO_ACCEPTANCE
+        if self.acceptance is None or drafts == 0:
+            return "no drafts"
+        most, longest = most_published(self.target)
+        beyond = concurrency > most or drafts > longest or self.beyond_context
+        if beyond or drafts not in self.acceptance.measured_lengths:
+            return EXTRAPOLATED
+        return "model card" if self.acceptance.published else "measured"
+
+    @property
+    def beyond_context(self) -> bool:
+        """Whether requests are longer than a head knows whose acceptance is a published figure."""
+        if self.head is None or self.acceptance is None or not self.acceptance.published:
+            return False
+        return self.workload.tokens > self.head.max_position_embeddings
 
     @property
     def has_limits(self) -> bool:
@@ -122,22 +161,11 @@ class LayoutPlan:
             if rate >= (1 - CLOSE) * max(rates)
         )
 
-    def trust(self, point: Point | None) -> str:
-        """What a speed-up rests on: acceptance that was measured for this draft length, or the published decay."""
-        if point is None:
-            return "memory alone"
-        acceptance = self.setting.acceptance
-        if acceptance is None or point.draft_len == 0:
-            return "no drafts"
-        if not acceptance.measured(point.draft_len):
-            return "extrapolated"
-        return "model card" if acceptance.published else "measured"
-
     def speedup_range(self, point: Point) -> tuple[float, float] | None:
         """Least and largest speed-up of a point under each assumption, and under each published decay where its
-        acceptance is extrapolated. None without acceptance."""
+        acceptance is extrapolated; no draft may be accepted beyond the head's context. None without acceptance."""
         acceptance = self.setting.acceptance
-        if point.speedup is None or self.steps is None or acceptance is None:
+        if self.steps is None or acceptance is None:
             return None
         ratios = [
             item.cost_ratio(point.concurrency, point.draft_len)
@@ -148,6 +176,8 @@ class LayoutPlan:
             middle,
             *(acceptance.length(drafts, decay) for decay in acceptance.decays(drafts).values()),
         ]
+        if self.setting.beyond_context:
+            lengths.append(1.0)
         ratios.append(point.cost_ratio)
         return min(lengths) / max(ratios), max(lengths) / min(ratios)
 
@@ -169,7 +199,7 @@ def plan_layout(layout: Layout, setting: Setting) -> LayoutPlan:
     points = []
     for sequences in workload.concurrency:
         plain = steps.step(sequences)
-        for drafts in range((setting.longest_draft if head is not None else 0) + 1):
+        for drafts in setting.draft_lengths:
             whole = steps.whole(sequences, drafts)
             length = (
                 1.0
@@ -186,6 +216,7 @@ def plan_layout(layout: Layout, setting: Setting) -> LayoutPlan:
                     plain / 1000,
                     whole / 1000,
                     length,
+                    setting.trust(sequences, drafts),
                 )
             )
     return LayoutPlan(setting, room, steps, tuple(points))

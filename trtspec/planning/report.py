@@ -7,24 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from trtspec.errors import CheckFailed
-from trtspec.planning.acceptance import EXAMPLE
+from trtspec.planning.acceptance import EXAMPLE, most_published
 from trtspec.planning.decision import Decision, Row, command
-from trtspec.planning.points import LayoutPlan
+from trtspec.planning.points import EXTRAPOLATED, NO_ACCEPTANCE, LayoutPlan
 from trtspec.report import Table
 
 GB = 1e9
-CHECKED = (
-    "three announced speed-ups on 4 GB200 within 7 %, ten held-out ones at concurrency 16 within 18 % (9 % on "
-    "average), plain decode steps within 10 % of aiconfigurator's; nothing fitted: docs/plan-model.md has every "
-    "prediction beside its measurement"
-)
-ASSUMES = (
-    "experts chosen as a power law of exponent 1.01",
-    "draft tokens touch experts as independently as any other tokens, so verification is not cheaper than it seems",
-    "one chain of drafts, all sequences in the same phase, no host time; tokens/s per user is 1 / TPOT",
-    "one layer of draft cache; releases without TensorRT-LLM#15017 keep one for each draft token",
-    "in time to first token and per output token, every prompt is whole, not cached, and stops the others' decoding",
-)
 HEADINGS = (
     "load",
     "layout",
@@ -44,21 +32,20 @@ def to_dict(decision: Decision) -> dict[str, Any]:
     """The JSON contract for the recommended layout, else the first, with `layouts` for all and what everything rests
     on."""
     setting, first, best = decision.setting, decision.first, decision.best
+    acceptance = setting.acceptance
     chosen = {str(c): decision.of_concurrency(c) for c in setting.workload.concurrency}
     return {
         "target": setting.target,
         "head": setting.head_name,
+        "context": setting.head.max_position_embeddings if setting.head else None,
         "gpu": setting.gpu.name,
         "gpus": first.layout.gpus,
         **plan_dict(first),
         "recommended": {c: row.to_dict() if row else None for c, row in chosen.items()},
         "best": {**best.to_dict(), "command": command(best)} if best else None,
-        "targets": {"ttft_ms": setting.ttft_ms, "tpot_ms": setting.tpot_ms},
         "refused": [problem.to_dict() for problem in decision.refused],
         "layouts": [plan_dict(plan) for plan in decision.plans],
-        "acceptance": acceptance_dict(first),
-        "assumes": assumptions(first),
-        "checked": CHECKED,
+        "acceptance": {"source": acceptance.source} if acceptance else None,
         "sources": sources(first),
     }
 
@@ -73,7 +60,7 @@ def plan_dict(plan: LayoutPlan) -> dict[str, Any]:
         "reserve": room.reserve,
     }
     return {
-        "layout": room.layout.name,
+        "layout": room.layout.short,
         "fits": plan.fits,
         "per_gpu": {name: round(size) for name, size in sizes.items()}
         | {"weights_by_class": {name: round(size) for name, size in room.weights.items()}},
@@ -82,39 +69,7 @@ def plan_dict(plan: LayoutPlan) -> dict[str, Any]:
         "kv_bytes_per_token": room.kv_bytes_per_token,
         "max_sequences": room.sequences(plan.setting.workload.tokens),
         "points": [point.to_dict() for point in plan.points],
-        "prefill_ms": round(plan.steps.prefill(plan.setting.workload.isl) / 1000, 1)
-        if plan.steps
-        else None,
     }
-
-
-def acceptance_dict(plan: LayoutPlan) -> dict[str, Any] | None:
-    """`conditional`: the acceptance of each draft given all before it, measured or extrapolated as `rests_on` says."""
-    found = plan.setting.acceptance
-    if found is None or not plan.points:
-        return None
-    rates = found.rates(max(point.draft_len for point in plan.points))
-    rounded = [round(rate, 6) for rate in rates]
-    return {
-        "source": found.source, "conditional": rounded, "rests_on": found.rests_on(), "doubts": list(found.doubts),
-    }  # fmt: skip
-
-
-def assumptions(plan: LayoutPlan) -> list[str]:
-    setting = plan.setting
-    context = setting.workload.context
-    found = [
-        f"each request holds {context} tokens on average: all of its prompt and half of its answer"
-    ]
-    if plan.steps is None:
-        where = f"of {setting.model.quant.format} weights in this shape and layout on {setting.gpu.name.upper()}"
-        return [*found, f"memory alone: no kernels {where} are in the tables"]
-    found += [f"{plan.steps.kernels.moe_kernel} kernels for the experts", *ASSUMES]
-    return (
-        [*found, f"acceptance {setting.acceptance.rests_on()}"]
-        if setting.acceptance is not None
-        else found
-    )
 
 
 def sources(plan: LayoutPlan) -> list[str]:
@@ -150,11 +105,11 @@ def ranked_table(title: str, rows: list[Row], decision: Decision) -> Table:
         cells.append([
             f"{row.concurrency} best" if row is decision.best else str(row.concurrency),
             row.layout.short,
-            str(row.point.draft_len),
+            "-" if row.trust == NO_ACCEPTANCE else str(row.point.draft_len),
             f"{1000 / row.tpot_ms:.0f}" if row.tpot_ms else "-",
             f"{row.tokens_per_s or 0:,.0f}",
-            "plain decoding" if row.point.draft_len == 0 else speedup(row.plan, row.point),
-            row.plan.trust(row.point),
+            "plain decoding" if row.trust == "no drafts" else speedup(row.plan, row.point),
+            row.trust,
         ])  # fmt: skip
         if setting.has_limits:
             cells[-1] += [milliseconds(row.ttft_ms), milliseconds(row.tpot_ms)]
@@ -163,9 +118,12 @@ def ranked_table(title: str, rows: list[Row], decision: Decision) -> Table:
 
 
 def speedup(plan: LayoutPlan, point: Any) -> str:
-    """Over plain decoding, with its range, for a cell of the table."""
+    """Over plain decoding, with its range, for a cell of the table; of an extrapolated one the range alone."""
     spread = plan.speedup_range(point)
-    return f"{point.speedup:.2f}x ({spread[0]:.2f} to {spread[1]:.2f})" if spread else "-"
+    if spread is None:
+        return "-"
+    between = f"{spread[0]:.2f} to {spread[1]:.2f}"
+    return f"{point.speedup:.2f}x ({between})" if point.speedup is not None else between
 
 
 def milliseconds(value: float | None) -> str:
@@ -188,11 +146,7 @@ def memory_line(plan: LayoutPlan) -> str:
 
 
 def below_table(rows: list[Row], decision: Decision) -> Iterator[str]:
-    """What the layouts' names mean, which concurrencies have no row, and where the acceptance comes from."""
-    if rows:
-        yield (
-            "; ".join(dict.fromkeys(f"{row.layout.short}: {row.layout.name}" for row in rows)) + "."
-        )
+    """Which concurrencies have no row, where the acceptance comes from, and what is extrapolated."""
     setting = decision.setting
     for concurrency in setting.workload.concurrency if rows else ():
         if concurrency not in {row.concurrency for row in rows}:
@@ -205,8 +159,15 @@ def below_table(rows: list[Row], decision: Decision) -> Iterator[str]:
             yield f"Concurrency {concurrency}: {reason}."
     acceptance = setting.acceptance
     if acceptance is not None and any(plan.steps for plan in decision.plans):
-        yield from (f"Acceptance: {acceptance.source}.", f"  {acceptance.rests_on()}.")
+        yield f"Acceptance: {acceptance.source}."
         yield from (f"  bench doubted this measurement: {doubt}" for doubt in acceptance.doubts)
+    if setting.head is not None and any(row.trust == EXTRAPOLATED for row in rows):
+        concurrency, drafts = most_published(setting.target)
+        yield (
+            "Extrapolated, so a range: beyond the measured draft length, the "
+            f"{setting.head.max_position_embeddings:,} tokens of the head's context, or what was published for a head "
+            f"of this target (concurrency {concurrency}, {drafts} drafts)."
+        )
 
 
 def choice_lines(decision: Decision) -> Iterator[str]:

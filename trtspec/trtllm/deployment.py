@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from trtspec.checkpoint.hub import findable, load_head, load_target, similar_ids
+from trtspec.checkpoint.hub import findable, load_head, load_target
+from trtspec.checkpoint.published import similar_ids
 from trtspec.data_files import gpu_names
 from trtspec.errors import Problem, Severity, TrtspecError, UsageError
 from trtspec.foreign import parse_hub_id

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from packaging.version import Version
 
+from trtspec.checkpoint.published import DRAFT_LEN
 from trtspec.data_files import gpu_names
 from trtspec.errors import UsageError
 from trtspec.foreign import parse_hub_id
@@ -94,7 +95,7 @@ class Intent:
     ] = None
     draft_len: Annotated[
         int, option("Draft tokens per step, with --head.", min=1), NOT_FRONT, Needs("head")
-    ] = 3
+    ] = DRAFT_LEN
     nodes: Annotated[int, option("Nodes that one server spans.", min=1), NOT_FRONT] = 1
     gpu: Annotated[
         str | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -15,11 +16,9 @@ from trtspec.bench.load.measure import MeasuredEndpoint, RequestLimits, total_ra
 from trtspec.bench.results import (
     BenchResults,
     EndpointResult,
-    Goodput,
     LatencySpread,
     LevelResult,
     QuestionSpeed,
-    ServiceLevel,
     SpeedUp,
     Throughput,
     inter_token,
@@ -29,6 +28,7 @@ from trtspec.bench.statistics import (
     add_histograms,
     by_category,
     length_ratio,
+    most_tokens,
     per_question,
     summarize,
 )
@@ -76,7 +76,7 @@ def describe_target(target: MeasuredEndpoint) -> EndpointResult:
             name: quality_of([answer for answer in answers if answer.category == name])
             for name in dict.fromkeys(answer.category for answer in answers)
         },
-        concurrency=[describe_level(rounds, workload.promise) for rounds in levels],
+        concurrency=[describe_level(rounds) for rounds in levels],
         turns_detail=pooled,
         questions_detail=[speed for rounds in levels for speed in question_speeds(rounds)],
     )
@@ -86,7 +86,7 @@ def counts_of(rounds: Sequence[Round]) -> list[TurnCounts]:
     return [count for run in rounds for count in run.counts]
 
 
-def describe_level(rounds: Sequence[Round], promise: ServiceLevel | None) -> LevelResult:
+def describe_level(rounds: Sequence[Round]) -> LevelResult:
     """The results of one endpoint at one load, over all its rounds."""
     counts, level = counts_of(rounds), rounds[0].level
     numbers = sorted({run.number for run in rounds})
@@ -95,7 +95,7 @@ def describe_level(rounds: Sequence[Round], promise: ServiceLevel | None) -> Lev
         concurrency=level.concurrency if level.rate is None else max(run.most for run in rounds),
         rate=level.rate,
         categories=by_category(counts),
-        throughput=throughput(rounds, promise),
+        throughput=throughput(rounds),
         rounds=[
             round(total_rate([run for run in rounds if run.number == number]), 3)
             for number in numbers
@@ -108,12 +108,11 @@ def quality_of(answers: Sequence[Answer]) -> OutputQuality:
     return judge_run([answer.written for answer in good(answers)])
 
 
-def throughput(rounds: Sequence[Round], promise: ServiceLevel | None = None) -> Throughput:
+def throughput(rounds: Sequence[Round]) -> Throughput:
     """Rates over the rounds of one level."""
     asked = [answer for run in rounds for answer in run.answers]
     answers, wall = good(asked), sum(run.seconds for run in rounds)
     tokens = sum(answer.completion_tokens for answer in answers)
-    waited = [(answer, answer.finished - answer.started) for answer in answers]
     times = [[when for when, _ in answer.chunks] for answer in answers]
     return Throughput(
         requests=len(asked),
@@ -121,26 +120,12 @@ def throughput(rounds: Sequence[Round], promise: ServiceLevel | None = None) -> 
         output_tokens=tokens,
         wall_s=round(wall, 4),
         tokens_per_s=round(tokens / wall, 3) if wall else None,
-        tokens_per_s_per_user=spread_of(
-            [a.completion_tokens / s for a, s in waited if a.completion_tokens and s > 0]
-        ),
         ttft_s=spread_of([a.first_token - a.started for a in answers if a.first_token is not None]),
         inter_token_s=spread_of([gap for a in answers if (gap := inter_token(a)) is not None]),
         itl_s=spread_of([float(gap) for chunks in times for gap in np.diff(chunks)]),
-        request_s=spread_of([seconds for _, seconds in waited]),
-        requests_per_s=round(len(answers) / wall, 4) if wall else None,
+        request_s=spread_of([answer.finished - answer.started for answer in answers]),
         prompt_tokens=spread_of([float(a.prompt_tokens) for a in answers if a.prompt_tokens]),
         answer_tokens=spread_of([float(a.completion_tokens) for a in answers]),
-        goodput=goodput(asked, wall, promise) if promise else None,
-    )
-
-
-def goodput(answers: Sequence[Answer], wall: float, promise: ServiceLevel) -> Goodput:
-    """Rate and share of the answers, failed ones among them, that kept the service level; `wall` is in seconds."""
-    kept = sum(promise.met(answer) for answer in answers)
-    return Goodput(
-        requests_per_s=round(kept / wall, 4) if wall else 0.0,
-        share=round(kept / len(answers), 4) if answers else 0.0,
     )
 
 
@@ -178,17 +163,17 @@ def question_speeds(rounds: Sequence[Round]) -> list[QuestionSpeed]:
 
 def speedups(endpoints: Sequence[EndpointResult]) -> list[SpeedUp]:
     """At each level where both wrote sound output: endpoints that speculate over those that do not; where all do, or
-    none, the others over the second."""
+    none, the others over the second. No step of drafts gains more than all of them."""
     plain = [endpoint for endpoint in endpoints if not endpoint.speculates]
     bases = plain if 0 < len(plain) < len(endpoints) else list(endpoints[1:2])
     names = {base.name for base in bases}
-    return [
-        SpeedUp(of=of.name, over=base.name, level=level.label, ratio=ratio)
-        for level in endpoints[0].concurrency
-        for of in endpoints
-        for base in bases
-        if of.name not in names and (ratio := speed_ratio(of, base, level.label))
-    ]
+    found = []
+    for level, of, base in product(endpoints[0].concurrency, endpoints, bases):
+        ratio = speed_ratio(of, base, level.label)
+        if of.name not in names and ratio is not None:
+            ratio = ratio.within(0.0, most_tokens(of.steps, of.drafted))
+            found.append(SpeedUp(of=of.name, over=base.name, level=level.label, ratio=ratio))
+    return found
 
 
 # --- findings: the gate judges servers; these name what a figure cannot say ---

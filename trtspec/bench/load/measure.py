@@ -12,15 +12,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import numpy as np
 
 from trtspec.bench.load.journal import LoadLevel, Round, RunJournal, good
 from trtspec.bench.questions.datasets import Dataset, Question
-from trtspec.bench.results import ServiceLevel, Workload
+from trtspec.bench.results import Workload
 from trtspec.bench.statistics import without_surplus
+from trtspec.checkpoint.published import ThinkingLevel
 from trtspec.client import servers
 from trtspec.client.client import (
     OWNED,
@@ -66,10 +67,9 @@ class BenchWorkload:
     rounds: int = 1
     extra_body: dict[str, Any] = field(default_factory=dict)
     rates: tuple[float, ...] = ()
-    thinking: Literal["on", "off"] | None = None
+    thinking: ThinkingLevel | None = None
     warmup: int | None = None
     limit_s: float | None = None
-    promise: ServiceLevel | None = None
 
     def __post_init__(self) -> None:
         refuse_owned(self.extra_body, BENCH_OWNED | (THINKING_OWNED if self.thinking else {}))
@@ -92,10 +92,12 @@ class BenchWorkload:
 
     def body(self) -> dict[str, Any]:
         """What is merged into every request."""
-        template = (
-            {"chat_template_kwargs": {"thinking": self.thinking == "on"}} if self.thinking else {}
-        )
-        return template | self.extra_body
+        thinking: dict[str, Any] = {}
+        if self.thinking in ("on", "off"):
+            thinking = {"chat_template_kwargs": {"thinking": self.thinking == "on"}}
+        elif self.thinking:
+            thinking = {"reasoning_effort": self.thinking}
+        return thinking | self.extra_body
 
     def describe(self) -> Workload:
         return Workload(
@@ -112,7 +114,6 @@ class BenchWorkload:
             rounds=self.rounds,
             **asdict(self.sampling),
             limit_s=self.limit_s,
-            promise=self.promise.words() if self.promise else None,
             extra_body=self.body(),
         )
 

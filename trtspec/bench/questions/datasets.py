@@ -83,8 +83,7 @@ def load_dataset(name: str, samples: int | None = None, *, split: str | None = N
     all its questions, or `samples` of them spread over categories.
 
     Raises UsageError naming the row that cannot be asked."""
-    built_in = data_files.kimi_nano_dir() / "prompts_heldout.jsonl"
-    source = QuestionSource(label=NANO, file=str(built_in)) if name == NANO else locate(name)
+    source = locate(name)
     questions = read_questions(source, split)
     if not questions:
         raise UsageError(
@@ -220,7 +219,11 @@ def catalogue() -> dict[str, QuestionSource]:
 
 
 def locate(text: str) -> QuestionSource:
-    """A path that exists, a known name (`NAME[:CONFIG][=FILE]`) or a hub id. Raises UsageError for anything else."""
+    """`nano`, a path that exists, a known name (`NAME[:CONFIG][=FILE]`) or a hub id. Raises UsageError."""
+    if text == NANO:
+        return QuestionSource(
+            label=NANO, file=str(data_files.kimi_nano_dir() / "prompts_heldout.jsonl")
+        )
     remedy = f"pass a data file, a hub id org/name, nano, or one of {', '.join(catalogue())}, alone or as NAME=FILE"
     if Path(text).expanduser().exists():
         return QuestionSource(label=Path(text).name, file=str(Path(text).expanduser()))

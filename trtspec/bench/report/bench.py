@@ -20,6 +20,7 @@ from trtspec.bench.results import (
     user_speed,
 )
 from trtspec.bench.statistics import LEAST_RUNS
+from trtspec.checkpoint.published import known_head
 from trtspec.report import Table
 
 BLANK = ""
@@ -91,7 +92,7 @@ def sections(results: BenchResults) -> list[Section]:
                     speculating, f"Tokens per step by category, {where}, with 95 % intervals."
                 )
             ],
-            tables=titled(*acceptance, position_table(speculating)),
+            tables=titled(card_table(results), *acceptance, position_table(speculating)),
         ),
         Section(
             title="Draft length",
@@ -213,6 +214,22 @@ def acceptance_table(endpoint: EndpointResult, workload: Workload) -> Table:
     return Table(f"Acceptance of {endpoint.name}", columns, rows, note)
 
 
+def card_table(results: BenchResults) -> Table:
+    """What was published of the card's head on this data set, beside what was measured; no rows without a card."""
+    about, rows = subject(results), []
+    record = known_head(results.card) if results.card else None
+    for published in record.acceptance if record is not None else ():
+        for name, figure in published.of(results.workload.dataset.partition(":")[0]).items():
+            group = None if about.degenerate(name) else about.groups.get(name)
+            measured = getattr(group, published.mean, None)
+            apart = DASH if measured is None else f"{measured - figure:+.2f}"
+            drafts = str(published.draft_len)
+            rows.append([name, number(figure), number(measured), apart, drafts, published.protocol])
+    note = "Tokens per step; those of NVIDIA's cards are means over questions."
+    columns = ["category", "published", "measured", "difference", "drafts", "published by"]
+    return Table(f"Published of {results.card}", columns, rows, note, frozenset({0, 5}))
+
+
 def position_table(endpoints: Sequence[EndpointResult]) -> Table:
     """Share of steps that accepted the draft at each position."""
     reported = [
@@ -254,44 +271,24 @@ def speed_table(results: BenchResults) -> Table:
 
 
 def latency_table(results: BenchResults) -> Table:
-    promise = results.workload.promise
     rows = []
     for endpoint in results.all:
         for level in endpoint.concurrency:
             speed = level.throughput
-            first, token, chunk, good = (
-                speed.ttft_s,
-                speed.inter_token_s,
-                speed.itl_s,
-                speed.goodput,
-            )
-            row = [
+            first = speed.ttft_s
+            rows.append([
                 endpoint.name,
                 level.load,
                 median_ms(first),
                 number(1000 * first.p99 if first else None, 1),
-                median_ms(token),
-                median_ms(chunk),
-            ]
-            kept = (
-                [f"{good.requests_per_s:.2f} ({100 * good.share:.0f} %)" if good else DASH]
-                if promise
-                else []
-            )
-            rows.append(row + kept)
+                median_ms(speed.inter_token_s),
+                median_ms(speed.itl_s),
+            ])  # fmt: skip
     note = (
         "Medians, TTFT also p99. TTFT = to the first token; TPOT = between tokens after the first; ITL = between "
         "chunks, of several tokens each under speculation."
-    ) + (f" goodput = answers per second with {promise}." if promise else "")
-    columns = [
-        "endpoint",
-        "load",
-        "TTFT",
-        "p99",
-        "TPOT",
-        "ITL",
-        *(["goodput/s"] if promise else []),
-    ]
+    )
+    columns = ["endpoint", "load", "TTFT", "p99", "TPOT", "ITL"]
     return Table("Latency in ms", columns, rows, note)
 
 
@@ -306,7 +303,10 @@ def speedup_table(results: BenchResults) -> Table:
         ]
         for up in results.speedups
     ]
-    note = "Output tokens/s of a user, paired by question, with its 95 % interval."
+    note = (
+        "Output tokens/s of a user, paired by question. The 95 % interval covers what questions differ by, over "
+        f"{results.workload.rounds} rounds of one launch of each server: other launches can differ by more."
+    )
     columns = ["endpoints", "load", "times as fast", "range", "questions"]
     return Table("Speed-up", columns, rows, note, frozenset({0, 1}))
 

@@ -24,9 +24,8 @@ from trtspec.checkpoint.heads.config import (
 )
 from trtspec.checkpoint.heads.shapes import layer_prefix
 from trtspec.checkpoint.identity import recorded
+from trtspec.checkpoint.published import DRAFT_LEN
 from trtspec.specs import HeadSpec, ModelSpec
-
-DRAFT_LEN = 3
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from typing import Any
 
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.dialects import training_record
-from trtspec.checkpoint.hub import Resolved, known, real_pair
+from trtspec.checkpoint.hub import Resolved
 from trtspec.checkpoint.identity import identity, recorded
+from trtspec.checkpoint.published import known_head, real_pair
 from trtspec.checkpoint.target_tensors import finding
 from trtspec.data_files import load_yaml
 from trtspec.errors import Problem, Severity
@@ -141,8 +142,8 @@ def tensor_parallel_sizes(head: HeadSpec) -> list[int]:
 def _published(head_id: str | None, target_id: str | None) -> list[Problem]:
     if head_id is None or target_id is None or real_pair(head_id, target_id) is not False:
         return []
-    entry = known(head_id)
-    targets = ", ".join(entry[1]["targets"]) if entry else ""
+    record = known_head(head_id)
+    targets = ", ".join(record.targets) if record else ""
     message = f"{head_id} was published for {targets}, not for {target_id}; acceptance drops between versions"
     return [Problem("TS-PAIR-OTHER-TARGET", "warning", head_id, message)]
 

@@ -205,6 +205,7 @@ def head_facts(spec: HeadSpec, config: dict[str, Any]) -> dict[str, Any]:
         "aux_layers": list(spec.aux_layers) if spec.aux_layers is not None else None,
         "own_lm_head": spec.has_lm_head,
         "own_embed_tokens": spec.has_embed_tokens,
+        "context": spec.max_position_embeddings,
         **{name: getattr(spec, name) for name in own},
     }
 

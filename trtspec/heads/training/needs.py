@@ -84,7 +84,7 @@ def stored_bytes(resolved: Resolved) -> int:
         if resolved.path
         else 0
     )
-    return stored or int((resolved.known or {}).get("bytes") or 0)
+    return stored or (resolved.known.bytes if resolved.known else None) or 0
 
 
 def needs(

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from trtspec.checkpoint.heads.pairing import pair_problems
-from trtspec.checkpoint.hub import known, same_checkpoint
+from trtspec.checkpoint.hub import same_checkpoint
+from trtspec.checkpoint.published import known_target
 from trtspec.planning.layout import format_refusal, layout_refusals
 from trtspec.specs import ModelSpec
 from trtspec.trtllm.deployment import (
@@ -66,9 +67,9 @@ def right_parser(target: ModelSpec, name: str) -> str | None:
     """The reasoning parser of a target. K2.5 and later open the thinking in the template (kimi_k25); K2-Thinking
     writes its own tag (kimi_k2); K2-Instruct does not think, and its config alone does not tell it from K2-Thinking.
     """
-    entry = known(name)
-    if entry is not None:
-        return entry[1].get("reasoning_parser")
+    record = known_target(name)
+    if record is not None:
+        return record.reasoning_parser
     return "kimi_k25" if family(target) == "kimi_k25" else None
 
 
@@ -93,11 +94,11 @@ def reasoning_parser(document: Document, deployment: Deployment) -> Iterator[Fin
 
 
 def tool_parser(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    key, entry = "--tool_parser", known(deployment.target_name)
+    key, record = "--tool_parser", known_target(deployment.target_name)
     written = (deployment.options or {}).get("tool_parser")
     right = "kimi_k2" if deployment.target is not None else None  # every Kimi-K2 writes calls alike
-    if entry is not None:
-        right = entry[1].get("tool_parser")
+    if record is not None:
+        right = record.tool_parser
     if written in (None, "auto", right) or right is None:
         return
     message = f"{key} {written}: tool calls of this model stay in the text, without an error"

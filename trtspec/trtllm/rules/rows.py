@@ -12,10 +12,11 @@ from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.deployment import Deployment, Finding, Fix, family, method_of
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 from trtspec.trtllm.rules.speculation import schedule_reaches_zero
-from trtspec.trtllm.schema import UNKNOWN, Rule, Schema
+from trtspec.trtllm.schema import UNKNOWN, Rule, Schema, releases, schema_for
 
-# codes about what a release can do with a pair
-SUPPORT = ("-OLD-ENGINE", "-MODEL-TOO-NEW", "-KNOWN-ISSUE", "-DEPRECATED")
+# codes about what a release can do with a pair: it is too old, and others
+TOO_OLD = ("-OLD-ENGINE", "-MODEL-TOO-NEW")
+SUPPORT = (*TOO_OLD, "-KNOWN-ISSUE", "-DEPRECATED")
 
 
 def facts(document: Document, deployment: Deployment) -> dict[str, Any]:
@@ -93,6 +94,15 @@ def support_problems(
     findings = check_rows(document, Deployment(schema, target, head=head))
     where = f"TensorRT-LLM {schema.version}"
     return [each.problem(where) for each in findings if each.code.endswith(SUPPORT)]
+
+
+def first_release(target: ModelSpec, head: HeadSpec) -> str | None:
+    """The oldest release that is known not to be too old for a pair."""
+    for release in releases():
+        found = support_problems(schema_for(str(release)), target, head)
+        if not any(problem.code.endswith(TOO_OLD) for problem in found):
+            return str(release)
+    return None
 
 
 def _fix(document: Document, rule: Rule) -> Fix | None:
