@@ -18,7 +18,8 @@ from trtspec.report import Result
 
 if TYPE_CHECKING:
     from trtspec.bench.check.asking import Asker
-    from trtspec.bench.check.rows import Verdict
+    from trtspec.bench.check.prompts import Prompts
+    from trtspec.bench.check.rows import CheckVerdict
     from trtspec.checkpoint.tokenizer import KimiTokenizer
     from trtspec.client.exchange import Exchange
 
@@ -30,6 +31,7 @@ CODES = {code.removeprefix("TS-CHECK-").lower(): code for code in (
     "TS-CHECK-PARAMETERS", "TS-CHECK-ACCEPTANCE",
 )}  # fmt: skip
 SIZES = ("dataset", "samples", "max_tokens", "context_tokens")  # options that decide the requests
+LIMIT = 4096  # tokens of prompt and answer, if the server names no limit
 MARKS = {"pass": "pass", "fail": "FAIL", "unmeasured": "?"}
 
 
@@ -73,6 +75,9 @@ class CheckOptions:
         int, option("Requests in flight; one part asks four times as many.", min=1)
     ] = 4
     timeout: Annotated[float, option("Seconds allowed for one answer.", min=0.001)] = 120.0
+    wait_ready: Annotated[
+        float, option("Seconds to wait for the server to name its model.", min=0.0)
+    ] = 0.0
     model: Annotated[
         str | None, option("Model name.", default="the first one the server lists")
     ] = None
@@ -112,7 +117,7 @@ def check(options: CheckOptions) -> Result:
 async def _check(options: CheckOptions) -> Result:
     import time
 
-    from trtspec.bench.check.rows import Verdict, judge
+    from trtspec.bench.check.rows import CheckVerdict, coverage, judge
 
     began = time.monotonic()
     with report.progress_bar("asking", None, "requests") as bar:
@@ -131,7 +136,7 @@ async def _check(options: CheckOptions) -> Result:
         ]
         return Result({"recorded": str(options.record), "failed": failed, **cost}, lines=lines)
     rows = judge(got, plain, min_acceptance=options.min_acceptance, exact=options.exact)
-    verdict = Verdict(rows=tuple(rows), accepted=frozenset(options.accept_unmeasured))
+    verdict = CheckVerdict(rows=tuple(rows), accepted=frozenset(options.accept_unmeasured))
     problems = [
         Problem(
             CODES[row.name], "error", row.name, row.faults[0], f"trtspec explain {CODES[row.name]}"
@@ -140,7 +145,8 @@ async def _check(options: CheckOptions) -> Result:
         if row.faults
     ]
     results = [asdict(row) for row in verdict.rows]
-    values = {"verdict": verdict.word, "message": verdict.line, "results": results, **cost,
+    covered = coverage(got, rows)
+    values = {"verdict": verdict.word, "message": verdict.line, "covered": covered, "results": results, **cost,
               "problems": [problem.to_dict() for problem in problems]}  # fmt: skip
     remedy = (
         problems[0].remedy
@@ -150,40 +156,69 @@ async def _check(options: CheckOptions) -> Result:
     failure = (
         None if verdict.word == "SAFE" else CheckFailed(f"{options.url} is {verdict.word}", remedy)
     )
-    return Result(values, lines=[*_lines(verdict), _cost(cost), verdict.line], failure=failure)
+    return Result(
+        values, lines=[*_lines(verdict), covered, _cost(cost), verdict.line], failure=failure
+    )
 
 
 async def _exchanges(
     options: CheckOptions, bar: report.Bar
 ) -> tuple[list[Exchange], list[Exchange] | None, list[Asker]]:
     """What users get, what the server without speculation answered (None without one), and who asked."""
-    from trtspec.bench.check.asking import record, score_answers
-    from trtspec.bench.check.prompts import Prompts
-    from trtspec.bench.questions.datasets import load_dataset
+    from trtspec.bench.check.asking import record, require_plain, score_answers
     from trtspec.client.exchange import read_recording, to_line
 
-    recorded = read_recording(options.score) if options.score else None
+    if options.score is not None:
+        recorded = read_recording(options.score)
+        async with _asking(
+            options, options.url, "the URL", options.model, bar, options.record
+        ) as asker:
+            got, plain = await score_answers(asker, recorded)
+            _keep(asker, options.record, plain)
+        return got, plain, [asker]
     async with _asking(
         options, options.url, "the URL", options.model, bar, options.record
     ) as asker:
-        if recorded is not None:
-            got, plain = await score_answers(asker, recorded)
-        else:
-            questions = load_dataset(options.dataset).questions
-            withheld = frozenset(request_limits_of(asker.server).get("end_engine", ()))
-            prompts = Prompts(
-                tokenizer=asker.tokenizer, questions=questions, samples=options.samples, max_tokens=options.max_tokens,
-                context=options.context_tokens, ids=asker.server.adapter.ids, withheld=withheld,
-            )  # fmt: skip
-            got, plain = await record(asker, prompts), None
-        if options.record and asker.journal:
-            recording = got if plain is None else plain
-            report.write_atomic(options.record, b"".join(map(to_line, recording)))
-            asker.journal.path.unlink()
-    if options.against is None:
-        return got, plain, [asker]
-    async with _asking(options, options.against, "--against", None, bar) as other:
-        return *await score_answers(other, got), [asker, other]
+        prompts = _prompts(options, asker)
+        if options.against is None:
+            got = await record(asker, prompts)
+            _keep(asker, options.record, got)
+            return got, None, [asker]
+        async with _asking(options, options.against, "--against", None, bar) as other:
+            texts = [one for one in prompts.first() if one.kind == "text" and one.run == "ids"]
+            await require_plain(other, texts)
+            got = await record(asker, prompts)
+            _keep(asker, options.record, got)
+            return *await score_answers(other, got), [asker, other]
+
+
+def _keep(asker: Asker, file: Path | None, recording: list[Exchange]) -> None:
+    """Writes a recording that is wanted, in place of its journal."""
+    from trtspec.client.exchange import to_line
+
+    if file and asker.journal:
+        report.write_atomic(file, b"".join(map(to_line, recording)))
+        asker.journal.path.unlink()
+
+
+def _prompts(options: CheckOptions, asker: Asker) -> Prompts:
+    """What is asked of this server. `withheld`: what its release or its target does not take."""
+    from trtspec.bench.check.prompts import Prompts
+    from trtspec.bench.questions.datasets import load_dataset
+    from trtspec.checkpoint.chat_parser import THINK
+    from trtspec.checkpoint.tokenizer import read_optional
+
+    ending = request_limits_of(asker.server).get("end_engine", ())
+    withheld = dict.fromkeys(ending, "ends this release of the server")
+    if "vision_config" not in read_optional(asker.tokenizer.directory / "config.json"):
+        withheld["picture"] = "the target has no vision tower"
+    if THINK not in asker.tokenizer.template.source:
+        withheld["reasoning"] = "the target does not think"
+    return Prompts(
+        tokenizer=asker.tokenizer, questions=load_dataset(options.dataset).questions, samples=options.samples,
+        max_tokens=options.max_tokens, context=options.context_tokens, limit=asker.server.context or LIMIT,
+        ids=asker.server.adapter.ids, withheld=withheld,
+    )  # fmt: skip
 
 
 @asynccontextmanager
@@ -198,9 +233,11 @@ async def _asking(
     """One server to ask; `what` names its URL in errors. Its answers are kept beside `file` while they come."""
     from trtspec.bench.check.asking import CROWD, Asker
     from trtspec.checkpoint.writer import Journal
-    from trtspec.client.client import new_client
+    from trtspec.client.client import new_client, wait_ready
     from trtspec.client.servers import detect_server
 
+    if options.wait_ready:
+        await wait_ready(server_url(url, what), options.wait_ready)
     async with new_client(server_url(url, what), CROWD * options.concurrency) as client:
         server = await detect_server(client, model)
         target = options.tokenizer or server.model
@@ -234,7 +271,7 @@ def _tokenizer(name: str) -> KimiTokenizer:
         raise UsageError(f"no tokenizer of {name} is here ({error.message})", remedy) from None
 
 
-def _lines(verdict: Verdict) -> Iterator[str]:
+def _lines(verdict: CheckVerdict) -> Iterator[str]:
     """Each row with its first faults."""
     for row in verdict.rows:
         mark = (

@@ -20,7 +20,7 @@ from tests.bench.check.toy_server import Toy
 from tests.cli.matrix import Recorder
 from trtspec.bench.check.asking import Asker, record, score_answers
 from trtspec.bench.check.prompts import Prompts
-from trtspec.bench.check.rows import Row, Verdict, judge
+from trtspec.bench.check.rows import CheckVerdict, Row, judge
 from trtspec.bench.questions.datasets import Question
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.client.exchange import Exchange, Score, read_recording
@@ -32,7 +32,7 @@ QUESTIONS = [
     Question(str(n), "all", (f"Tell me about the river number {n} and its bridges.",))
     for n in range(24)
 ]
-SIZES = {"samples": 12, "max_tokens": 48, "context": 300}
+SIZES = {"samples": 12, "max_tokens": 48, "context": 300, "limit": 900}
 FAULTS = {
     "answers": ("http-500", "error-in-200", "cut-stream", "buffering", "long-errors", "system-refused",
                 "follow-up-refused"),
@@ -92,7 +92,9 @@ def test_an_honest_server_is_safe(kind: str) -> None:
     """As TensorRT-LLM it gives token ids without text, refuses prompt log-probabilities, and fails at any of them under
     speculation."""
     rows = check("", kind)
-    assert Verdict(rows=tuple(rows)).word == "SAFE", [row for row in rows if row.status != "pass"]
+    assert CheckVerdict(rows=tuple(rows)).word == "SAFE", [
+        row for row in rows if row.status != "pass"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def test_an_honest_server_is_safe(kind: str) -> None:
 def test_a_fault_fails_its_row_alone(row: str, fault: str) -> None:
     rows = check(fault)
     assert failed(rows).keys() == {row}, failed(rows)
-    assert Verdict(rows=tuple(rows)).line.startswith(f"NOT SAFE: {row}: ")
+    assert CheckVerdict(rows=tuple(rows)).line.startswith(f"NOT SAFE: {row}: ")
 
 
 @pytest.mark.parametrize(("row", "fault"), [("greedy", "relaxed-acceptance"), ("greedy", "stale-turn-2"),
@@ -115,7 +117,7 @@ def test_a_fault_is_found_by_continuations_alone(row: str, fault: str) -> None:
 def test_what_is_refused_by_name_is_no_fault() -> None:
     rows = {row.name: row for row in check("parameters-refused")}
     assert rows["parameters"].status == "pass" and "frequency_penalty" in rows["parameters"].why
-    assert Verdict(rows=tuple(rows.values())).word == "SAFE"
+    assert CheckVerdict(rows=tuple(rows.values())).word == "SAFE"
 
 
 @pytest.mark.parametrize(
@@ -131,9 +133,9 @@ def test_acceptance_below_the_floor_fails_and_none_is_not_proven() -> None:
     assert failed(judge(got, plain, min_acceptance=3.9)).keys() == {"acceptance"}
     assert "acceptance" in failed(check("collapse", min_acceptance=1.5))
     rows = judge(*scored(recorded(Toy(TOKENIZER, drafts=0)), Toy(TOKENIZER, drafts=0)))
-    verdict = Verdict(rows=tuple(rows))
+    verdict = CheckVerdict(rows=tuple(rows))
     assert verdict.line == "NOT PROVEN: acceptance: 1.00 tokens per step: no draft was accepted"
-    assert Verdict(rows=tuple(rows), accepted=frozenset({"acceptance"})).word == "SAFE"
+    assert CheckVerdict(rows=tuple(rows), accepted=frozenset({"acceptance"})).word == "SAFE"
 
 
 def test_a_scoring_server_that_speculates_proves_nothing_and_is_not_asked_for_log_probabilities() -> (
@@ -141,7 +143,7 @@ def test_a_scoring_server_that_speculates_proves_nothing_and_is_not_asked_for_lo
 ):
     other = Toy(TOKENIZER)
     got, plain = scored(recorded(Toy(TOKENIZER)), other)
-    verdict = Verdict(rows=tuple(judge(got, plain)))
+    verdict = CheckVerdict(rows=tuple(judge(got, plain)))
     assert verdict.line.startswith("NOT PROVEN: greedy: the server named as plain speculates")
     assert not any("logprobs" in body for body in other.asked)
 

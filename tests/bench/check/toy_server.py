@@ -7,6 +7,7 @@ answers, their probabilities and what each fault makes of them are exact, and a 
 import json
 import math
 import random
+import re
 import zlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -68,7 +69,6 @@ class Toy:
             if len(text) > 3 and text[:1] == b" " and text[1:].isalpha()
         ][:24]
         self.end = self.tokenizer.special_tokens["<|im_end|>"]
-        self.form = self.tokenizer.encode(FORM)
 
     def client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url="http://toy", transport=httpx.MockTransport(self.handle))
@@ -78,7 +78,8 @@ class Toy:
             if request.url.path != "/v1/models":
                 return httpx.Response(404)
             return httpx.Response(
-                200, json={"data": [{"id": "toy", "owned_by": OWNERS[self.kind]}]}
+                200,
+                json={"data": [{"id": "toy", "owned_by": OWNERS[self.kind], "max_model_len": 900}]},
             )
         body = json.loads(request.content)
         self.asked.append(body)
@@ -92,7 +93,7 @@ class Toy:
     def target(self, prompt: Sequence[int], ids: Sequence[int], body: Body) -> dict[int, float]:
         """Natural logarithms of the probabilities of the next token."""
         place, script = self.context(tuple(prompt))
-        script = self.form if "response_format" in body else script
+        script = self.forced(body) or script
         if script:
             return {script[len(ids)] if len(ids) < len(script) else self.end: 0.0}
         key = zlib.crc32(repr((place, list(ids)[-5:], len(ids), self.changed(body))).encode())
@@ -126,6 +127,26 @@ class Toy:
         self.contexts[prompt] = zlib.crc32(repr(prompt).encode()), script
         return self.contexts[prompt]
 
+    def forced(self, body: Body) -> list[int]:
+        """The answer that a grammar leaves no choice in."""
+        form, choice = body.get("response_format", {}), body.get("tool_choice")
+        if form.get("type") == "regex":
+            text = re.sub(r"\\(.)", r"\1", form["regex"])
+        elif isinstance(choice, dict):
+            properties = body["tools"][0]["function"]["parameters"]["properties"]
+            values = json.dumps({name: only["enum"][0] for name, only in properties.items()})
+            call = f"<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{values}<|tool_call_end|>"
+            text = f"<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
+        elif form:
+            properties = form["json_schema"]["schema"]["properties"]
+            constants = [
+                (name, only["enum"][0]) for name, only in properties.items() if "enum" in only
+            ]
+            text = json.dumps(dict(constants), ensure_ascii=False) if constants else FORM
+        else:
+            return []
+        return self.tokenizer.encode(text, allow_special=True)
+
     def changed(self, body: Body) -> str:
         if self.fault == "penalties-dropped":
             return ""
@@ -156,16 +177,23 @@ class Toy:
         )
         stops = [] if fault == "stop-ids-dropped" else body.get("stop_token_ids", [])
         top_p = 1.0 if fault == "top-p-dropped" else body.get("top_p", 1.0)
+        truncated = {
+            "top_p": top_p <= 0.5,
+            "top_k": body.get("top_k", 0) == 1 and fault != "top-k-dropped",
+            "min_p": body.get("min_p", 0) == 1 and fault != "min-p-dropped",
+        }
+        temperature = 0.0 if any(truncated.values()) else temperature
         words = [] if fault == "stop-ignored" else body.get("stop", [])
+        words = words[:1] if fault == "second-stop-ignored" else words
         finish = "length"
         while len(ids) < limit:
             told = {
                 token: value for token, value in self.target(read, ids, body).items()
                 if token not in banned and not (token == self.end and len(ids) < least)
             }  # fmt: skip
-            ids.append(self.choose(told, temperature if top_p > 0.5 else 0.0, dice))
+            ids.append(self.choose(told, temperature, dice))
             if (
-                ids[-1] == self.end
+                (ids[-1] == self.end and not body.get("ignore_eos"))
                 or ids[-1] in stops
                 or any(word in self.tokenizer.decode(ids) for word in words)
             ):
@@ -185,7 +213,9 @@ class Toy:
             )
         if self.fault == "drafts-kept" and math.exp(told[best]) > 0.1:
             return best
-        drawn = dice.choices(list(told), [math.exp(value) for value in told.values()])[0]
+        drawn = dice.choices(
+            list(told), [math.exp(value / temperature) for value in told.values()]
+        )[0]
         if (
             self.fault == "wrong-residual"
         ):  # rejected drafts are drawn again from p in place of max(p - q, 0)
@@ -245,6 +275,14 @@ class Toy:
             raise Refused(400, "penalties are not supported under speculation")
         if "logprobs" not in body:
             OPENINGS.add(tuple(prompt))
+        if "n" in body:
+            seeds = [
+                body["seed"] + (0 if fault == "choices-equal" else n) for n in range(body["n"])
+            ]
+            ids = [self.generate(prompt, body | {"seed": seed}).ids for seed in seeds]
+            choices = [{"text": "", "token_ids": each, "finish_reason": "length"} for each in ids]
+            usage = {"prompt_tokens": len(prompt), "completion_tokens": sum(map(len, ids))}
+            return httpx.Response(200, json={"choices": choices, "usage": usage})
         made = self.generate(prompt, body)
         if "logprobs" in body:  # of one continuation
             begin = self.begin(prompt)

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from trtspec.bench.check.prompts import Prompts, raw_text, request_of
-from trtspec.bench.check.rows import CERTAIN, faulty, is_greedy, is_sampled, speculates
+from trtspec.bench.check.prompts import PENALTIES, TRUNCATIONS, Prompts, raw_text, request_of
+from trtspec.bench.check.rows import CERTAIN, PROBES, faulty, is_greedy, is_sampled, speculates
 from trtspec.checkpoint.chat_parser import END_OF_TURN
 from trtspec.checkpoint.writer import Journal
 from trtspec.client.client import RAW, RequestFailed, complete, finite
 from trtspec.client.exchange import LINES, Exchange, Score, ask, to_line
 from trtspec.client.servers import DetectedServer
+from trtspec.errors import UsageError
 from trtspec.report import Bar
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ BEHIND, DRAWN = (
     8,
 )  # places that are scored one by one: behind a difference, and of a sampled answer
 OTHER_SEEDS = 100_000
+# fields with which an answer may end without an end of turn
+OTHER_ENDS = ("stop", "stop_token_ids", "response_format", "tool_choice")
+MOVED = {*TRUNCATIONS, *PENALTIES}  # whose answers are scored, for the tokens that they move
+ASKED_AGAIN = PROBES["parameters"].keys() - TRUNCATIONS.keys()
 EQUAL = Score(chosen=0.0, best=0.0, likelier=0.0, same=1.0, total=1.0)
 
 
@@ -82,6 +87,8 @@ class Asker:
 
     async def _ask(self, asked: Exchange) -> Exchange:
         line = to_line(asked)
+        if asked.run == "withheld":
+            return asked
         if line in self.known:
             return self.known[line]
         if self.failures >= MAX_FAILURES:
@@ -89,7 +96,9 @@ class Asker:
         found = self._finished(await ask(self.client, self.server.model, asked, self.timeout))
         self.failures = self.failures + 1 if found.error and not found.refused else 0
         self.requests += 1
-        self.tokens += found.completion_tokens or len(found.token_ids)
+        self.tokens += found.size
+        if not found.error:
+            self.known[line] = found
         if self.journal and not found.error:
             fields = LINES.dump_python(found, mode="json", exclude_defaults=True)
             key = hashlib.sha256(line).hexdigest()
@@ -104,12 +113,8 @@ class Asker:
         if not ids:
             return found
         ends = {end, *self.tokenizer.eos_ids}
-        if (
-            found.finish == "stop"
-            and found.kind not in ("stop", "json", "parameter")
-            and ids[-1] not in ends
-            and end
-        ):
+        own_end = found.finish == "stop" and found.body.keys().isdisjoint(OTHER_ENDS)
+        if own_end and ids[-1] not in ends and end:
             ids = (*ids, end)
         return replace(found, token_ids=ids, raw=raw_text(self.tokenizer, found, ids))
 
@@ -130,6 +135,13 @@ async def record(asker: Asker, prompts: Prompts) -> list[Exchange]:
     return found
 
 
+async def require_plain(asker: Asker, texts: Sequence[Exchange]) -> None:
+    """Asks a few texts. Raises UsageError if the server that should not speculate does."""
+    if speculates(await asker.all(texts[: asker.concurrency])):
+        message = f"{asker.server.url} speculates, and the answers must be scored by a server that does not"
+        raise UsageError(message, "swap the URLs, or serve the target there without its head")
+
+
 # --- the target scores what was said ---
 
 
@@ -139,21 +151,21 @@ async def score_answers(
     """`got` with scores, and the server's own exchanges: its answers to the same prompts, scored as well, and its
     answers to every request that shows a fault in `got`, and to every parameter."""
     texts = [request_of(one) for one in got if one.kind == "text" and one.run == "ids"]
+    await require_plain(asker, texts)
     drawn = [one for one in got if one.kind == "sampled"]
     other = [
         replace(request_of(one), body=one.body | {"seed": one.body["seed"] + OTHER_SEEDS})
         for one in drawn
     ]
     own = await asker.all([*texts, *other[: len(other) // 2]])
-    if speculates(own):
-        return list(got), own
     faults = faulty(got)
-    again = [request_of(one) for one in got if one.name in faults or one.kind == "parameter"]
-    answered = await asker.all(one for one in again if one not in texts)
+    again = [request_of(one) for one in got if one.name in faults or one.kind in ASKED_AGAIN]
+    own += await asker.all(one for one in again if one not in texts)
     both = [*got, *own]
     # equal answers to equal prompts are scored once
     distinct = {_identity(one): one for one in both if _judged(one)}
     plain = {one.key: one.token_ids for one in own if one.kind == "text"}
+    plain |= {kind: one.token_ids for one in got if one.kind == "answer" for kind in PENALTIES}
     scores: dict[tuple[Any, ...], tuple[Score, ...]] = {}
     asker.bar.say(f"scoring {len(distinct)} answers")
     room = asyncio.Semaphore(asker.concurrency)
@@ -170,12 +182,12 @@ async def score_answers(
     filled = [
         replace(one, scores=scores.get(_identity(one), ())) if _judged(one) else one for one in both
     ]
-    return filled[: len(got)], [*filled[len(got) :], *answered]
+    return filled[: len(got)], filled[len(got) :]
 
 
 def _judged(one: Exchange) -> bool:
     """Whether a row reads the scores of an answer."""
-    return is_greedy(one) or is_sampled(one) or (one.kind == "parameter" and "top_p" in one.body)
+    return is_greedy(one) or is_sampled(one) or (one.kind in MOVED and bool(one.token_ids))
 
 
 def _identity(one: Exchange) -> tuple[Any, ...]:
@@ -265,4 +277,4 @@ def _score(chosen: Any, top: Any) -> Score | None:
 
 
 def _prompt(one: Exchange) -> tuple[int, ...]:
-    return tuple(one.body.get("prompt") or one.prompt_ids)
+    return one.prompt_ids or tuple(one.prompt)
