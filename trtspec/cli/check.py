@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from trtspec import report
-from trtspec.cli.options import request_limits_of
+from trtspec.cli.options import WaitReadyOption, request_limits_of
 from trtspec.client.addresses import server_url
 from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError, as_typed
 from trtspec.foreign import PlainName
@@ -31,6 +31,7 @@ CODES = {code.removeprefix("TS-CHECK-").lower(): code for code in (
     "TS-CHECK-PARAMETERS", "TS-CHECK-ACCEPTANCE",
 )}  # fmt: skip
 SIZES = ("dataset", "samples", "max_tokens", "context_tokens")  # options that decide the requests
+MAIN = "the URL"  # of the server whose answers are recorded
 LIMIT = 4096  # tokens of prompt and answer, if the server names no limit
 MARKS = {"pass": "pass", "fail": "FAIL", "unmeasured": "?"}
 
@@ -69,15 +70,13 @@ class CheckOptions:
     ] = 20
     max_tokens: Annotated[int, option("Maximum tokens per answer.", min=8), Modes(ALONE)] = 128
     context_tokens: Annotated[
-        int, option("Tokens of the long prompts; 0 asks none.", min=0), Modes(ALONE)
+        int, option("Tokens of the long prompts; one more is near the server's limit.", min=1), Modes(ALONE)
     ] = 1024  # fmt: skip
     concurrency: Annotated[
         int, option("Requests in flight; one part asks four times as many.", min=1)
     ] = 4
     timeout: Annotated[float, option("Seconds allowed for one answer.", min=0.001)] = 120.0
-    wait_ready: Annotated[
-        float, option("Seconds to wait for the server to name its model.", min=0.0)
-    ] = 0.0
+    wait_ready: WaitReadyOption = 0.0
     model: Annotated[
         str | None, option("Model name.", default="the first one the server lists")
     ] = None
@@ -168,37 +167,29 @@ async def _exchanges(
     from trtspec.bench.check.asking import record, require_plain, score_answers
     from trtspec.client.exchange import read_recording, to_line
 
-    if options.score is not None:
-        recorded = read_recording(options.score)
-        async with _asking(
-            options, options.url, "the URL", options.model, bar, options.record
-        ) as asker:
+    recorded = read_recording(options.score) if options.score else None
+    got, plain, askers = [], None, []
+    async with AsyncExitStack() as servers:
+        asker = await servers.enter_async_context(_asking(options, options.url, MAIN, bar))
+        askers.append(asker)
+        if recorded is not None:
             got, plain = await score_answers(asker, recorded)
-            _keep(asker, options.record, plain)
-        return got, plain, [asker]
-    async with _asking(
-        options, options.url, "the URL", options.model, bar, options.record
-    ) as asker:
-        prompts = _prompts(options, asker)
-        if options.against is None:
+        elif options.against is None:
+            got = await record(asker, _prompts(options, asker))
+        else:
+            other = await servers.enter_async_context(
+                _asking(options, options.against, "--against", bar)
+            )
+            askers.append(other)
+            prompts = _prompts(options, asker)
+            await require_plain(other, [prompts.raw("text 0", "text", prompts.texts[0])])
             got = await record(asker, prompts)
-            _keep(asker, options.record, got)
-            return got, None, [asker]
-        async with _asking(options, options.against, "--against", None, bar) as other:
-            texts = [one for one in prompts.first() if one.kind == "text" and one.run == "ids"]
-            await require_plain(other, texts)
-            got = await record(asker, prompts)
-            _keep(asker, options.record, got)
-            return *await score_answers(other, got), [asker, other]
-
-
-def _keep(asker: Asker, file: Path | None, recording: list[Exchange]) -> None:
-    """Writes a recording that is wanted, in place of its journal."""
-    from trtspec.client.exchange import to_line
-
-    if file and asker.journal:
-        report.write_atomic(file, b"".join(map(to_line, recording)))
-        asker.journal.path.unlink()
+            got, plain = await score_answers(other, got)
+        if options.record and asker.journal:
+            recording = got if recorded is None else plain or []
+            report.write_atomic(options.record, b"".join(map(to_line, recording)))
+            asker.journal.path.unlink()
+    return got, plain, askers
 
 
 def _prompts(options: CheckOptions, asker: Asker) -> Prompts:
@@ -226,24 +217,24 @@ async def _asking(
     options: CheckOptions,
     url: str,
     what: str,
-    model: str | None,
     bar: report.Bar,
-    file: Path | None = None,
 ) -> AsyncIterator[Asker]:
-    """One server to ask; `what` names its URL in errors. Its answers are kept beside `file` while they come."""
+    """One server to ask; `what` names its URL in errors. MAIN's answers are kept beside the recording as they come."""
     from trtspec.bench.check.asking import CROWD, Asker
     from trtspec.checkpoint.writer import Journal
     from trtspec.client.client import new_client, wait_ready
     from trtspec.client.servers import detect_server
 
+    address = server_url(url, what)
     if options.wait_ready:
-        await wait_ready(server_url(url, what), options.wait_ready)
-    async with new_client(server_url(url, what), CROWD * options.concurrency) as client:
-        server = await detect_server(client, model)
+        await wait_ready(address, options.wait_ready)
+    async with new_client(address, CROWD * options.concurrency) as client:
+        server = await detect_server(client, options.model if what == MAIN else None)
         target = options.tokenizer or server.model
         asker = Asker(client=client, server=server, tokenizer=_tokenizer(target), concurrency=options.concurrency,
                       timeout=options.timeout, bar=bar)  # fmt: skip
-        if file is None:
+        file = options.record
+        if file is None or what != MAIN:
             yield asker
             return
         journal = file.with_name(PlainName(f"{file.name}.part"))

@@ -31,6 +31,9 @@ MOST = 1e6  # of a number in a list
 SourceArgument = Annotated[
     str, argument("Kimi checkpoint: a directory or a hub id.", metavar="SRC")
 ]
+WaitReadyOption = Annotated[
+    float, option("Seconds to wait for the server to name its model.", min=0.0)
+]
 PolicyOption = Annotated[
     PolicyName | None,
     option("What to quantize and how.", default="the published policy of the model family"),

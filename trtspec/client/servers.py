@@ -100,7 +100,7 @@ class DetectedServer:
     context: int | None = None
 
     @property
-    def identity(self) -> dict[str, str]:
+    def identity(self) -> dict[str, Any]:
         """What is known of it, which the header of a journal of its answers holds."""
         known = {name: value for name, value in asdict(self).items() if value is not None}
         if self.kind == UNKNOWN.name:

@@ -20,32 +20,50 @@ from tests.bench.check.toy_server import Toy
 from tests.cli.matrix import Recorder
 from trtspec.bench.check.asking import Asker, record, score_answers
 from trtspec.bench.check.prompts import Prompts
-from trtspec.bench.check.rows import CheckVerdict, Row, judge
+from trtspec.bench.check.rows import CheckVerdict, Row, coverage, judge
 from trtspec.bench.questions.datasets import Question
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.client.exchange import Exchange, Score, read_recording
 from trtspec.client.servers import detect_server
 from trtspec.data_files import kimi_nano_dir
+from trtspec.errors import UsageError
 
 TOKENIZER = KimiTokenizer(kimi_nano_dir())
 QUESTIONS = [
     Question(str(n), "all", (f"Tell me about the river number {n} and its bridges.",))
     for n in range(24)
 ]
-SIZES = {"samples": 12, "max_tokens": 48, "context": 300, "limit": 900}
+SIZES = {"samples": 14, "max_tokens": 48, "context": 300, "limit": 900}
+# by row, the faults and the kind that each is named by; in others, the rows that a fault of that size fails as well
 FAULTS = {
-    "answers": ("http-500", "error-in-200", "cut-stream", "buffering", "long-errors", "system-refused",
-                "follow-up-refused"),
-    "prompts": ("other-template", "system-dropped"),
-    "greedy": ("relaxed-acceptance", "cross-talk", "stale-turn-2", "stale-warm", "long-altered"),
-    "sampled": ("temperature-ignored", "drafts-kept", "wrong-residual"),
-    "transport": ("call-dropped", "calls-as-text", "call-without-id", "unindexed", "arguments-altered", "json-broken",
-                  "stream-altered", "text-emptied", "reasoning-moved", "finish-wrong", "stop-ignored", "stop-early",
-                  "usage-inflated"),
-    "parameters": ("penalties-dropped", "logit-bias-dropped", "stop-ids-dropped", "top-p-dropped", "min-tokens-dropped",
-                   "max-tokens-dropped"),
-    "acceptance": ("forced-acceptance", "collapse-warm", "collapse-long"),
+    "answers": {
+        "http-500": "failures", "error-in-200": "failures", "cut-stream": "failures", "buffering": "held-back streams",
+        "long-errors": "failures", "system-refused": "failures", "follow-up-refused": "failures",
+    },
+    "prompts": {"other-template": "chat template", "system-dropped": "system prompt, thinking mode"},
+    "greedy": {
+        "relaxed-acceptance": "short answers", "cross-talk": "short answers", "stale-turn-2": "second turn",
+        "stale-warm": "warm cache", "long-altered": "long prompts",
+    },
+    "sampled": {"temperature-ignored": "distribution", "drafts-kept": "distribution", "wrong-residual": "distribution",
+                "choices-equal": "choices"},
+    "transport": {
+        "call-dropped": "calls", "calls-as-text": "calls", "call-without-id": "ids of calls", "unindexed": "ids of calls",
+        "arguments-altered": "calls", "json-broken": "JSON", "stream-altered": "text", "text-emptied": "text",
+        "reasoning-moved": "text", "finish-wrong": "finish reason", "stop-ignored": "stop string",
+        "stop-early": "stop string", "second-stop-ignored": "several stop strings", "usage-inflated": "usage",
+        "one-call-id": "ids of calls", "indented": "text", "keys-sorted": "arguments",
+    },
+    "parameters": {
+        "penalties-dropped": "presence_penalty", "logit-bias-dropped": "logit_bias", "stop-ids-dropped": "stop_token_ids",
+        "top-p-dropped": "top_p", "top-k-dropped": "top_k", "min-p-dropped": "min_p",
+        "min-tokens-dropped": "min_tokens", "max-tokens-dropped": "max_tokens",
+    },
+    "acceptance": {"forced-acceptance": "forced acceptance", "collapse-warm": "warm drafts",
+                   "collapse-long": "drafts of long prompts"},
 }  # fmt: skip
+BESIDE = {"cross-talk": "sampled parameters", "stale-warm": "sampled parameters", "usage-inflated": "parameters",
+          "max-tokens-dropped": "transport"}  # fmt: skip
 
 
 async def asker(toy: Toy) -> Asker:
@@ -84,7 +102,7 @@ def check(fault: str, kind: str = "reference", **limits: Any) -> list[Row]:
 
 
 def failed(rows: list[Row]) -> dict[str, tuple[str, ...]]:
-    return {row.name: row.faults[:3] for row in rows if row.faults}
+    return {row.name: row.faults for row in rows if row.faults}
 
 
 @pytest.mark.parametrize("kind", ["reference", "trtllm"])
@@ -101,9 +119,9 @@ def test_an_honest_server_is_safe(kind: str) -> None:
     ("row", "fault"), [(row, fault) for row, faults in FAULTS.items() for fault in faults]
 )
 def test_a_fault_fails_its_row_alone(row: str, fault: str) -> None:
-    rows = check(fault)
-    assert failed(rows).keys() == {row}, failed(rows)
-    assert CheckVerdict(rows=tuple(rows)).line.startswith(f"NOT SAFE: {row}: ")
+    faults = failed(check(fault))
+    assert faults.keys() - BESIDE.get(fault, "").split() == {row}, faults
+    assert any(one.startswith(f"{FAULTS[row][fault]}: ") for one in faults[row]), faults
 
 
 @pytest.mark.parametrize(("row", "fault"), [("greedy", "relaxed-acceptance"), ("greedy", "stale-turn-2"),
@@ -115,9 +133,10 @@ def test_a_fault_is_found_by_continuations_alone(row: str, fault: str) -> None:
 
 
 def test_what_is_refused_by_name_is_no_fault() -> None:
-    rows = {row.name: row for row in check("parameters-refused")}
-    assert rows["parameters"].status == "pass" and "frequency_penalty" in rows["parameters"].why
-    assert CheckVerdict(rows=tuple(rows.values())).word == "SAFE"
+    got, plain = scored(recorded(Toy(TOKENIZER, "parameters-refused")), Toy(TOKENIZER, drafts=0))
+    rows = judge(got, plain)
+    assert "frequency_penalty (refused by the server)" in coverage(got, rows)
+    assert CheckVerdict(rows=tuple(rows)).word == "SAFE"
 
 
 @pytest.mark.parametrize(
@@ -138,14 +157,12 @@ def test_acceptance_below_the_floor_fails_and_none_is_not_proven() -> None:
     assert CheckVerdict(rows=tuple(rows), accepted=frozenset({"acceptance"})).word == "SAFE"
 
 
-def test_a_scoring_server_that_speculates_proves_nothing_and_is_not_asked_for_log_probabilities() -> (
-    None
-):
+def test_a_scoring_server_that_speculates_is_refused_at_once() -> None:
     other = Toy(TOKENIZER)
-    got, plain = scored(recorded(Toy(TOKENIZER)), other)
-    verdict = CheckVerdict(rows=tuple(judge(got, plain)))
-    assert verdict.line.startswith("NOT PROVEN: greedy: the server named as plain speculates")
-    assert not any("logprobs" in body for body in other.asked)
+    with pytest.raises(UsageError, match="speculates") as refused:
+        scored(recorded(Toy(TOKENIZER)), other)
+    assert "swap the URLs" in refused.value.remedy
+    assert len(other.asked) == 4 and not any("logprobs" in body for body in other.asked)
 
 
 def test_tokens_that_the_target_is_sure_of_show_no_sampler() -> None:
@@ -156,7 +173,10 @@ def test_tokens_that_the_target_is_sure_of_show_no_sampler() -> None:
         for one in got
     ]
     row = next(row for row in judge(certain, plain) if row.name == "sampled")
-    assert row.status == "unmeasured" and "an ignored temperature would not show" in row.why
+    assert (
+        row.status == "unmeasured"
+        and "over 0 tokens of which the target is unsure, 300 are needed" in row.why
+    )
 
 
 @pytest.mark.parametrize(

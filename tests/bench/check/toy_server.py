@@ -19,7 +19,6 @@ from trtspec.checkpoint.chat_parser import parse_reply
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 
 CITIES = ("Paris", "Rome")
-FORM = '{"name": "chair", "count": 4}'
 OWNERS = {"reference": "trtspec", "trtllm": "tensorrt_llm"}
 Body = dict[str, Any]
 OPENINGS: set[tuple[int, ...]] = set()  # prompts that any toy was asked
@@ -139,10 +138,8 @@ class Toy:
             text = f"<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
         elif form:
             properties = form["json_schema"]["schema"]["properties"]
-            constants = [
-                (name, only["enum"][0]) for name, only in properties.items() if "enum" in only
-            ]
-            text = json.dumps(dict(constants), ensure_ascii=False) if constants else FORM
+            values = {name: only.get("enum", ["chair"])[0] for name, only in properties.items()}
+            text = json.dumps(values, ensure_ascii=False)
         else:
             return []
         return self.tokenizer.encode(text, allow_special=True)
@@ -183,8 +180,7 @@ class Toy:
             "min_p": body.get("min_p", 0) == 1 and fault != "min-p-dropped",
         }
         temperature = 0.0 if any(truncated.values()) else temperature
-        words = [] if fault == "stop-ignored" else body.get("stop", [])
-        words = words[:1] if fault == "second-stop-ignored" else words
+        words = self.stops(body)
         finish = "length"
         while len(ids) < limit:
             told = {
@@ -200,6 +196,10 @@ class Toy:
                 finish = "stop"
                 break
         return Made(ids, finish, self.steps(len(ids), prompt, warm, long))
+
+    def stops(self, body: Body) -> list[str]:
+        kept = {"stop-ignored": 0, "second-stop-ignored": 1}.get(self.fault)
+        return list(body.get("stop", [])[:kept])
 
     def choose(self, told: dict[int, float], temperature: float, dice: random.Random) -> int:
         best = max(told, key=lambda token: told[token])
@@ -316,9 +316,9 @@ class Toy:
     def sent(self, body: Body, raw: bool, prompt: list[int], made: Made) -> httpx.Response:
         fault, streamed = self.fault, body.get("stream", False)
         text = self.tokenizer.decode(made.ids, skip_special=True)
-        for word in [] if fault == "stop-ignored" else body.get("stop", []):
+        for word in self.stops(body):
             text = text[: text.index(word) - 5 * (fault == "stop-early")] if word in text else text
-        message = parse_reply(text, False)
+        message = parse_reply(text, prompt[-1] == self.tokenizer.special_tokens["<think>"])
         if raw:
             message = {"content": "" if body.get("detokenize") is False else text}
         calls = [
@@ -358,6 +358,14 @@ class Toy:
             return {"content": "<|tool_calls_section_begin|>"}, [], "stop"
         if fault == "call-without-id":
             calls = [{**call, "id": ""} for call in calls]
+        if fault == "one-call-id":
+            calls = [{**call, "id": "call_1"} for call in calls]
+        if fault == "keys-sorted":
+            for call in calls:
+                values = json.loads(call["function"]["arguments"])
+                call["function"]["arguments"] = json.dumps(values, sort_keys=True)
+        if fault == "indented":
+            content = "    " + content
         if fault == "unindexed" and streamed:
             calls = [
                 {key: value for key, value in call.items() if key != "index"} for call in calls[:1]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -33,10 +32,8 @@ MAX_FAILURES = 8  # in a row, after which nothing more is sent
 CROWD = 4  # times the concurrency: requests at once in the crowd
 TOP = 20  # alternatives that are asked for
 SAME = 1e-6  # nats within which two tokens are as likely
-BEHIND, DRAWN = (
-    8,
-    8,
-)  # places that are scored one by one: behind a difference, and of a sampled answer
+# tokens that are scored one by one: behind a difference, of a steered answer, and of a sampled one
+BEHIND, STEERED, DRAWN = 8, 16, 12
 OTHER_SEEDS = 100_000
 # fields with which an answer may end without an end of turn
 OTHER_ENDS = ("stop", "stop_token_ids", "response_format", "tool_choice")
@@ -213,19 +210,14 @@ async def _echoed(asker: Asker, one: Exchange) -> tuple[Score, ...]:
 async def _continued(
     asker: Asker, one: Exchange, plain: tuple[int, ...] | None
 ) -> tuple[Score, ...]:
-    """Scores of some tokens, each from a continuation of one token: of a sampled answer at places drawn by its seed, of
-    a greedy one from its first difference on."""
-    places = list(range(len(one.token_ids)))
-    if one.kind == "sampled":
-        places = sorted(random.Random(one.key).sample(places, min(DRAWN, len(places))))
-    else:
-        same = next(
-            (i for i, (a, b) in enumerate(zip(one.token_ids, plain or (), strict=False)) if a != b),
-            None,
-        )
-        if same is None and plain is not None and one.token_ids == plain[: len(one.token_ids)]:
-            return (EQUAL,) * len(one.token_ids)
-        places = places[same or 0 :][:BEHIND]
+    """Scores of some tokens, each from a continuation of one token: of a sampled answer its first ones, which are the
+    least sure, of another from its first difference on."""
+    same = zip(one.token_ids, plain or (), strict=False)
+    begin = next((index for index, (a, b) in enumerate(same) if a != b), 0)
+    if not begin and plain and one.token_ids == plain[: len(one.token_ids)]:
+        return (EQUAL,) * len(one.token_ids)
+    count = DRAWN if one.kind == "sampled" else STEERED if one.kind in MOVED else BEHIND
+    places = range(len(one.token_ids))[begin : begin + count]
     found = []
     for place in places:
         body = {

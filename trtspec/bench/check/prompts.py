@@ -225,11 +225,11 @@ class Prompts:
 
     def _sampled(self, texts: Sequence[list[Message]]) -> Iterator[Exchange]:
         """One answer a prompt at temperature 1. A target that is sure of its answers shows no sampler; it is less sure
-        of a user's words, so every second prompt is a question cut short."""
+        of a user's words, so three of four prompts are questions cut short."""
         drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
         for index, messages in enumerate(texts):
             asked = self.raw(f"sampled {index}", "sampled", messages, seed=index, **drawn)
-            yield self._opened(asked, messages, 0.25) if index % 2 else asked
+            yield self._opened(asked, messages, 0.25) if index % 4 else asked
 
     def _unsure(self, messages: list[Message]) -> Iterator[Exchange]:
         """Requests at a high temperature, where a seed, `n` and a truncation cannot but show."""

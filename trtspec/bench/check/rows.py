@@ -26,7 +26,7 @@ CERTAIN = 2.0  # nats behind from which one answer fails; bfloat16 reaches 1.1 w
 EXACT = 1e-3  # nats, with --exact: float32 rounds far below
 ALPHA = 1e-3 / 5  # false alarms of one test; a check makes five of them at most
 SURE = 0.9  # probability of the best token from which a token says little about the sampler
-MIN_UNSURE = 400  # such tokens, among which a top_p of 0.95 that nobody asked for shows
+MIN_UNSURE = 300  # such tokens, among which a top_p of 0.95 that nobody asked for shows
 EFFECT = 4  # tokens that a parameter must move, and times that an ignored one moves fewer
 KEPT_DRAFTS = 0.8  # accepted drafts over those of the same texts before: below it is a regression
 COLLAPSE = 0.05  # the same for long prompts, which are other texts, over short ones
@@ -77,18 +77,21 @@ def judge(
     """The seven rows. `plain`: exchanges of the server without speculation, None where there is none. `exact`: both
     servers compute in float32, so every difference fails."""
     theirs = list(plain or ())
+    known = [*got, *theirs]
     looks: dict[str, tuple[Iterable[Look], str]] = {
         "answers": ([*answers(got), *_streams(got)], ""),
         "prompts": (prompts(got), ""),
         "greedy": greedy(got, theirs, exact),
         "sampled": sampled(got, theirs),
-        "transport": (transport(got, [*got, *theirs]), ""),
+        "transport": (transport(got, known), ""),
         "parameters": (parameters(got, theirs), ""),
         "acceptance": acceptance(got, min_acceptance),
     }
     # a refusal counts where the plain server honours the request
     unknown = [] if plain else [one for one in got if one.refused]
-    excused = {(look.probe, look.name) for look in _form_looks([*theirs, *unknown]) if look.fault}
+    excused = {
+        (look.probe, look.name) for look in _form_looks([*theirs, *unknown], known) if look.fault
+    }
     skipped = not_asked(got)
     return [_row(name, looks, why, excused, skipped) for name, (looks, why) in looks.items()]
 
@@ -114,7 +117,7 @@ def _row(
     status: Status = "fail" if faults else "unmeasured" if missing else "pass"
     if not faults and 2 * len(judged) < len(counted):
         status = "unmeasured"
-    if missing:
+    if missing and judged:
         why = f"{why}; not seen: {', '.join(missing)}".removeprefix("; ")
     return Row(name=name, status=status, seen=len(judged), of=len(counted), faults=tuple(faults),
                unmeasured=tuple(missing), why=why)  # fmt: skip
@@ -128,17 +131,18 @@ def not_asked(got: Sequence[Exchange]) -> dict[str, str]:
 
 def faulty(got: Sequence[Exchange]) -> set[Name]:
     """The requests whose faults count unless the plain server shows them too."""
-    return {look.name for look in _form_looks(got) if look.fault}
+    return {look.name for look in _form_looks(got, got) if look.fault}
 
 
-def _form_looks(exchanges: Sequence[Exchange]) -> list[Look]:
+def _form_looks(exchanges: Sequence[Exchange], known: Sequence[Exchange]) -> list[Look]:
     """Looks at what needs no other server."""
     return [
         *answers(exchanges),
         *_streams(exchanges),
         *prompts(exchanges),
         *_unsure(exchanges),
-        *transport(exchanges, exchanges),
+        *transport(exchanges, known),
+        *_overruns(exchanges),
     ]
 
 
@@ -266,13 +270,13 @@ def sampled(got: Sequence[Exchange], plain: Sequence[Exchange]) -> tuple[list[Lo
     unsure = sum(map(_is_unsure, drawn))
     tokens = f"{unsure} tokens of which the target is unsure, {MIN_UNSURE} are needed"
     why = f"log e {mine:.1f} of {limit:.1f} over {tokens}, without speculation {theirs:.1f}"
-    bets = _bets(drawn)
-    best = BETS[bets.index(max(bets)) % len(BETS)][0]
+    won = list(zip([*BETS, *BETS], _bets(drawn), strict=True))
     for probe in ("places", "tail"):
+        best = max(log for bet, log in won if bet[0] == probe)
         fault: str | None = ""
         if theirs > limit or (mine <= limit and unsure < MIN_UNSURE):
             fault = None
-        elif mine > limit and probe == best:
+        elif min(mine, best) > limit:
             fault = f"tokens at temperature 1 are not drawn from the target's distribution ({why})"
         looks.append(Look(probe, ("sampled", "all"), fault))
     return looks, why
@@ -333,7 +337,7 @@ def _unsure(exchanges: Sequence[Exchange]) -> Iterator[Look]:
     for one in answered:
         if one.kind == "n":
             wanted, count, different = one.body["n"], len(one.choices), len({*one.choices})
-            fault = f"{count} choices of {wanted}, {different} different"
+            fault = f"{count} of {wanted} choices, {different} of them different"
             yield Look("n", one.name, "" if count == wanted and different > 1 else fault)
     seeds = {one.name: one.token_ids for one in answered if one.kind == "seed" and one.token_ids}
     pairs = [(ids, seeds.get((key, "again"))) for (key, run), ids in seeds.items() if run == "ids"]
@@ -413,8 +417,8 @@ def _message(one: Exchange, raws: Sequence[Exchange]) -> Iterator[Look]:
     cut = one.finish == "length"
     for probe in ("json", "characters") if one.kind == "json" else (one.kind,):
         if form := FORMS.get(probe):
-            fault = "" if form(one) else f"{_shown(_parts(one))} does not fit its form"
-            yield Look(probe, one.name, None if cut else fault)
+            wrong = None if cut else f"{_shown(_parts(one))} does not fit its form"
+            yield Look(probe, one.name, "" if form(one) else wrong)
     if one.kind in FORMS:
         return
     want = _expected(one, raws)
@@ -433,6 +437,7 @@ def _message(one: Exchange, raws: Sequence[Exchange]) -> Iterator[Look]:
 
 
 FORMS: dict[str, Callable[[Exchange], bool]] = {
+    "picture": lambda one: bool(one.content or one.reasoning),
     "json": lambda one: list(_object(one)) == ["name", *VALUES],
     "characters": lambda one: _object(one).items() >= VALUES.items(),
     "arguments": lambda one: _parts(one) == ("", "", (("f", _normal(json.dumps(VALUES))),)),
@@ -522,6 +527,7 @@ def parameters(got: Sequence[Exchange], plain: Sequence[Exchange]) -> Iterator[L
     """What the plain server honours, this one honours or refuses."""
     theirs = {one.kind: one for one in plain if one.answered}
     control = sum(_moved(one) for one in got if one.kind == "control")
+    yield from _overruns(got)
     for one in got:
         if not one.answered:
             continue
@@ -545,6 +551,14 @@ def parameters(got: Sequence[Exchange], plain: Sequence[Exchange]) -> Iterator[L
             continue
         fault = "no effect, and has one without speculation" if ignored else ""
         yield Look(one.kind, one.name, fault if shown else None)
+
+
+def _overruns(exchanges: Sequence[Exchange]) -> Iterator[Look]:
+    for one in exchanges:
+        if one.answered:
+            over = f"{one.size} tokens, {_limit(one)} are allowed"
+            right = one.size <= _limit(one) or _stopped_late(one)
+            yield Look("max_tokens", one.name, "" if right else over)
 
 
 def _moved(one: Exchange) -> int:
