@@ -165,7 +165,7 @@ def test_a_line_that_does_not_parse_is_named() -> None:
     ("command", "options"),
     [
         ("watch", ["--listen="]),
-        ("bench", ["--goodput=", "--rate=", "--model=", "--split=", "--dataset=", "--at="]),
+        ("bench", ["--rate=", "--model=", "--split=", "--dataset=", "--at="]),
         ("check", ["--model=", "--accept-unmeasured=", "--dataset=", "--against="]),
         ("prove", ["--dataset=", "--concurrency="]),
         ("synthesize", ["--model=", "--base-url=", "--extra-body=", "--shard="]),

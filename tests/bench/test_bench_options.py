@@ -9,49 +9,8 @@ from typing import Any
 import pytest
 
 from tests.command_line import succeeded, trtspec
-from trtspec.bench.load.assemble import goodput
-from trtspec.bench.results import ServiceLevel
-from trtspec.cli.options import GoodputLimits
-from trtspec.client.client import Answer
 
 NOWHERE = ("bench", "http://127.0.0.1:9")
-
-
-def answer(tokens: int, *chunks: float) -> Answer:
-    """One that began at 0 and ended with its last chunk."""
-    return Answer(
-        "q", "c", 0, 0.0, chunks[-1], [(when, 50) for when in chunks], completion_tokens=tokens
-    )
-
-
-def test_an_answer_in_one_piece_does_not_keep_a_promise_between_tokens() -> None:
-    """A proxy that holds everything back and sends it at once: its users waited 19 s."""
-    promise = ServiceLevel(tpot=0.02)
-    assert (
-        not promise.met(answer(100, 19.0))
-        and goodput([answer(100, 19.0)] * 4, 19.0, promise).share == 0
-    )
-    assert promise.met(answer(100, 1.9)), "19 ms for each token, the first one's wait included"
-    assert promise.met(answer(1, 19.0)), "there is nothing between"
-    assert not promise.met(answer(0, 1.0, 2.0)), "nobody counted its tokens"
-    assert promise.met(answer(100, 19.0, 19.5)) and not promise.met(answer(100, 1.0, 19.0))
-
-
-def test_a_promise_is_made_once_of_what_is_measured_and_above_zero() -> None:
-    assert GoodputLimits.parse("ttft:500, tpot:20").promise == ServiceLevel(ttft=0.5, tpot=0.02)
-    wrong = {
-        "ttft:500,ttft:50": "ttft is given twice",
-        "itl:5": "'itl' is none of ttft, tpot, e2el",
-    }
-    no_numbers = ("-5", "0", "nan", "inf", "1e999", "", "fast")
-    wrong |= {
-        f"tpot:20,ttft:{limit}": "not a number of milliseconds above 0" for limit in no_numbers
-    }
-    for text, says in wrong.items():
-        done = trtspec(*NOWHERE, "--goodput", text)
-        assert (
-            done.status == 2 and says in done.stderr and "--goodput ttft:500,tpot:20" in done.stderr
-        )
 
 
 def test_an_empty_limit_of_regression_is_refused(tmp_path: Path) -> None:

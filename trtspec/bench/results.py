@@ -7,7 +7,6 @@ of all their answers.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,49 +36,11 @@ class LatencySpread:
     p99: float
 
 
-@dataclass(frozen=True)
-class ServiceLevel:
-    """What a user is promised, in seconds: to the first token, between tokens (mean of an answer), to the last."""
-
-    ttft: float | None = None
-    tpot: float | None = None
-    e2el: float | None = None
-
-    def met(self, answer: Answer) -> bool:
-        """Whether one answer keeps every promise; a failed one keeps none."""
-        if answer.error or answer.first_token is None:
-            return False
-        whole, tokens, tpot = (
-            answer.finished - answer.started,
-            answer.completion_tokens,
-            inter_token(answer),
-        )
-        if (
-            tpot is None
-        ):  # of an answer in a single chunk: its time over its tokens, infinite where nobody counted them
-            tpot = 0.0 if tokens == 1 else whole / (tokens - 1) if tokens else math.inf
-        found = {"ttft": answer.first_token - answer.started, "tpot": tpot, "e2el": whole}
-        return all(found[name] <= limit for name, limit in vars(self).items() if limit is not None)
-
-    def words(self) -> str:
-        return ", ".join(
-            f"{name} {1000 * limit:g} ms" for name, limit in vars(self).items() if limit is not None
-        )
-
-
 def inter_token(answer: Answer) -> float | None:
     """TPOT: mean seconds between tokens after the first; a chunk of several tokens counts with all of them."""
     if answer.completion_tokens < 2 or len(answer.chunks) < 2:
         return None
     return (answer.chunks[-1][0] - answer.chunks[0][0]) / (answer.completion_tokens - 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Goodput:
-    """Answers per second that kept the workload's promise to users, and their share of all requests."""
-
-    requests_per_s: float
-    share: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +61,6 @@ class Throughput:
     requests_per_s: float | None = None
     prompt_tokens: LatencySpread | None = None
     answer_tokens: LatencySpread | None = None
-    goodput: Goodput | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +82,6 @@ class Workload:
     temperature: NotNegative
     seed: int
     limit_s: float | None = None
-    promise: str | None = None
     extra_body: dict[str, Any] = field(default_factory=dict)
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from trtspec import report
 from trtspec.cli.options import (
     ExtraBody,
-    GoodputLimits,
     IntList,
     JsonObject,
     NamedUrl,
@@ -86,12 +85,6 @@ class BenchOptions:
     warmup: Annotated[
         int | None,
         option("Short requests before the measurement.", default="highest concurrency", min=0),
-    ] = None
-    goodput: Annotated[
-        GoodputLimits | None,
-        option(
-            "Service level in ms, to count the answers that keep it: ttft:500,tpot:20,e2el:5000."
-        ),
     ] = None
     compare: Annotated[
         tuple[Path, ...],
@@ -214,7 +207,6 @@ def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
         thinking=options.thinking,
         warmup=options.warmup,
         limit_s=options.timeout,
-        promise=options.goodput.promise if options.goodput is not None else None,
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from trtspec import report
+from trtspec.bench.check.kinds import CODES
 from trtspec.cli.options import WaitReadyOption, request_limits_of
 from trtspec.client.addresses import server_url
 from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError, as_typed
@@ -25,11 +26,6 @@ if TYPE_CHECKING:
 
 ALONE = Mode("`check` without --score", "`check` without --score")
 SCORE = Mode("--score", "--score")
-# by the name of their row
-CODES = {code.removeprefix("TS-CHECK-").lower(): code for code in (
-    "TS-CHECK-ANSWERS", "TS-CHECK-PROMPTS", "TS-CHECK-GREEDY", "TS-CHECK-SAMPLED", "TS-CHECK-TRANSPORT",
-    "TS-CHECK-PARAMETERS", "TS-CHECK-ACCEPTANCE",
-)}  # fmt: skip
 SIZES = ("dataset", "samples", "max_tokens", "context_tokens")  # options that decide the requests
 MAIN = "the URL"  # of the server whose answers are recorded
 LIMIT = 4096  # tokens of prompt and answer, if the server names no limit
@@ -102,8 +98,6 @@ def check(options: CheckOptions) -> Result:
             f"--accept-unmeasured {min(unknown)} is no row of check",
             f"the rows are {', '.join(CODES)}",
         )
-    if options.against:
-        server_url(options.against, "--against")  # before anything is asked
     if options.record is not None:
         if options.record == options.score:
             raise UsageError(
@@ -127,7 +121,7 @@ async def _check(options: CheckOptions) -> Result:
         "seconds": round(time.monotonic() - began, 1),
     }
     if options.record and not options.score and options.against is None:
-        failed = sum(not one.answered for one in got)
+        failed = sum(bool(one.error) and one.run != "withheld" for one in got)
         lines = [
             f"{_cost(cost)}; {failed} without an answer",
             f"recorded {len(got)} answers in {options.record}",
@@ -265,16 +259,11 @@ def _tokenizer(name: str) -> KimiTokenizer:
 def _lines(verdict: CheckVerdict) -> Iterator[str]:
     """Each row with its first faults."""
     for row in verdict.rows:
-        mark = (
-            "-"
-            if row.status == "unmeasured" and row.name in verdict.accepted
-            else MARKS[row.status]
-        )
+        mark = MARKS[row.status]
         yield f"{mark:5} {row.name:11} {row.seen:4} of {row.of:<4} {as_typed(row.why)}".rstrip()
         yield from (f"      {fault}" for fault in row.faults[:3])
         if row.faults:
-            more = f"{len(row.faults) - 3} more; " if len(row.faults) > 3 else ""
-            yield f"      {more}trtspec explain {CODES[row.name]}"
+            yield f"      {len(row.faults)} faults; trtspec explain {CODES[row.name]}"
 
 
 def _cost(cost: dict[str, Any]) -> str:

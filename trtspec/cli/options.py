@@ -16,7 +16,6 @@ from trtspec.report import OutputOptions
 
 if TYPE_CHECKING:
     from trtspec.bench.load.measure import RequestLimits
-    from trtspec.bench.results import ServiceLevel
     from trtspec.checkpoint.hub import Resolved
     from trtspec.client.servers import DetectedServer
     from trtspec.quant.policy import Policy
@@ -112,39 +111,6 @@ class JsonObject:
 ExtraBody = Annotated[
     JsonObject, option("JSON object merged into every request, of keys that no option sets.")
 ]
-
-
-@dataclass(frozen=True)
-class GoodputLimits:
-    """Limits in ms, as `vllm bench serve --goodput` has them."""
-
-    text: str
-    promise: ServiceLevel = field(compare=False)
-    what: ClassVar = "a service level"
-    example: ClassVar = "ttft:500,tpot:20,e2el:5000"
-    metavar: ClassVar = "NAME:MS,..."
-
-    @classmethod
-    def parse(cls, text: str) -> GoodputLimits:
-        from trtspec.bench.results import ServiceLevel
-
-        names, limits = list(ServiceLevel.__dataclass_fields__), dict[str, float]()
-        for part in text.split(","):
-            name, _, value = part.strip().partition(":")
-            if name not in names:
-                raise ValueError(f"{name!r} is none of {', '.join(names)}")
-            if name in limits:
-                raise ValueError(f"{name} is given twice")
-            try:
-                (limits[name],) = _numbers(value, float, above=0)
-            except ValueError:
-                raise ValueError(
-                    f"{value!r} is not a number of milliseconds above 0, below {MOST:g}"
-                ) from None
-        return cls(text, ServiceLevel(**{name: limit / 1000 for name, limit in limits.items()}))
-
-    def __str__(self) -> str:
-        return self.text
 
 
 @dataclass(frozen=True)

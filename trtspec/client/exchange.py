@@ -25,7 +25,7 @@ class Score:
     """What the scoring server says of one token: natural logarithms of its probability and of the best token's. Then
     the probability of all likelier tokens, of those as likely (itself among them), and of all that the server listed.
 
-    `listed`: whether it is among them. `near`: by text, how many nats the alternatives are behind the best token."""
+    `listed`: whether it is among them. `tied`: whether another one is near the best."""
 
     chosen: float
     best: float
@@ -33,7 +33,7 @@ class Score:
     same: float
     total: float
     listed: bool = True
-    near: dict[str, float] = field(default_factory=dict)
+    tied: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,27 +31,27 @@ from trtspec.errors import UsageError
 TOKENIZER = KimiTokenizer(kimi_nano_dir())
 QUESTIONS = [
     Question(str(n), "all", (f"Tell me about the river number {n} and its bridges.",))
-    for n in range(24)
+    for n in range(28)
 ]
 SIZES = {"samples": 14, "max_tokens": 48, "context": 300, "limit": 900}
 # by row, the faults and the kind that each is named by; in others, the rows that a fault of that size fails as well
 FAULTS = {
     "answers": {
-        "http-500": "failures", "error-in-200": "failures", "cut-stream": "failures", "buffering": "held-back streams",
+        "http-500": "failures", "error-in-200": "failures", "cut-stream": "failures", "buffering": "streams",
         "long-errors": "failures", "system-refused": "failures", "follow-up-refused": "failures",
     },
-    "prompts": {"other-template": "chat template", "system-dropped": "system prompt, thinking mode"},
+    "prompts": {"other-template": "text", "system-dropped": "system, thinking"},
     "greedy": {
-        "relaxed-acceptance": "short answers", "cross-talk": "short answers", "stale-turn-2": "second turn",
-        "stale-warm": "warm cache", "long-altered": "long prompts",
+        "relaxed-acceptance": "text", "cross-talk": "text", "stale-turn-2": "second turn",
+        "stale-warm": "warm", "long-altered": "long",
     },
     "sampled": {"temperature-ignored": "distribution", "drafts-kept": "distribution", "wrong-residual": "distribution",
-                "choices-equal": "choices"},
+                "choices-equal": "n"},
     "transport": {
         "call-dropped": "calls", "calls-as-text": "calls", "call-without-id": "ids of calls", "unindexed": "ids of calls",
-        "arguments-altered": "calls", "json-broken": "JSON", "stream-altered": "text", "text-emptied": "text",
-        "reasoning-moved": "text", "finish-wrong": "finish reason", "stop-ignored": "stop string",
-        "stop-early": "stop string", "second-stop-ignored": "several stop strings", "usage-inflated": "usage",
+        "arguments-altered": "calls", "json-broken": "json", "stream-altered": "text", "text-emptied": "text",
+        "reasoning-moved": "text", "finish-wrong": "finish reason", "stop-ignored": "stop",
+        "stop-early": "stop", "second-stop-ignored": "several stops", "usage-inflated": "usage",
         "one-call-id": "ids of calls", "indented": "text", "keys-sorted": "arguments",
     },
     "parameters": {
@@ -59,8 +59,8 @@ FAULTS = {
         "top-p-dropped": "top_p", "top-k-dropped": "top_k", "min-p-dropped": "min_p",
         "min-tokens-dropped": "min_tokens", "max-tokens-dropped": "max_tokens",
     },
-    "acceptance": {"forced-acceptance": "forced acceptance", "collapse-warm": "warm drafts",
-                   "collapse-long": "drafts of long prompts"},
+    "acceptance": {"forced-acceptance": "forced", "collapse-warm": "warm",
+                   "collapse-long": "long"},
 }  # fmt: skip
 BESIDE = {"cross-talk": "sampled parameters", "stale-warm": "sampled parameters", "usage-inflated": "parameters",
           "max-tokens-dropped": "transport"}  # fmt: skip

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from trtspec.bench.check.prompts import PENALTIES, TRUNCATIONS, Prompts, raw_text, request_of
+from trtspec.bench.check.prompts import (
+    PENALTIES,
+    TRUNCATIONS,
+    Prompts,
+    raw_text,
+    repeated,
+    request_of,
+)
 from trtspec.bench.check.rows import CERTAIN, PROBES, faulty, is_greedy, is_sampled, speculates
 from trtspec.checkpoint.chat_parser import END_OF_TURN
 from trtspec.checkpoint.writer import Journal
@@ -32,12 +39,12 @@ MAX_FAILURES = 8  # in a row, after which nothing more is sent
 CROWD = 4  # times the concurrency: requests at once in the crowd
 TOP = 20  # alternatives that are asked for
 SAME = 1e-6  # nats within which two tokens are as likely
-# tokens that are scored one by one: behind a difference, of a steered answer, and of a sampled one
-BEHIND, STEERED, DRAWN = 8, 16, 12
 OTHER_SEEDS = 100_000
 # fields with which an answer may end without an end of turn
 OTHER_ENDS = ("stop", "stop_token_ids", "response_format", "tool_choice")
 MOVED = {*TRUNCATIONS, *PENALTIES}  # whose answers are scored, for the tokens that they move
+# tokens that are scored one by one: of an answer by its kind, else behind a difference
+SCORED, BEHIND = dict.fromkeys(MOVED, 16) | {"sampled": 12}, 8
 ASKED_AGAIN = PROBES["parameters"].keys() - TRUNCATIONS.keys()
 EQUAL = Score(chosen=0.0, best=0.0, likelier=0.0, same=1.0, total=1.0)
 
@@ -123,13 +130,14 @@ async def record(asker: Asker, prompts: Prompts) -> list[Exchange]:
     asker.bar.show(0, len(first))
     found = await asker.all(first)
     together = CROWD * asker.concurrency
-    second, crowd = list(prompts.second(found)), prompts.crowd(found, together)
-    later = [replace(one, run="later") for one in crowd[: together // 2]]
+    warm = repeated(found, "warm", "long", "limit", "text")
+    second = [*prompts.second(found), *warm[prompts.samples // 3 :]]
+    crowd = repeated(found, "crowd", "text")[:together]
+    later = repeated(found, "later", "text")[: together // 2]
     asker.bar.show(len(first), sum(map(len, (first, second, crowd, later))))
     found += await asker.all(second)
     found += await asker.all(crowd, together)
-    found += await asker.all(later)
-    return found
+    return [*found, *await asker.all(later)]
 
 
 async def require_plain(asker: Asker, texts: Sequence[Exchange]) -> None:
@@ -149,12 +157,12 @@ async def score_answers(
     answers to every request that shows a fault in `got`, and to every parameter."""
     texts = [request_of(one) for one in got if one.kind == "text" and one.run == "ids"]
     await require_plain(asker, texts)
-    drawn = [one for one in got if one.kind == "sampled"]
     other = [
         replace(request_of(one), body=one.body | {"seed": one.body["seed"] + OTHER_SEEDS})
-        for one in drawn
+        for one in got
+        if one.kind == "sampled"
     ]
-    own = await asker.all([*texts, *other[: len(other) // 2]])
+    own = await asker.all([*texts, *other[::2]])
     faults = faulty(got)
     again = [request_of(one) for one in got if one.name in faults or one.kind in ASKED_AGAIN]
     own += await asker.all(one for one in again if one not in texts)
@@ -176,9 +184,7 @@ async def score_answers(
             asker.bar.advance(1)
 
     await asyncio.gather(*map(score, distinct.values()))
-    filled = [
-        replace(one, scores=scores.get(_identity(one), ())) if _judged(one) else one for one in both
-    ]
+    filled = [replace(one, scores=scores.get(_identity(one), ())) for one in both]
     return filled[: len(got)], filled[len(got) :]
 
 
@@ -196,15 +202,10 @@ async def _echoed(asker: Asker, one: Exchange) -> tuple[Score, ...]:
     prompt = [*_prompt(one), *one.token_ids]
     body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": TOP, "temperature": 0.0}
     logprobs = await _logprobs(asker, body)
-    begin = len(_prompt(one))
-    tokens, tops = logprobs.get("token_logprobs") or [], logprobs.get("top_logprobs") or []
-    places = range(begin, begin + len(one.token_ids))
-    found = [
-        _score(tokens[place], tops[place])
-        for place in places
-        if place < min(len(tokens), len(tops))
-    ]
-    return () if None in found or len(found) < len(places) else tuple(one for one in found if one)
+    lists = [logprobs.get(name) or [] for name in ("token_logprobs", "top_logprobs")]
+    pairs = list(zip(*lists, strict=False))[len(_prompt(one)) : len(prompt)]
+    found = [score for chosen, top in pairs if (score := _score(chosen, top))]
+    return tuple(found) if len(found) == len(one.token_ids) else ()
 
 
 async def _continued(
@@ -216,8 +217,7 @@ async def _continued(
     begin = next((index for index, (a, b) in enumerate(same) if a != b), 0)
     if not begin and plain and one.token_ids == plain[: len(one.token_ids)]:
         return (EQUAL,) * len(one.token_ids)
-    count = DRAWN if one.kind == "sampled" else STEERED if one.kind in MOVED else BEHIND
-    places = range(len(one.token_ids))[begin : begin + count]
+    places = range(len(one.token_ids))[begin : begin + SCORED.get(one.kind, BEHIND)]
     found = []
     for place in places:
         body = {
@@ -245,26 +245,20 @@ async def _logprobs(asker: Asker, body: dict[str, Any]) -> dict[str, Any]:
 
 def _score(chosen: Any, top: Any) -> Score | None:
     """None for what are no log-probabilities. A token that is not listed is one of the class of all others."""
-    values = {
-        str(name): value
-        for name, listed in (top or {}).items()
-        if (value := finite(listed)) is not None
-    }
+    listed = map(finite, (top or {}).values())
+    values = [value for value in listed if value is not None]
     if not values or not isinstance(chosen, (int, float)):
         return None
-    best, last = max(values.values()), min(values.values())
-    near = {
-        name: round(best - value, 4) for name, value in values.items() if best - value <= CERTAIN
-    }
+    best, last = max(values), min(values)
     return Score(
         chosen=max(float(chosen), last - CERTAIN - 1) if math.isinf(chosen) else float(chosen),
         best=best,
-        likelier=sum(math.exp(value) for value in values.values() if value > chosen + SAME),
-        same=sum(math.exp(value) for value in values.values() if abs(value - chosen) <= SAME)
+        likelier=sum(math.exp(value) for value in values if value > chosen + SAME),
+        same=sum(math.exp(value) for value in values if abs(value - chosen) <= SAME)
         or math.exp(chosen),
-        total=min(1.0, sum(map(math.exp, values.values()))),
+        total=min(1.0, sum(map(math.exp, values))),
         listed=chosen > last - SAME,
-        near=near if len(near) > 1 else {},
+        tied=sum(best - value <= CERTAIN for value in values) > 1,
     )
 
 

@@ -7,88 +7,86 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+TABLE = """\
+| row | kind | what a user sees | probes |
+|---|---|---|---|
+| TS-CHECK-ANSWERS | failures | an error, or half an answer | request |
+| TS-CHECK-ANSWERS | streams | a text that comes all at once | streams |
+| TS-CHECK-PROMPTS | text | another question is answered | text |
+| TS-CHECK-PROMPTS | system, thinking | instructions without effect | prompt |
+| TS-CHECK-PROMPTS | second turn | the first turn is forgotten | turn-2 |
+| TS-CHECK-PROMPTS | call | a function that is offered is unknown | call |
+| TS-CHECK-PROMPTS | follow-up | the result of a call is unknown | follow-up |
+| TS-CHECK-PROMPTS | special names | names of special tokens in a text end the turn | special |
+| TS-CHECK-PROMPTS | white space | leading blanks and line ends change | blanks |
+| TS-CHECK-PROMPTS | composed characters | accents and wide letters change | composed |
+| TS-CHECK-PROMPTS | long | the beginning is forgotten | limit long |
+| TS-CHECK-GREEDY | text | words that the model would not write | text prompt stop |
+| TS-CHECK-GREEDY | long | the same with long documents | long |
+| TS-CHECK-GREEDY | near the limit | the same with a prompt near the server's limit | limit |
+| TS-CHECK-GREEDY | long answer | an answer that decays | answer |
+| TS-CHECK-GREEDY | second turn | the same in a second turn | turn-2 |
+| TS-CHECK-GREEDY | call | another function or argument | call follow-up |
+| TS-CHECK-GREEDY | warm | the same with a known prompt, from the prefix cache | warm |
+| TS-CHECK-GREEDY | crowd | the same among many requests | crowd |
+| TS-CHECK-GREEDY | after the crowd | the same after many requests | later |
+| TS-CHECK-SAMPLED | distribution | too tame or too wild: temperature, rejected drafts | places |
+| TS-CHECK-SAMPLED | tail | rare words never come: top_p or top_k that nobody asked for | tail |
+| TS-CHECK-SAMPLED | n | its choices are equal, or fewer | n |
+| TS-CHECK-SAMPLED | seed | it does not repeat an answer, or all seeds give one | seed |
+| TS-CHECK-TRANSPORT | text | a text other than its tokens, whole or streamed | text |
+| TS-CHECK-TRANSPORT | system, thinking | the same behind a system prompt | prompt |
+| TS-CHECK-TRANSPORT | second turn | the same in a second turn | turn-2 |
+| TS-CHECK-TRANSPORT | long | the same behind a long prompt | limit long |
+| TS-CHECK-TRANSPORT | reasoning | thoughts in the text, or text in the thoughts | reasoning |
+| TS-CHECK-TRANSPORT | calls | a call that is lost or altered | call follow-up |
+| TS-CHECK-TRANSPORT | several calls | text before calls, two at once, order and escapes | calls |
+| TS-CHECK-TRANSPORT | arguments | arguments other than their schema | arguments |
+| TS-CHECK-TRANSPORT | characters | emoji, accents or Han that break | characters |
+| TS-CHECK-TRANSPORT | json | an answer outside its schema | json |
+| TS-CHECK-TRANSPORT | stop | a text that runs on, or ends early | stop |
+| TS-CHECK-TRANSPORT | several stops | a stop string after the first is ignored | stops |
+| TS-CHECK-TRANSPORT | begun stop | the end of a text is lost that begins a stop string | begun |
+| TS-CHECK-TRANSPORT | finish reason | length for stop, or stop for length | finish |
+| TS-CHECK-TRANSPORT | usage | a wrong bill | usage |
+| TS-CHECK-TRANSPORT | ids of calls | calls that cannot be told apart | ids |
+| TS-CHECK-TRANSPORT | picture | no answer to a picture | picture |
+| TS-CHECK-PARAMETERS | max_tokens | no effect | max_tokens |
+| TS-CHECK-PARAMETERS | min_tokens | no effect | min_tokens |
+| TS-CHECK-PARAMETERS | logit_bias | no effect | logit_bias |
+| TS-CHECK-PARAMETERS | stop_token_ids | no effect | stop_token_ids |
+| TS-CHECK-PARAMETERS | frequency_penalty | no effect | frequency_penalty |
+| TS-CHECK-PARAMETERS | presence_penalty | no effect | presence_penalty |
+| TS-CHECK-PARAMETERS | repetition_penalty | no effect | repetition_penalty |
+| TS-CHECK-PARAMETERS | top_k | no effect | top_k |
+| TS-CHECK-PARAMETERS | top_p | no effect | top_p |
+| TS-CHECK-PARAMETERS | min_p | no effect | min_p |
+| TS-CHECK-ACCEPTANCE | floor | slow answers | floor |
+| TS-CHECK-ACCEPTANCE | forced | the same number of tokens in each step | forced |
+| TS-CHECK-ACCEPTANCE | warm | slower with a known prompt | warm |
+| TS-CHECK-ACCEPTANCE | crowd | slower among many requests | crowd |
+| TS-CHECK-ACCEPTANCE | after the crowd | slower after many requests | later |
+| TS-CHECK-ACCEPTANCE | long | no drafts behind a long prompt | long |
+"""
+
 
 class FaultKind(NamedTuple):
-    """`symptom`: what a user sees. `probe` shows the fault, and `row` names it."""
+    """A line of the table: `code` is that of its row, and `probes` are separated by blanks."""
 
+    code: str
     name: str
     symptom: str
-    probe: str
-    row: str
+    probes: str
+
+    @property
+    def row(self) -> str:
+        return self.code.removeprefix("TS-CHECK-").lower()
 
 
-TABLE = {
-    "answers": (
-        ("failures", "an error, or half an answer", "request"),
-        ("held-back streams", "a text that comes all at once", "streams"),
-    ),
-    "prompts": (
-        ("chat template", "another question is answered", "text"),
-        ("system prompt, thinking mode", "instructions without effect", "prompt"),
-        ("second user turn", "the first turn is forgotten", "turn-2"),
-        ("tools", "a function that is offered is unknown", "call"),
-        ("tool results", "the result of a call is unknown", "follow-up"),
-        ("special names", "words of a user end the turn", "special"),
-        ("white space", "leading blanks and line ends change", "blanks"),
-        ("composed characters", "accents and wide letters change", "composed"),
-        ("long chat", "the beginning is forgotten", "limit long"),
-    ),
-    "greedy": (
-        ("short answers", "words that the model would not write", "text prompt stop"),
-        ("long prompts", "the same with long documents", "long"),
-        ("near the limit", "the same with the longest prompt", "limit"),
-        ("long answer", "an answer that decays", "answer"),
-        ("second turn", "the same in a conversation", "turn-2"),
-        ("tool calls", "another function or argument", "call follow-up"),
-        ("warm cache", "the same with a known prompt", "warm"),
-        ("crowd", "the same among many requests", "crowd"),
-        ("after the crowd", "the same after many requests", "later"),
-    ),
-    "sampled": (
-        ("distribution", "too tame or too wild: temperature, rejected drafts", "places"),
-        ("tail", "rare words never come: top_p, top_k or min_p that nobody asked for", "tail"),
-        ("choices", "the choices of one n are equal, or fewer", "n"),
-        ("seeds", "a seed does not repeat, or all give one answer", "seed"),
-    ),
-    "transport": (
-        ("text", "a text other than its tokens, whole or streamed", "text"),
-        ("system text", "the same behind a system prompt", "prompt"),
-        ("second reply", "the same in a conversation", "turn-2"),
-        ("reply to a long chat", "the same behind a long prompt", "limit long"),
-        ("reasoning", "thoughts in the text, or text in the thoughts", "reasoning"),
-        ("calls", "a call that is lost or altered", "call follow-up"),
-        ("several calls", "text before calls, two at once, order and escapes", "calls"),
-        ("arguments", "arguments other than their schema", "arguments"),
-        ("characters", "emoji, accents or Han that break", "characters"),
-        ("JSON", "an answer outside its schema", "json"),
-        ("stop string", "a text that runs on, or ends early", "stop"),
-        ("several stop strings", "a string after the first is ignored", "stops"),
-        ("begun stop string", "the end of a text is lost", "begun"),
-        ("finish reason", "length for stop, or stop for length", "finish"),
-        ("usage", "a wrong bill", "usage"),
-        ("ids of calls", "calls that cannot be told apart", "ids"),
-        ("picture", "no answer to a picture", "picture"),
-    ),
-    "parameters": tuple(
-        (name, "no effect", name) for name in (
-            "max_tokens", "min_tokens", "logit_bias", "stop_token_ids", "frequency_penalty", "presence_penalty",
-            "repetition_penalty", "top_k", "top_p", "min_p",
-        )
-    ),
-    "acceptance": (
-        ("floor", "slow answers", "floor"),
-        ("forced acceptance", "the same number of tokens in each step", "forced"),
-        ("warm drafts", "slower with a known prompt", "warm"),
-        ("drafts in a crowd", "slower among many requests", "crowd"),
-        ("drafts after it", "slower after many requests", "later"),
-        ("drafts of long prompts", "no drafts behind a long prompt", "long"),
-    ),
-}  # fmt: skip
-KINDS = [FaultKind(*kind, row) for row, kinds in TABLE.items() for kind in kinds]
+KINDS = [FaultKind(*line.strip("| ").split(" | ")) for line in TABLE.splitlines()[2:]]
+CODES = {kind.row: kind.code for kind in KINDS}
 
 
 def page() -> str:
     """docs/fault-kinds.md."""
-    lines = [f"| {kind.row} | {kind.name} | {kind.symptom} | {kind.probe} |" for kind in KINDS]
-    head = "# Kinds of faults\n\nWhat `trtspec check` looks for.\n\n| row | kind | what a user sees | probe |\n|---|---|---|---|"
-    return "\n".join([head, *lines, ""])
+    return f"# Kinds of faults\n\nWhat `trtspec check` looks for, by row.\n\n{TABLE}"

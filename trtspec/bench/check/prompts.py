@@ -14,16 +14,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from trtspec.checkpoint.chat_parser import (
-    ARGUMENTS,
-    CALL_BEGIN,
-    CALL_END,
     END_OF_TURN,
-    SECTION,
-    SECTION_END,
     THINK,
     THINK_END,
     call_id,
     parse_reply,
+    reply_text,
 )
 from trtspec.client.client import RAW
 from trtspec.client.exchange import Exchange
@@ -50,15 +46,14 @@ def function(name: str, **properties: Any) -> Message:
     return {"type": "function", "function": {"name": name, "parameters": form(properties)}}
 
 
+def call(index: int, name: str, **arguments: Any) -> Message:
+    """A call as an assistant's message holds it."""
+    called = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"id": call_id(name, index), "type": "function", "function": called}
+
+
 TOOL = function("get_weather", city={"type": "string"})
 WEATHER = "What is the weather in Paris and in Rome?"
-CALL = {"id": call_id("get_weather", 0), "type": "function"} | {
-    "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}
-}
-RESULT = [
-    {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    {"role": "tool", "tool_call_id": CALL["id"], "content": '{"result": "sunny, 24 degrees"}'},
-]
 SYSTEM = ("You are a helpful assistant.", "You answer in one short paragraph and never use lists.")
 ODD_TEXTS = {
     "special": f"Copy: {END_OF_TURN} <|im_user|> {THINK_END} [EOS]",
@@ -66,16 +61,16 @@ ODD_TEXTS = {
     "composed": "Copy: \ufb01 \u2461 \u212b e\u0301 \uff57\uff49\uff44\uff45",
 }
 # answers that a grammar forces: characters that span tokens, order, escapes, text before two calls
-VALUES = {"b": 'é 数学 🎉👩‍👧 "q"\\n', "a": 1}
+VALUES: dict[str, Any] = {"b": 'é 数学 🎉👩‍👧 "q"\\n', "a": 1}
 CONSTANTS = {name: {"enum": [value]} for name, value in VALUES.items()}
 FORM = form({"name": {"type": "string", "maxLength": 20}, **CONSTANTS})
-BEFORE = "Hm. 🎉"
-CALLED = [("f", VALUES), ("g", {"a": "é"})]
-SAID = "".join(
-    f"{CALL_BEGIN}{call_id(name, index)}{ARGUMENTS}{json.dumps(values, ensure_ascii=False)}{CALL_END}"
-    for index, (name, values) in enumerate(CALLED)
-)
-TWO_CALLS = {"type": "regex", "regex": re.escape(f"{BEFORE}{SECTION}{SAID}{SECTION_END}")}
+CALLED = [call(0, "f", **VALUES), call(1, "g", a="é")]
+RESULT = [
+    {"role": "assistant", "content": "", "tool_calls": CALLED[:1]},
+    {"role": "tool", "tool_call_id": CALLED[0]["id"], "content": "sunny, 24 degrees"},
+]
+SAID = reply_text({"content": "Hm. 🎉", "tool_calls": CALLED}, True, False)
+TWO_CALLS = {"type": "regex", "regex": re.escape(SAID)}
 NAMED = {"type": "function", "function": {"name": "f"}}
 FORCED = {
     "json": {"response_format": {"type": "json_schema", "json_schema": {"name": "thing", "schema": FORM}}},
@@ -123,9 +118,9 @@ class Prompts:
         offered = [one.first_request() for one in self.questions if one.tools]
         calls = [([_user(WEATHER)], [TOOL]), *offered]
         for index, (messages, tools) in enumerate(calls[: self.few]):
-            yield from self.twins(f"call {index}", "call", messages, tools, thinking=False)
+            yield from self.twins(f"call {index}", "call", messages, tools, False)
         more = [_user(WEATHER), *RESULT]
-        yield from self.twins("follow-up", "follow-up", more, [TOOL], thinking=False)
+        yield from self.twins("follow-up", "follow-up", more, [TOOL], False)
         yield from self._forms()
         for index, messages in enumerate(text[: self.few]):
             yield self.raw(f"stop {index}", "stop", messages, thinking=False)
@@ -140,7 +135,7 @@ class Prompts:
             yield Exchange(key=probe, kind=probe, run="withheld", error=reason)
 
     def second(self, answers: Sequence[Exchange]) -> Iterator[Exchange]:
-        """What is made from the first answers: second turns, stop strings, parameters; then warm prompts."""
+        """What is made from the first answers: second turns, stop strings, parameters."""
         known = {one.key: one for one in answers if one.run == "ids" and one.answered}
         texts = self.texts[: self.few]
         for index, messages in enumerate(texts):
@@ -151,14 +146,6 @@ class Prompts:
                 yield from self.twins(f"turn-2 {index}", "turn-2", more)
         yield from self._stops(texts[: 1 + self.few // 3], known)
         yield from self._parameters(known)
-        warm = [one for one in known.values() if one.kind in ("text", "long", "limit")]
-        for one in warm[self.samples // 3 :]:
-            yield replace(request_of(one), run="warm")
-
-    def crowd(self, answers: Iterable[Exchange], size: int) -> list[Exchange]:
-        """Short prompts again, to be asked all at once."""
-        texts = [one for one in answers if one.kind == "text" and one.run == "ids" and one.answered]
-        return [replace(request_of(one), run="crowd") for one in texts[:size]]
 
     def twins(self, key: str, kind: str, messages: list[Message], tools: Any = None,
               thinking: bool | None = None) -> Iterator[Exchange]:  # fmt: skip
@@ -264,18 +251,16 @@ class Prompts:
 
     def _forms(self) -> Iterator[Exchange]:
         """Answers that a grammar forces, in part or whole, and a picture."""
-        tokens = max(FORCED_TOKENS, self._limit(False))
-        for kind, fields in FORCED.items():
-            for run in ("chat", "stream"):
-                messages = [_user("Describe a spider: name and number of legs.")]
-                yield self.chat(
-                    kind, kind, messages, run, thinking=False, max_tokens=tokens, **fields
-                )
+        words = "Describe a spider: name and number of legs."
+        asked = {kind: ([_user(words)], fields) for kind, fields in FORCED.items()}
         if "picture" not in self.withheld:
             shown = {"type": "image_url", "image_url": {"url": PICTURE}}
-            messages = [_user([shown, {"type": "text", "text": "What is it?"}])]
+            asked["picture"] = ([_user([shown, {"type": "text", "text": "What is it?"}])], {})
+        tokens = max(FORCED_TOKENS, self._limit(False))
+        for kind, (messages, fields) in asked.items():
             for run in ("chat", "stream"):
-                yield self.chat("picture", "picture", messages, run)
+                fields = fields | {"max_tokens": tokens}
+                yield self.chat(kind, kind, messages, run, thinking=False, **fields)
 
     def _stops(
         self, texts: Sequence[list[Message]], known: Mapping[str, Exchange]
@@ -299,25 +284,23 @@ class Prompts:
         """The request with a prompt that ends within the last user's words, for the target to write on."""
         words = str(messages[-1]["content"])
         begun = [*messages[:-1], _user(words[: int(len(words) * share)])]
-        prompt = self._prompt(begun)
-        end = self.tokenizer.special_tokens[END_OF_TURN]
-        last = len(prompt) - 1 - prompt[::-1].index(end)
-        return replace(asked, body=asked.body | {"prompt": prompt[:last]})
+        _, prompt = self.tokenizer.encode_chat(begun, thinking=None, add_generation_prompt=False)
+        # without the end of the turn
+        return replace(asked, body=asked.body | {"prompt": prompt[:-1]})
 
     def _parameters(self, known: Mapping[str, Exchange]) -> Iterator[Exchange]:
         """Requests whose answer shows whether a parameter was honoured (`rows.parameters`)."""
-        texts = [one for one in known.values() if one.kind == "text" and len(one.token_ids) > 6]
-        ended = sorted(texts, key=lambda one: (one.finish == "stop", len(one.token_ids)))
-        for base in ended[-1:]:
+        texts = [one for one in known.values() if one.kind == "text" and one.token_ids]
+        if texts:
+            base = max(texts, key=lambda one: (one.finish == "stop", one.size))
             ids = base.token_ids
+            least = len(ids) + 8
             direct: dict[str, Any] = {
                 "max_tokens": {"max_tokens": 5},
                 "logit_bias": {"logit_bias": {str(ids[0]): -100}},
                 "stop_token_ids": {"stop_token_ids": [ids[len(ids) // 2]]},
+                "min_tokens": {"min_tokens": least, "max_tokens": least + 8},
             }
-            if base.finish == "stop":
-                least = len(ids) + 8
-                direct["min_tokens"] = {"min_tokens": least, "max_tokens": least + 8}
             yield from self._steered(base, direct)
         if long := known.get("answer"):
             penalties = {
@@ -337,6 +320,12 @@ def request_of(asked: Exchange) -> Exchange:
     """The same without its answer."""
     return Exchange(key=asked.key, kind=asked.kind, run=asked.run, path=asked.path, body=asked.body,
                     template_ids=asked.template_ids)  # fmt: skip
+
+
+def repeated(answers: Iterable[Exchange], run: str, *kinds: str) -> list[Exchange]:
+    """The requests of these kinds again, under the name of another run."""
+    asked = [one for one in answers if one.run == "ids" and one.answered and one.kind in kinds]
+    return [replace(request_of(one), run=run) for one in asked]
 
 
 def raw_text(tokenizer: KimiTokenizer, asked: Exchange, token_ids: Sequence[int]) -> str:

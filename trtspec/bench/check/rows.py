@@ -12,12 +12,13 @@ import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from trtspec.bench.check.kinds import KINDS
-from trtspec.bench.check.prompts import BEFORE, CALLED, PENALTIES, TRUNCATIONS, VALUES
-from trtspec.checkpoint.chat_parser import parse_reply
+from trtspec.bench.check.prompts import CALLED, PENALTIES, SAID, TRUNCATIONS, VALUES
+from trtspec.checkpoint.chat_parser import parse_reply, reply_text
 from trtspec.client.exchange import Exchange, Score
 
 # every threshold of the gate
@@ -40,7 +41,7 @@ Status = Literal["pass", "fail", "unmeasured"]
 Name = tuple[str, str]
 PROBES = defaultdict[str, dict[str, str]](dict)  # by row: probe -> kind of fault
 for kind in KINDS:
-    PROBES[kind.row] |= dict.fromkeys(kind.probe.split(), kind.name)
+    PROBES[kind.row] |= dict.fromkeys(kind.probes.split(), kind.name)
 GREEDY = {probe for probe in PROBES["greedy"]}
 REPEATS = ("warm", "crowd", "later")  # runs that are probes of their own
 
@@ -179,16 +180,13 @@ def prompts(exchanges: Sequence[Exchange]) -> Iterator[Look]:
 
 
 def _misread(one: Exchange) -> str | None:
-    want = list(one.prompt)
+    want = tuple(one.prompt)
     count = len(one.prompt_ids) or one.prompt_tokens
     if not count:
         return None
-    if count != len(want):
-        return f"read {count} tokens, the chat template gives {len(want)}"
-    if one.prompt_ids and list(one.prompt_ids) != want:
-        index = next(i for i, (a, b) in enumerate(zip(one.prompt_ids, want, strict=True)) if a != b)
-        return f"token {index} of the prompt differs from the chat template's"
-    return ""
+    if count == len(want) and (one.prompt_ids or want) == want:
+        return ""
+    return f"read {count} tokens that are not the {len(want)} of the chat template"
 
 
 # --- greedy ---
@@ -213,16 +211,18 @@ def greedy(
         limit = min(limit, NEAR)
     looks = []
     for one in asked:
-        fault = _differs(one, limit) if regret(one) > limit else ""
-        probe = one.run if one.run in REPEATS else one.kind
-        looks.append(Look(probe, one.name, fault if one.scores else None))
+        fault: str | None = "" if one.scores else None
+        if (behind := regret(one)) > limit:
+            token = _behind(one).index(behind)
+            fault = f"token {token} is {behind:.2f} of {limit:g} nats behind the target's best"
+        looks.append(Look(one.run if one.run in REPEATS else one.kind, one.name, fault))
     if not regrets:
         return looks, NO_SCORES
     rounding = max(own.values(), default=0.0)
     worst = max(regrets.values())
     return (
         looks,
-        f"at most {worst:.3f} of {limit:g} nats behind, without speculation {rounding:.3f}",
+        f"at most {worst:.2f} of {limit:g} nats behind, without speculation {rounding:.2f}",
     )
 
 
@@ -231,15 +231,12 @@ def _identity(one: Exchange) -> tuple[str, tuple[int, ...]]:
 
 
 def regret(one: Exchange) -> float:
-    return max((score.best - score.chosen for score in one.scores), default=0.0)
+    return max(_behind(one), default=0.0)
 
 
-def _differs(one: Exchange, limit: float) -> str:
-    behind = [score.best - score.chosen for score in one.scores]
-    index = behind.index(max(behind))
-    return (
-        f"token {index} is {behind[index]:.2f} nats behind the target's best, {limit:g} are allowed"
-    )
+def _behind(one: Exchange) -> list[float]:
+    """Nats that each token is behind the target's best one."""
+    return [score.best - score.chosen for score in one.scores]
 
 
 def more_often(mine: int, of: int, theirs: int, among: int) -> bool:
@@ -333,26 +330,26 @@ def _place(score: Score, u: float) -> float:
 
 def _unsure(exchanges: Sequence[Exchange]) -> Iterator[Look]:
     """At a high temperature, the choices of one `n` differ, a seed repeats its answer, and seeds differ."""
-    answered = [one for one in exchanges if one.answered]
-    for one in answered:
-        if one.kind == "n":
+    seeds: dict[Name, tuple[int, ...]] = {}
+    for one in exchanges:
+        if one.kind == "n" and one.answered:
             wanted, count, different = one.body["n"], len(one.choices), len({*one.choices})
             fault = f"{count} of {wanted} choices, {different} of them different"
             yield Look("n", one.name, "" if count == wanted and different > 1 else fault)
-    seeds = {one.name: one.token_ids for one in answered if one.kind == "seed" and one.token_ids}
-    pairs = [(ids, seeds.get((key, "again"))) for (key, run), ids in seeds.items() if run == "ids"]
-    if len(pairs) < 2:
-        return
-    fault = "" if any(first == again for first, again in pairs) else "no seed repeats its answer"
-    if len({first for first, _ in pairs}) == 1:
-        fault = f"{len(pairs)} seeds give one answer"
-    for name in seeds:
+        if one.kind == "seed" and one.token_ids:
+            seeds[one.name] = one.token_ids
+    first = {ids for (_, run), ids in seeds.items() if run == "ids"}
+    again = {ids for (_, run), ids in seeds.items() if run == "again"}
+    fault = "" if first & again else "no seed repeats its answer"
+    if len(first) == 1 and len(seeds) > 2:
+        fault = "all seeds give one answer"
+    for name in seeds if again else ():
         yield Look("seed", name, fault)
 
 
 # --- transport ---
 
-Parts = tuple[str, str, tuple[tuple[str, str], ...]]
+Parts = list[str]  # reasoning, text, calls
 
 
 def transport(exchanges: Sequence[Exchange], known: Sequence[Exchange]) -> Iterator[Look]:
@@ -414,35 +411,39 @@ def _call_id_fault(one: Exchange, ids: Counter[str]) -> str:
 
 def _message(one: Exchange, raws: Sequence[Exchange]) -> Iterator[Look]:
     """Looks at a chat's text, reasoning and calls."""
-    cut = one.finish == "length"
-    for probe in ("json", "characters") if one.kind == "json" else (one.kind,):
-        if form := FORMS.get(probe):
-            wrong = None if cut else f"{_shown(_parts(one))} does not fit its form"
-            yield Look(probe, one.name, "" if form(one) else wrong)
-    if one.kind in FORMS:
-        return
-    want = _expected(one, raws)
+    mine, want = _parts(one), _expected(one, raws)
+    cut = one.finish == "length" and one.kind in CUT_SHORT
     probes = [one.kind]
-    fault = None
-    if want and not (cut and one.kind in ("call", "follow-up", "stop", "stops")):
-        right = any(_agrees(_parts(one), parts) for parts in want) or _tied(one, raws)
-        fault = "" if right else _difference(_parts(one), want[0])
-        reasoning, text, calls = want[0]
+    if one.kind in FORMS:
+        probes += ["characters"] * (one.kind == "json")
+        right = FORMS[one.kind](one)
+        shown = right or not cut
+        wanted = "its form"
+    else:
+        right = any(_agrees(mine, parts) for parts in want) or _tied(one, raws)
+        reasoning, text, *calls = want[0] if want else mine
         probes += ["reasoning"] * bool(reasoning) + ["calls"] * (len(calls) > 1)
         probes += ["characters"] * (not text.isascii())
-        if one.kind in ("call", "follow-up") and not (fault or calls):
-            fault = None
+        shown = bool(want) and not cut and (one.kind != "call" or bool(calls) or not right)
+        wanted = _shown(want[0]) if want else ""
+    fault = "" if right else f"{_shown(mine)} is not {wanted}"
     for probe in probes:
-        yield Look(probe, one.name, fault)
+        yield Look(probe, one.name, fault if shown else None)
 
 
 FORMS: dict[str, Callable[[Exchange], bool]] = {
     "picture": lambda one: bool(one.content or one.reasoning),
-    "json": lambda one: list(_object(one)) == ["name", *VALUES],
-    "characters": lambda one: _object(one).items() >= VALUES.items(),
-    "arguments": lambda one: _parts(one) == ("", "", (("f", _normal(json.dumps(VALUES))),)),
-    "calls": lambda one: _parts(one)[1:] == (BEFORE, tuple((name, _normal(json.dumps(values))) for name, values in CALLED)),
+    "json": lambda one: _object(one) == {"name": _object(one).get("name"), **VALUES},
+    "arguments": lambda one: _parts(one) == _parsed(reply_text({"tool_calls": CALLED[:1]}, True, False)),
+    "calls": lambda one: _parts(one)[1:] == _parsed(SAID)[1:],
 }  # fmt: skip
+CUT_SHORT = {
+    *FORMS,
+    "call",
+    "follow-up",
+    "stop",
+    "stops",
+}  # answers that show nothing if they end at the limit
 
 
 def _object(one: Exchange) -> dict[str, Any]:
@@ -458,51 +459,40 @@ def _expected(one: Exchange, raws: Sequence[Exchange]) -> list[Parts]:
     """What the message may be: the parse of its own tokens, else of the tokens of any answer to the same prompt."""
     found = []
     for raw in [one.raw] if one.raw else [other.raw for other in raws]:
-        reasoning, text, calls = _parsed(raw)
+        parts = _parsed(raw)
+        text = parts[1]
         ends = [index for word in one.body.get("stop", ()) if (index := text.find(word)) >= 0]
-        found.append((reasoning, text[: min(ends)], ()) if ends else (reasoning, text, calls))
+        found.append([parts[0], text[: min(ends)]] if ends else parts)
     return found
 
 
 def _parsed(raw: str) -> Parts:
     message = parse_reply(raw, False)
     calls = [call["function"] for call in message.get("tool_calls", ())]
-    return message.get("reasoning_content", ""), message["content"] or "", _named(calls)
+    return [message.get("reasoning_content", ""), message["content"] or "", *map(_call, calls)]
 
 
 def _parts(one: Exchange) -> Parts:
-    return one.reasoning, one.content, _named(one.calls)
+    return [one.reasoning, one.content, *map(_call, one.calls)]
 
 
-def _named(calls: Iterable[Mapping[str, str]]) -> tuple[tuple[str, str], ...]:
-    return tuple((call["name"], _normal(call["arguments"])) for call in calls)
-
-
-def _normal(text: str) -> str:
-    """JSON in one spelling, with the order of its members; other text as it is."""
-    try:
-        return json.dumps(json.loads(text), ensure_ascii=False)
-    except ValueError:
-        return text.strip()
+def _call(call: Mapping[str, str]) -> str:
+    """`name(arguments)`, the arguments in one spelling of JSON, with the order of their members."""
+    arguments = call["arguments"]
+    with suppress(ValueError):
+        arguments = json.dumps(json.loads(arguments), ensure_ascii=False)
+    return f"{call['name']}({arguments})"
 
 
 def _agrees(mine: Parts, want: Parts) -> bool:
     """A server may leave out white space at the ends, and add none."""
-    texts = zip(mine[:2], want[:2], strict=True)
-    return mine[2] == want[2] and all(
-        text in other and text.strip() == other.strip() for text, other in texts
-    )
-
-
-def _difference(mine: Parts, want: Parts) -> str:
-    return f"{_shown(mine)} where the tokens read {_shown(want)}"
+    pairs = zip(mine, want, strict=False)
+    same = all(text in other and text.strip() == other.strip() for text, other in pairs)
+    return same and len(mine) == len(want)
 
 
 def _shown(parts: Parts) -> str:
-    """The parts as text, calls as `name(arguments)`."""
-    reasoning, text, calls = parts
-    called = [f"{name}({arguments})" for name, arguments in calls]
-    return " ".join(repr(part[:60]) for part in (reasoning, text, *called) if part) or "nothing"
+    return " ".join(repr(part[:60]) for part in parts if part) or "nothing"
 
 
 def _tied(one: Exchange, raws: Sequence[Exchange]) -> bool:
@@ -515,7 +505,7 @@ def _tied(one: Exchange, raws: Sequence[Exchange]) -> bool:
         pairs = enumerate(zip(text, base, strict=False))
         same = next((i for i, (a, b) in pairs if a != b), min(len(text), len(base)))
         token = len(other.token_ids) * same // max(1, len(base))
-        if any(score.near for score in other.scores[max(0, token - 2) : token + 2]):
+        if any(score.tied for score in other.scores[max(0, token - 2) : token + 2]):
             return True
     return False
 
@@ -531,12 +521,6 @@ def parameters(got: Sequence[Exchange], plain: Sequence[Exchange]) -> Iterator[L
     for one in got:
         if not one.answered:
             continue
-        over = f"{one.size} tokens, {_limit(one)} are allowed"
-        yield Look(
-            "max_tokens",
-            one.name,
-            over if one.size > _limit(one) and not _stopped_late(one) else "",
-        )
         other = theirs.get(one.kind)
         if one.kind in TRUNCATIONS:
             ignored = _moved(one) * EFFECT > control
@@ -564,7 +548,7 @@ def _overruns(exchanges: Sequence[Exchange]) -> Iterator[Look]:
 def _moved(one: Exchange) -> int:
     """Tokens of an answer that the target would not choose by itself."""
     limit = NEAR if one.kind in PENALTIES else CERTAIN
-    return sum(score.best - score.chosen > limit for score in one.scores)
+    return sum(behind > limit for behind in _behind(one))
 
 
 def _kept(one: Exchange) -> bool:
@@ -593,8 +577,13 @@ def acceptance(got: Sequence[Exchange], floor: float | None) -> tuple[list[Look]
     sizes = Counter(
         b - a for one in asked for a, b in zip(one.counted, one.counted[1:-1], strict=False)
     )
-    faults = {run: _fell(got, run) for run in REPEATS}
-    faults |= {"floor": why if low else "", "long": _collapsed(got, length)}
+    faults: dict[str, str | None] = {"floor": why if low else ""}
+    first = {_identity(one): one for one in got if one.run == "ids" and one.steps}
+    for run in REPEATS:
+        again = [one for one in got if one.run == run and _identity(one) in first]
+        faults[run] = _slower(again, [first[_identity(one)] for one in again], KEPT_DRAFTS)
+    long = [one for one in got if one.kind in ("long", "limit")]
+    faults["long"] = _slower(long, asked, COLLAPSE)
     faults["forced"] = forced_sizes(sizes) and f"every step brought {forced_sizes(sizes)} tokens"
     return [Look(probe, ("text", probe), fault) for probe, fault in faults.items()], why
 
@@ -619,32 +608,17 @@ def forced_sizes(sizes: Counter[int]) -> str:
     return " or ".join(map(str, sorted(common))) if forced else ""
 
 
-def _fell(got: Sequence[Exchange], run: str) -> str | None:
-    """A fault where equal texts saved fewer steps in this run than in the first one, whose name is "ids": under
-    KEPT_DRAFTS of them, and beyond chance. A step that brings two tokens saves one. None for too few steps."""
-    first = {_identity(one): one for one in got if one.run == "ids" and one.steps}
-    again = [one for one in got if one.run == run and one.steps and _identity(one) in first]
-    tokens, steps = _tokens_and_steps(again)
-    _, before = _tokens_and_steps(first[_identity(one)] for one in again)
-    if before < MIN_STEPS / 2:
+def _slower(now: Sequence[Exchange], before: Sequence[Exchange], kept: float) -> str | None:
+    """A fault where a step accepted fewer drafts than `kept` of those before, and beyond chance. None for too few."""
+    tokens, steps = _tokens_and_steps(now)
+    tokens_before, steps_before = _tokens_and_steps(before)
+    if min(steps, steps_before) < MIN_STEPS / 2:
         return None
-    if tokens - steps >= KEPT_DRAFTS * (tokens - before):
-        return ""
-    if not more_often(steps, tokens, before, tokens):
-        return ""
-    return (
-        f"{tokens / steps:.2f} tokens per step for the same texts, {tokens / before:.2f} at first"
-    )
-
-
-def _collapsed(got: Sequence[Exchange], length: float) -> str | None:
-    """Long prompts are other texts than short ones, so only a collapse is a fault."""
-    tokens, steps = _tokens_and_steps(one for one in got if one.kind in ("long", "limit"))
-    if steps < MIN_STEPS / 2:
-        return None
-    if tokens - steps > COLLAPSE * (length - 1) * steps:
-        return ""
-    return f"{tokens / steps:.2f} tokens per step, {length:.2f} for short ones"
+    length, earlier = tokens / steps, tokens_before / steps_before
+    fell = length - 1 < kept * (earlier - 1)
+    if fell and more_often(steps, tokens, steps_before, tokens_before):
+        return f"{length:.2f} tokens per step, {earlier:.2f} for the first short texts"
+    return ""
 
 
 # --- the verdict ---
@@ -671,13 +645,14 @@ class CheckVerdict:
 
     @property
     def line(self) -> str:
-        reasons = []
-        for row in self.rows:
-            if row.faults:
-                count = f"{len(row.faults)} fault{'s' if len(row.faults) > 1 else ''}"
-                reasons.append(f"{row.name}: {count} (first: {row.faults[0]})")
-        if not reasons:
-            reasons = [f"{row.name}: {row.why or 'too little was seen'}" for row in self.missing]
+        reasons = [
+            f"{row.name}: {len(row.faults)} faults, the first is {row.faults[0]}"
+            for row in self.rows
+            if row.faults
+        ]
+        reasons = reasons or [
+            f"{row.name}: {row.why or 'too little was seen'}" for row in self.missing
+        ]
         if reasons:
             return f"{self.word}: {'; '.join(reasons)}"
         rest = [row.name for row in self.rows if row.status == "unmeasured"]
@@ -687,12 +662,12 @@ class CheckVerdict:
 
 def coverage(got: Sequence[Exchange], rows: Sequence[Row]) -> str:
     """What a verdict is about: kinds of faults, and lengths."""
-    skipped = not_asked(got)
-    absent = [f"{kind.name} ({skipped[kind.probe]})" for kind in KINDS if kind.probe in skipped]
-    count = len(KINDS) - len(absent) - sum(len(row.unmeasured) for row in rows)
+    absent = [f"{probe} ({reason})" for probe, reason in not_asked(got).items()]
+    missing = [kind for row in rows for kind in row.unmeasured]
     asked = [one for one in got if one.answered]
-    prompt = max((len(one.prompt) for one in asked), default=0)
-    answer = max((one.size for one in asked), default=0)
+    prompt = max([0, *(len(one.prompt) for one in asked)])
+    answer = max([0, *(one.size for one in asked)])
+    covered = len(KINDS) - len(missing) - len(absent)
     lengths = f"prompts up to {prompt:,} tokens, answers up to {answer:,}"
     left = f"; not asked: {', '.join(absent)}" if absent else ""
-    return f"covered: {count} of {len(KINDS)} kinds of faults, {lengths}{left}"
+    return f"covered: {covered} of {len(KINDS)} kinds of faults, {lengths}{left}"

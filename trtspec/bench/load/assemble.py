@@ -15,11 +15,9 @@ from trtspec.bench.load.measure import MeasuredEndpoint, RequestLimits, total_ra
 from trtspec.bench.results import (
     BenchResults,
     EndpointResult,
-    Goodput,
     LatencySpread,
     LevelResult,
     QuestionSpeed,
-    ServiceLevel,
     SpeedUp,
     Throughput,
     inter_token,
@@ -76,7 +74,7 @@ def describe_target(target: MeasuredEndpoint) -> EndpointResult:
             name: quality_of([answer for answer in answers if answer.category == name])
             for name in dict.fromkeys(answer.category for answer in answers)
         },
-        concurrency=[describe_level(rounds, workload.promise) for rounds in levels],
+        concurrency=[describe_level(rounds) for rounds in levels],
         turns_detail=pooled,
         questions_detail=[speed for rounds in levels for speed in question_speeds(rounds)],
     )
@@ -86,7 +84,7 @@ def counts_of(rounds: Sequence[Round]) -> list[TurnCounts]:
     return [count for run in rounds for count in run.counts]
 
 
-def describe_level(rounds: Sequence[Round], promise: ServiceLevel | None) -> LevelResult:
+def describe_level(rounds: Sequence[Round]) -> LevelResult:
     """The results of one endpoint at one load, over all its rounds."""
     counts, level = counts_of(rounds), rounds[0].level
     numbers = sorted({run.number for run in rounds})
@@ -95,7 +93,7 @@ def describe_level(rounds: Sequence[Round], promise: ServiceLevel | None) -> Lev
         concurrency=level.concurrency if level.rate is None else max(run.most for run in rounds),
         rate=level.rate,
         categories=by_category(counts),
-        throughput=throughput(rounds, promise),
+        throughput=throughput(rounds),
         rounds=[
             round(total_rate([run for run in rounds if run.number == number]), 3)
             for number in numbers
@@ -108,7 +106,7 @@ def quality_of(answers: Sequence[Answer]) -> OutputQuality:
     return judge_run([answer.written for answer in good(answers)])
 
 
-def throughput(rounds: Sequence[Round], promise: ServiceLevel | None = None) -> Throughput:
+def throughput(rounds: Sequence[Round]) -> Throughput:
     """Rates over the rounds of one level."""
     asked = [answer for run in rounds for answer in run.answers]
     answers, wall = good(asked), sum(run.seconds for run in rounds)
@@ -131,16 +129,6 @@ def throughput(rounds: Sequence[Round], promise: ServiceLevel | None = None) -> 
         requests_per_s=round(len(answers) / wall, 4) if wall else None,
         prompt_tokens=spread_of([float(a.prompt_tokens) for a in answers if a.prompt_tokens]),
         answer_tokens=spread_of([float(a.completion_tokens) for a in answers]),
-        goodput=goodput(asked, wall, promise) if promise else None,
-    )
-
-
-def goodput(answers: Sequence[Answer], wall: float, promise: ServiceLevel) -> Goodput:
-    """Rate and share of the answers, failed ones among them, that kept the service level; `wall` is in seconds."""
-    kept = sum(promise.met(answer) for answer in answers)
-    return Goodput(
-        requests_per_s=round(kept / wall, 4) if wall else 0.0,
-        share=round(kept / len(answers), 4) if answers else 0.0,
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from trtspec.bench.load.journal import LoadLevel, Round, RunJournal, good
 from trtspec.bench.questions.datasets import Dataset, Question
-from trtspec.bench.results import ServiceLevel, Workload
+from trtspec.bench.results import Workload
 from trtspec.bench.statistics import without_surplus
 from trtspec.client import servers
 from trtspec.client.client import (
@@ -69,7 +69,6 @@ class BenchWorkload:
     thinking: Literal["on", "off"] | None = None
     warmup: int | None = None
     limit_s: float | None = None
-    promise: ServiceLevel | None = None
 
     def __post_init__(self) -> None:
         refuse_owned(self.extra_body, BENCH_OWNED | (THINKING_OWNED if self.thinking else {}))
@@ -112,7 +111,6 @@ class BenchWorkload:
             rounds=self.rounds,
             **asdict(self.sampling),
             limit_s=self.limit_s,
-            promise=self.promise.words() if self.promise else None,
             extra_body=self.body(),
         )
 

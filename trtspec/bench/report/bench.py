@@ -254,44 +254,25 @@ def speed_table(results: BenchResults) -> Table:
 
 
 def latency_table(results: BenchResults) -> Table:
-    promise = results.workload.promise
     rows = []
     for endpoint in results.all:
         for level in endpoint.concurrency:
             speed = level.throughput
-            first, token, chunk, good = (
-                speed.ttft_s,
-                speed.inter_token_s,
-                speed.itl_s,
-                speed.goodput,
-            )
+            first = speed.ttft_s
             row = [
                 endpoint.name,
                 level.load,
                 median_ms(first),
                 number(1000 * first.p99 if first else None, 1),
-                median_ms(token),
-                median_ms(chunk),
+                median_ms(speed.inter_token_s),
+                median_ms(speed.itl_s),
             ]
-            kept = (
-                [f"{good.requests_per_s:.2f} ({100 * good.share:.0f} %)" if good else DASH]
-                if promise
-                else []
-            )
-            rows.append(row + kept)
+            rows.append(row)
     note = (
         "Medians, TTFT also p99. TTFT = to the first token; TPOT = between tokens after the first; ITL = between "
         "chunks, of several tokens each under speculation."
-    ) + (f" goodput = answers per second with {promise}." if promise else "")
-    columns = [
-        "endpoint",
-        "load",
-        "TTFT",
-        "p99",
-        "TPOT",
-        "ITL",
-        *(["goodput/s"] if promise else []),
-    ]
+    )
+    columns = ["endpoint", "load", "TTFT", "p99", "TPOT", "ITL"]
     return Table("Latency in ms", columns, rows, note)
 
 
