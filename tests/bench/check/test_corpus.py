@@ -48,14 +48,16 @@ FAULTS = {
     "sampled": {"temperature-ignored": "distribution", "drafts-kept": "distribution", "wrong-residual": "distribution",
                 "choices-equal": "n"},
     "transport": {
-        "call-dropped": "calls", "calls-as-text": "calls", "call-without-id": "ids of calls", "unindexed": "ids of calls",
+        "call-dropped": "calls", "calls-as-text": "calls", "call-without-id": "ids of calls",
+        "unindexed": "ids of calls",
         "arguments-altered": "calls", "json-broken": "json", "stream-altered": "text", "text-emptied": "text",
         "reasoning-moved": "text", "finish-wrong": "finish reason", "stop-ignored": "stop",
         "stop-early": "stop", "second-stop-ignored": "several stops", "usage-inflated": "usage",
         "one-call-id": "ids of calls", "indented": "text", "keys-sorted": "arguments",
     },
     "parameters": {
-        "penalties-dropped": "presence_penalty", "logit-bias-dropped": "logit_bias", "stop-ids-dropped": "stop_token_ids",
+        "penalties-dropped": "presence_penalty", "logit-bias-dropped": "logit_bias",
+        "stop-ids-dropped": "stop_token_ids",
         "top-p-dropped": "top_p", "top-k-dropped": "top_k", "min-p-dropped": "min_p",
         "min-tokens-dropped": "min_tokens", "max-tokens-dropped": "max_tokens",
     },

@@ -7,7 +7,6 @@ answers, their probabilities and what each fault makes of them are exact, and a 
 import json
 import math
 import random
-import re
 import zlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,8 @@ from typing import Any
 
 import httpx
 
-from trtspec.checkpoint.chat_parser import parse_reply
+from trtspec.bench.check.prompts import CALLED, SAID, TWO_CALLS, VALUES
+from trtspec.checkpoint.chat_parser import parse_reply, reply_text
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 
 CITIES = ("Paris", "Rome")
@@ -128,18 +128,13 @@ class Toy:
 
     def forced(self, body: Body) -> list[int]:
         """The answer that a grammar leaves no choice in."""
-        form, choice = body.get("response_format", {}), body.get("tool_choice")
-        if form.get("type") == "regex":
-            text = re.sub(r"\\(.)", r"\1", form["regex"])
-        elif isinstance(choice, dict):
-            properties = body["tools"][0]["function"]["parameters"]["properties"]
-            values = json.dumps({name: only["enum"][0] for name, only in properties.items()})
-            call = f"<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{values}<|tool_call_end|>"
-            text = f"<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
+        form = body.get("response_format")
+        if form == TWO_CALLS:
+            text = SAID
         elif form:
-            properties = form["json_schema"]["schema"]["properties"]
-            values = {name: only.get("enum", ["chair"])[0] for name, only in properties.items()}
-            text = json.dumps(values, ensure_ascii=False)
+            text = json.dumps({"name": "chair", **VALUES}, ensure_ascii=False)
+        elif isinstance(body.get("tool_choice"), dict):
+            text = reply_text({"tool_calls": CALLED[:1]}, True, False)
         else:
             return []
         return self.tokenizer.encode(text, allow_special=True)
@@ -281,8 +276,7 @@ class Toy:
             ]
             ids = [self.generate(prompt, body | {"seed": seed}).ids for seed in seeds]
             choices = [{"text": "", "token_ids": each, "finish_reason": "length"} for each in ids]
-            usage = {"prompt_tokens": len(prompt), "completion_tokens": sum(map(len, ids))}
-            return httpx.Response(200, json={"choices": choices, "usage": usage})
+            return httpx.Response(200, json={"choices": choices})
         made = self.generate(prompt, body)
         if "logprobs" in body:  # of one continuation
             begin = self.begin(prompt)

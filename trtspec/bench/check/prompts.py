@@ -1,7 +1,7 @@
 """What the gate asks. Everything is made from questions and counts, so two servers are asked the same.
 
-A conversation is asked as token ids of our own chat template (run `ids`), as a chat (`chat`) and as a stream (`stream`).
-Kinds of faults that no question can be trusted to evoke are forced: by a grammar, or by a high temperature.
+A conversation is asked as token ids of our own chat template (run `ids`), as a chat and as a stream. What no question
+can be trusted to evoke is forced: by a grammar, or by a high temperature.
 """
 
 from __future__ import annotations
@@ -77,8 +77,12 @@ FORCED = {
     "arguments": {"tools": [function("f", **CONSTANTS)], "tool_choice": NAMED},
     "calls": {"tools": [function("f"), function("g")], "response_format": TWO_CALLS},
 }  # fmt: skip
-PICTURE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
+PICTURE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQ"
+    "AAAABJRU5ErkJggg=="
+)
 NEVER = "\u2405"  # a character that no answer holds
+MIN_SAMPLED = 32  # answers, so that enough tokens are unsure
 HOT = {"temperature": 2.0, "top_p": 1.0, "top_k": 0}  # no target is sure at it
 HOT_TOKENS = 24
 TRUNCATIONS = {"control": {}, "top_k": {"top_k": 1}, "top_p": {"top_p": 1e-6}, "min_p": {"min_p": 1.0}}  # fmt: skip
@@ -112,7 +116,7 @@ class Prompts:
         text = self.texts[: self.samples]
         for index, messages in enumerate(text):
             yield from self.twins(f"text {index}", "text", messages)
-        yield from self._sampled(self.texts)
+        yield from self._sampled(self.texts[: max(MIN_SAMPLED, 2 * self.samples)])
         yield from self._unsure(text[0])
         yield from self._lengths(text, self.few)
         offered = [one.first_request() for one in self.questions if one.tools]
@@ -204,7 +208,7 @@ class Prompts:
     def texts(self) -> list[list[Message]]:
         """Conversations of text without tools."""
         plain = [one for one in self.questions if not (one.tools or one.has_pictures)]
-        return [one.first_request()[0] for one in plain[: 2 * self.samples]]
+        return [one.first_request()[0] for one in plain]
 
     @property
     def few(self) -> int:

@@ -1,8 +1,8 @@
 """The rows of the gate: pure functions of one or two recordings.
 
-A row is made of looks: one exchange, one kind of fault, and what was seen. It fails if a look has a fault. It is unmeasured
-if one of its kinds was asked and could not be judged, or if fewer than half of its looks could. Else it passes. A fault that
-the plain server shows for the same request never counts.
+A look is at one exchange, for one kind of fault. A row fails if a look has a fault. It is unmeasured if one of its kinds
+was not seen, or if fewer than half of its looks could be judged. Else it passes. A fault that the plain server shows for
+the same request never counts.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _row(
 
 
 def not_asked(got: Sequence[Exchange]) -> dict[str, str]:
-    """By probe, why a kind of fault cannot reach a user: the target lacks something, or the server refuses it by name."""
+    """By probe, why a fault cannot reach a user: the target lacks something, or the server refuses it by name."""
     skipped = {one.kind: "refused by the server" for one in got if one.refused}
     return skipped | {one.kind: one.error or "" for one in got if one.run == "withheld"}
 
@@ -259,11 +259,11 @@ def is_sampled(one: Exchange) -> bool:
 def sampled(got: Sequence[Exchange], plain: Sequence[Exchange]) -> tuple[list[Look], str]:
     """Answers at temperature 1 are drawn from the target's distribution; seeds repeat and differ; choices differ."""
     looks = list(_unsure(got))
-    drawn = _scores(got)
+    drawn = drawn_scores(got)
     if not drawn:
         return looks, NO_SCORES
     limit = -math.log(ALPHA)
-    mine, theirs = log_e(drawn), log_e(_scores(plain))
+    mine, theirs = log_e(drawn), log_e(drawn_scores(plain))
     unsure = sum(map(_is_unsure, drawn))
     tokens = f"{unsure} tokens of which the target is unsure, {MIN_UNSURE} are needed"
     why = f"log e {mine:.1f} of {limit:.1f} over {tokens}, without speculation {theirs:.1f}"
@@ -279,7 +279,7 @@ def sampled(got: Sequence[Exchange], plain: Sequence[Exchange]) -> tuple[list[Lo
     return looks, why
 
 
-def _scores(exchanges: Sequence[Exchange]) -> list[Score]:
+def drawn_scores(exchanges: Sequence[Exchange]) -> list[Score]:
     return [score for one in exchanges if is_sampled(one) for score in one.scores]
 
 
@@ -555,7 +555,8 @@ def _kept(one: Exchange) -> bool:
     """Whether an answer keeps to its parameters."""
     body, ids = one.body, one.token_ids
     stops, biased = body.get("stop_token_ids", ()), map(int, body.get("logit_bias", ()))
-    return {*ids[:-1]}.isdisjoint(stops) and {*ids}.isdisjoint(biased) and len(ids) >= body.get("min_tokens", 0) - 1  # fmt: skip
+    long_enough = len(ids) >= body.get("min_tokens", 0) - 1
+    return long_enough and {*ids[:-1]}.isdisjoint(stops) and {*ids}.isdisjoint(biased)
 
 
 # --- acceptance ---
