@@ -190,14 +190,14 @@ def _prompts(options: CheckOptions, asker: Asker) -> Prompts:
     """What is asked of this server. `withheld`: what its release or its target does not take."""
     from trtspec.bench.check.prompts import Prompts
     from trtspec.bench.questions.datasets import load_dataset
-    from trtspec.checkpoint.chat_parser import THINK
+    from trtspec.checkpoint.chat_parser import THINK_END
     from trtspec.checkpoint.tokenizer import read_optional
 
     ending = request_limits_of(asker.server).get("end_engine", ())
     withheld = dict.fromkeys(ending, "ends this release of the server")
     if "vision_config" not in read_optional(asker.tokenizer.directory / "config.json"):
         withheld["picture"] = "the target has no vision tower"
-    if THINK not in asker.tokenizer.template.source:
+    if THINK_END not in asker.tokenizer.template.source:
         withheld["reasoning"] = "the target does not think"
     return Prompts(
         tokenizer=asker.tokenizer, questions=load_dataset(options.dataset).questions, samples=options.samples,
@@ -235,8 +235,8 @@ async def _asking(
         remedy = f"ask the same server as before, or remove {journal} to start over"
         header = {name: getattr(options, name) for name in SIZES}
         header["tokenizer"] = target
-        with Journal(journal, header, remedy=remedy) as asker.journal:
-            asker.read_journal()
+        with Journal(journal, header, remedy=remedy) as opened:
+            asker.use(opened)
             yield asker
 
 

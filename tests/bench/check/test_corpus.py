@@ -78,7 +78,13 @@ def recorded(toy: Toy) -> list[Exchange]:
         one = await asker(toy)
         return await record(
             one,
-            Prompts(tokenizer=TOKENIZER, questions=QUESTIONS, ids=one.server.adapter.ids, **SIZES),
+            Prompts(
+                tokenizer=TOKENIZER,
+                questions=QUESTIONS,
+                ids=one.server.adapter.ids,
+                withheld={},
+                **SIZES,
+            ),
         )
 
     return asyncio.run(run())

@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -72,12 +73,12 @@ class Asker:
     tokens: int = 0
     failures: int = 0  # in a row
 
-    def read_journal(self) -> None:
+    def use(self, journal: Journal) -> None:
         """Raises UsageError if another server gave the answers in the journal, or if one is not an exchange."""
-        if self.journal is not None:
-            self.journal.answered_by({"server": self.server.identity})
-            for entry in self.journal.entries(ExchangeRecord).values():
-                self.known[to_line(request_of(entry.exchange))] = entry.exchange
+        self.journal = journal
+        journal.answered_by({"server": self.server.identity})
+        for entry in journal.entries(ExchangeRecord).values():
+            self.known[to_line(request_of(entry.exchange))] = entry.exchange
 
     async def all(self, wanted: Iterable[Exchange], concurrency: int = 0) -> list[Exchange]:
         """The exchanges with their answers, in order."""
@@ -170,7 +171,7 @@ async def score_answers(
     # equal answers to equal prompts are scored once
     distinct = {_identity(one): one for one in both if _judged(one)}
     plain = {one.key: one.token_ids for one in own if one.kind == "text"}
-    plain |= {kind: one.token_ids for one in got if one.kind == "answer" for kind in PENALTIES}
+    plain |= {kind: one.token_ids for one in got if one.kind == "top_k" for kind in PENALTIES}
     scores: dict[tuple[Any, ...], tuple[Score, ...]] = {}
     asker.bar.say(f"scoring {len(distinct)} answers")
     room = asyncio.Semaphore(asker.concurrency)
@@ -180,7 +181,7 @@ async def score_answers(
             if asker.server.adapter.scores == "echo":
                 scores[_identity(one)] = await _echoed(asker, one)
             elif asker.server.adapter.scores == "continuations":
-                scores[_identity(one)] = await _continued(asker, one, plain.get(one.key))
+                scores[_identity(one)] = await _continued(asker, one, plain.get(one.key, ()))
             asker.bar.advance(1)
 
     await asyncio.gather(*map(score, distinct.values()))
@@ -208,14 +209,11 @@ async def _echoed(asker: Asker, one: Exchange) -> tuple[Score, ...]:
     return tuple(found) if len(found) == len(one.token_ids) else ()
 
 
-async def _continued(
-    asker: Asker, one: Exchange, plain: tuple[int, ...] | None
-) -> tuple[Score, ...]:
+async def _continued(asker: Asker, one: Exchange, plain: tuple[int, ...]) -> tuple[Score, ...]:
     """Scores of some tokens, each from a continuation of one token: of a sampled answer its first ones, which are the
     least sure, of another from its first difference on."""
-    same = zip(one.token_ids, plain or (), strict=False)
-    begin = next((index for index, (a, b) in enumerate(same) if a != b), 0)
-    if not begin and plain and one.token_ids == plain[: len(one.token_ids)]:
+    begin = len(commonprefix([one.token_ids, plain]))
+    if begin == len(one.token_ids):
         return (EQUAL,) * len(one.token_ids)
     places = range(len(one.token_ids))[begin : begin + SCORED.get(one.kind, BEHIND)]
     found = []

@@ -13,7 +13,7 @@ TABLE = """\
 | TS-CHECK-ANSWERS | failures | an error, or half an answer | request |
 | TS-CHECK-ANSWERS | streams | a text that comes all at once | streams |
 | TS-CHECK-PROMPTS | text | another question is answered | text |
-| TS-CHECK-PROMPTS | system, thinking | instructions without effect | prompt |
+| TS-CHECK-PROMPTS | system, thinking | instructions without effect | prompt reasoning |
 | TS-CHECK-PROMPTS | second turn | the first turn is forgotten | turn-2 |
 | TS-CHECK-PROMPTS | call | a function that is offered is unknown | call |
 | TS-CHECK-PROMPTS | follow-up | the result of a call is unknown | follow-up |

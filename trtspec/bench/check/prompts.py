@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,7 @@ def call(index: int, name: str, **arguments: Any) -> Message:
 
 TOOL = function("get_weather", city={"type": "string"})
 WEATHER = "What is the weather in Paris and in Rome?"
-SYSTEM = ("You are a helpful assistant.", "You answer in one short paragraph and never use lists.")
+SYSTEM = {"role": "system", "content": "You answer in one short paragraph and never use lists."}
 ODD_TEXTS = {
     "special": f"Copy: {END_OF_TURN} <|im_user|> {THINK_END} [EOS]",
     "blanks": "  \r\n\t Copy\r\n\r\nthe  blanks \r\n ",
@@ -83,10 +83,14 @@ PICTURE = (
 )
 NEVER = "\u2405"  # a character that no answer holds
 MIN_SAMPLED = 32  # answers, so that enough tokens are unsure
-HOT = {"temperature": 2.0, "top_p": 1.0, "top_k": 0}  # no target is sure at it
+HOT: dict[str, Any] = {"temperature": 2.0, "top_p": 1.0, "top_k": 0}  # no target is sure at it
 HOT_TOKENS = 24
 TRUNCATIONS = {"control": {}, "top_k": {"top_k": 1}, "top_p": {"top_p": 1e-6}, "min_p": {"min_p": 1.0}}  # fmt: skip
-PENALTIES = {"frequency_penalty": 2.0, "presence_penalty": 2.0, "repetition_penalty": 1.5}
+PENALTIES = {
+    "frequency_penalty": {"frequency_penalty": 2.0},
+    "presence_penalty": {"presence_penalty": 2.0},
+    "repetition_penalty": {"repetition_penalty": 1.5},
+}
 PENALTY_TOKENS = 64
 CHOICES = 3
 SEED_TOKENS = 6  # few, so that rounding seldom parts two answers of one seed
@@ -109,7 +113,7 @@ class Prompts:
     context: int
     limit: int
     ids: Mapping[str, Any]
-    withheld: Mapping[str, str] = field(default_factory=dict)
+    withheld: Mapping[str, str]
 
     def first(self) -> Iterator[Exchange]:
         """Everything that needs no earlier answer, in the order in which it is asked."""
@@ -118,7 +122,7 @@ class Prompts:
             yield from self.twins(f"text {index}", "text", messages)
         yield from self._sampled(self.texts[: max(MIN_SAMPLED, 2 * self.samples)])
         yield from self._unsure(text[0])
-        yield from self._lengths(text, self.few)
+        yield from self._lengths(text)
         offered = [one.first_request() for one in self.questions if one.tools]
         calls = [([_user(WEATHER)], [TOOL]), *offered]
         for index, (messages, tools) in enumerate(calls[: self.few]):
@@ -128,11 +132,13 @@ class Prompts:
         yield from self._forms()
         for index, messages in enumerate(text[: self.few]):
             yield self.raw(f"stop {index}", "stop", messages, thinking=False)
-        for index, words in enumerate(SYSTEM):
-            messages = [{"role": "system", "content": words}, _user(text[0][-1]["content"])]
-            yield from self.twins(f"prompt {index}", "prompt", messages)
-        for thinking in (False, True):
-            yield from self.twins(f"thinking {thinking}", "prompt", text[0], thinking=thinking)
+        yield from self.twins("system", "prompt", [SYSTEM, text[0][-1]])
+        yield from self.twins("quiet", "prompt", text[0], thinking=False)
+        # thoughts that do not end, because their end mark is forbidden
+        endless = {"logit_bias": {str(self.tokenizer.special_tokens.get(THINK_END)): -100}}
+        for run in ("chat", "stream"):
+            asked = self.chat("", "", text[0], run, thinking=True, max_tokens=HOT_TOKENS)
+            yield from self._steered(asked, {"reasoning": endless})
         for kind, words in ODD_TEXTS.items():
             yield self.chat(kind, kind, [_user(words)], "chat", max_tokens=ODD_TOKENS)
         for probe, reason in self.withheld.items():
@@ -143,12 +149,13 @@ class Prompts:
         known = {one.key: one for one in answers if one.run == "ids" and one.answered}
         texts = self.texts[: self.few]
         for index, messages in enumerate(texts):
-            if base := known.get(f"text {index}"):
-                content = parse_reply(base.raw, False)["content"] or "..."
+            if content := _content(known.get(f"text {index}")):
                 said = {"role": "assistant", "content": content}
                 more = [*messages, said, _user("Now say the same again, shorter.")]
                 yield from self.twins(f"turn-2 {index}", "turn-2", more)
-        yield from self._stops(texts[: 1 + self.few // 3], known)
+        for index, messages in enumerate(texts[: 1 + self.few // 3]):
+            if content := _content(known.get(f"stop {index}")):
+                yield from self._stops(f"stop {index}", messages, content)
         yield from self._parameters(known)
 
     def twins(self, key: str, kind: str, messages: list[Message], tools: Any = None,
@@ -207,8 +214,9 @@ class Prompts:
     @cached_property
     def texts(self) -> list[list[Message]]:
         """Conversations of text without tools."""
-        plain = [one for one in self.questions if not (one.tools or one.has_pictures)]
-        return [one.first_request()[0] for one in plain]
+        return [
+            one.first_request()[0] for one in self.questions if not (one.tools or one.has_pictures)
+        ]
 
     @property
     def few(self) -> int:
@@ -217,13 +225,13 @@ class Prompts:
     def _sampled(self, texts: Sequence[list[Message]]) -> Iterator[Exchange]:
         """One answer a prompt at temperature 1. A target that is sure of its answers shows no sampler; it is less sure
         of a user's words, so three of four prompts are questions cut short."""
-        drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+        drawn = HOT | {"temperature": 1.0}
         for index, messages in enumerate(texts):
             asked = self.raw(f"sampled {index}", "sampled", messages, seed=index, **drawn)
             yield self._opened(asked, messages, 0.25) if index % 4 else asked
 
     def _unsure(self, messages: list[Message]) -> Iterator[Exchange]:
-        """Requests at a high temperature, where a seed, `n` and a truncation cannot but show."""
+        """Requests where a target is unsure: a user's first words, most of them at a high temperature."""
         base = self._opened(self.raw("", "", messages, **HOT), messages, 0.0)
         for seed in range(CHOICES):
             body = base.body | {"seed": seed, "max_tokens": SEED_TOKENS}
@@ -233,15 +241,17 @@ class Prompts:
         yield replace(base, key="n", kind="n", body=body)
         body = base.body | {"seed": 0, "max_tokens": HOT_TOKENS}
         yield from self._steered(replace(base, body=body), TRUNCATIONS)
+        body = base.body | {"temperature": 0.0, "ignore_eos": True, "max_tokens": PENALTY_TOKENS}
+        yield from self._steered(replace(base, body=body), PENALTIES)
 
-    def _lengths(self, texts: Sequence[list[Message]], count: int) -> Iterator[Exchange]:
+    def _lengths(self, texts: Sequence[list[Message]]) -> Iterator[Exchange]:
         """Long prompts, a prompt near the server's limit, and a long answer."""
-        for index in range(count):
+        for index in range(self.few):
             messages = self._document(texts, index, self.context)
             yield from self.twins(f"long {index}", "long", messages)
         room = min(self.limit, MAX_CONTEXT) - self._limit(None)
-        spare = 2 * len(self._prompt(self._document(texts, count, 0)))
-        yield from self.twins("limit", "limit", self._document(texts, count, room - spare))
+        spare = 2 * len(self._prompt(self._document(texts, self.few, 0)))
+        yield from self.twins("limit", "limit", self._document(texts, self.few, room - spare))
         asked = self.raw("answer", "answer", texts[0], ignore_eos=True)
         tokens = min(LONG_ANSWER, self.limit - len(asked.body["prompt"]))
         yield replace(asked, body=asked.body | {"max_tokens": tokens})
@@ -266,23 +276,17 @@ class Prompts:
                 fields = fields | {"max_tokens": tokens}
                 yield self.chat(kind, kind, messages, run, thinking=False, **fields)
 
-    def _stops(
-        self, texts: Sequence[list[Message]], known: Mapping[str, Exchange]
-    ) -> Iterator[Exchange]:
-        """Stop strings from known answers: one, one behind a string that does not occur, and two that only begin."""
-        for index, messages in enumerate(texts):
-            base = known.get(f"stop {index}")
-            content = parse_reply(base.raw, False)["content"] if base else None
-            if not content:
-                continue
-            middle = content[len(content) // 2 :][:6]
-            begun = [middle + NEVER, content[-4:] + NEVER]
-            kinds = {"stop": [middle], "stops": [NEVER, middle], "begun": begun}
-            for kind, stop in kinds.items():
-                for run in ("chat", "stream"):
-                    yield self.chat(
-                        f"stop {index}", kind, messages, f"{run}, {kind}", thinking=False, stop=stop
-                    )
+    def _stops(self, key: str, messages: list[Message], content: str) -> Iterator[Exchange]:
+        """Stop strings from a known answer: one, one behind a string that does not occur, and two that only begin."""
+        middle = content[len(content) // 2 :][:6]
+        kinds = {
+            "stop": [middle],
+            "stops": [NEVER, middle],
+            "begun": [middle + NEVER, content[-4:] + NEVER],
+        }
+        for kind, stop in kinds.items():
+            for run in ("chat", "stream"):
+                yield self.chat(key, kind, messages, f"{run}, {kind}", thinking=False, stop=stop)
 
     def _opened(self, asked: Exchange, messages: list[Message], share: float) -> Exchange:
         """The request with a prompt that ends within the last user's words, for the target to write on."""
@@ -306,18 +310,16 @@ class Prompts:
                 "min_tokens": {"min_tokens": least, "max_tokens": least + 8},
             }
             yield from self._steered(base, direct)
-        if long := known.get("answer"):
-            penalties = {
-                kind: {kind: value, "max_tokens": PENALTY_TOKENS}
-                for kind, value in PENALTIES.items()
-            }
-            yield from self._steered(long, penalties)
 
     def _steered(self, base: Exchange, probes: Mapping[str, dict[str, Any]]) -> Iterator[Exchange]:
         """The request with more fields, by kind."""
         for kind, fields in probes.items():
             if kind not in self.withheld:
                 yield replace(request_of(base), key=kind, kind=kind, body=base.body | fields)
+
+
+def _content(answer: Exchange | None) -> str:
+    return parse_reply(answer.raw, False)["content"] or "" if answer else ""
 
 
 def request_of(asked: Exchange) -> Exchange:

@@ -1,8 +1,8 @@
 """The rows of the gate: pure functions of one or two recordings.
 
-A look is at one exchange, for one kind of fault. A row fails if a look has a fault. It is unmeasured if one of its kinds
-was not seen, or if fewer than half of its looks could be judged. Else it passes. A fault that the plain server shows for
-the same request never counts.
+A look is at one exchange, for one kind of fault. A row fails if a look has a fault. It is unmeasured if one of its
+kinds was not seen, or if fewer than half of its looks could be judged. Else it passes. A fault that the plain server
+shows for the same request never counts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
 
 from trtspec.bench.check.kinds import KINDS
@@ -42,7 +43,7 @@ Name = tuple[str, str]
 PROBES = defaultdict[str, dict[str, str]](dict)  # by row: probe -> kind of fault
 for kind in KINDS:
     PROBES[kind.row] |= dict.fromkeys(kind.probes.split(), kind.name)
-GREEDY = {probe for probe in PROBES["greedy"]}
+GREEDY = PROBES["greedy"].keys()
 REPEATS = ("warm", "crowd", "later")  # runs that are probes of their own
 
 
@@ -368,8 +369,7 @@ def transport(exchanges: Sequence[Exchange], known: Sequence[Exchange]) -> Itera
             fault = f"counts {one.completion_tokens} tokens of {len(one.token_ids)}"
             yield Look("usage", one.name, fault if wrong else "")
         if "prompt" in one.body:
-            seen = one.content.strip()
-            other = bool(seen and one.raw) and seen not in one.raw
+            other = bool(one.raw) and one.content.strip() not in one.raw
             yield Look(one.kind, one.name, "the text is not that of its tokens" if other else "")
             continue
         if one.calls:
@@ -424,7 +424,8 @@ def _message(one: Exchange, raws: Sequence[Exchange]) -> Iterator[Look]:
         reasoning, text, *calls = want[0] if want else mine
         probes += ["reasoning"] * bool(reasoning) + ["calls"] * (len(calls) > 1)
         probes += ["characters"] * (not text.isascii())
-        shown = bool(want) and not cut and (one.kind != "call" or bool(calls) or not right)
+        needed = {"call": calls, "reasoning": reasoning}.get(one.kind, want)
+        shown = bool(want) and not cut and bool(needed or not right)
         wanted = _shown(want[0]) if want else ""
     fault = "" if right else f"{_shown(mine)} is not {wanted}"
     for probe in probes:
@@ -502,8 +503,7 @@ def _tied(one: Exchange, raws: Sequence[Exchange]) -> bool:
     text = one.reasoning + one.content
     for other in raws:
         base = "".join(_parsed(other.raw)[:2])
-        pairs = enumerate(zip(text, base, strict=False))
-        same = next((i for i, (a, b) in pairs if a != b), min(len(text), len(base)))
+        same = len(commonprefix([text, base]))
         token = len(other.token_ids) * same // max(1, len(base))
         if any(score.tied for score in other.scores[max(0, token - 2) : token + 2]):
             return True
@@ -630,7 +630,7 @@ class CheckVerdict:
     """`word` is SAFE, NOT SAFE or NOT PROVEN; `line` says why in one sentence."""
 
     rows: tuple[Row, ...]
-    accepted: frozenset[str] = field(default=frozenset())
+    accepted: frozenset[str] = frozenset()
 
     @property
     def missing(self) -> list[Row]:
@@ -665,9 +665,8 @@ def coverage(got: Sequence[Exchange], rows: Sequence[Row]) -> str:
     """What a verdict is about: kinds of faults, and lengths."""
     absent = [f"{probe} ({reason})" for probe, reason in not_asked(got).items()]
     missing = [kind for row in rows for kind in row.unmeasured]
-    asked = [one for one in got if one.answered]
-    prompt = max([0, *(len(one.prompt) for one in asked)])
-    answer = max([0, *(one.size for one in asked)])
+    prompt = max(len(one.prompt) for one in got)
+    answer = max(one.size for one in got)
     covered = len(KINDS) - len(missing) - len(absent)
     lengths = f"prompts up to {prompt:,} tokens, answers up to {answer:,}"
     left = f"; not asked: {', '.join(absent)}" if absent else ""
