@@ -136,9 +136,8 @@ class Prompts:
         yield from self.twins("quiet", "prompt", text[0], thinking=False)
         # thoughts that do not end, because their end mark is forbidden
         endless = {"logit_bias": {str(self.tokenizer.special_tokens.get(THINK_END)): -100}}
-        for run in ("chat", "stream"):
-            asked = self.chat("", "", text[0], run, thinking=True, max_tokens=HOT_TOKENS)
-            yield from self._steered(asked, {"reasoning": endless})
+        for asked in self.twins("", "", text[0], thinking=True):
+            yield from self._steered(asked, {"reasoning": endless | {"max_tokens": HOT_TOKENS}})
         for kind, words in ODD_TEXTS.items():
             yield self.chat(kind, kind, [_user(words)], "chat", max_tokens=ODD_TOKENS)
         for probe, reason in self.withheld.items():
