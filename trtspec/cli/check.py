@@ -162,7 +162,9 @@ async def _exchanges(
     from trtspec.client.exchange import read_recording, to_line
 
     recorded = read_recording(options.score) if options.score else None
-    got, plain, askers = [], None, []
+    got: list[Exchange] = []
+    plain: list[Exchange] | None = None
+    askers: list[Asker] = []
     async with AsyncExitStack() as servers:
         asker = await servers.enter_async_context(_asking(options, options.url, MAIN, bar))
         askers.append(asker)

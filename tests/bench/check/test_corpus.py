@@ -219,7 +219,7 @@ def test_a_recording_that_is_killed_again_and_again_asks_nothing_twice(
     server, file = Recorder(), tmp_path / "spec.jsonl"
     journal = tmp_path / "spec.jsonl.part"
     command = [sys.executable, "-m", "trtspec", "check", server.url, "--tokenizer", "kimi-nano", "--samples", "4",
-               "--max-tokens", "12", "--context-tokens", "0", "--concurrency", "1", "--record"]  # fmt: skip
+               "--max-tokens", "12", "--context-tokens", "8", "--concurrency", "1", "--record"]  # fmt: skip
 
     def asked(recording: Path) -> Counter[str]:
         """The requests of a run to the end, which its key marks: those of a killed run may arrive after it."""
