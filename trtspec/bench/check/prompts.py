@@ -85,7 +85,12 @@ NEVER = "\u2405"  # a character that no answer holds
 MIN_SAMPLED = 32  # answers, so that enough tokens are unsure
 HOT: dict[str, Any] = {"temperature": 2.0, "top_p": 1.0, "top_k": 0}  # no target is sure at it
 HOT_TOKENS = 24
-TRUNCATIONS: dict[str, dict[str, Any]] = {"control": {}, "top_k": {"top_k": 1}, "top_p": {"top_p": 1e-6}, "min_p": {"min_p": 1.0}}  # fmt: skip
+TRUNCATIONS: dict[str, dict[str, Any]] = {
+    "control": {},
+    "top_k": {"top_k": 1},
+    "top_p": {"top_p": 1e-6},
+    "min_p": {"min_p": 1.0},
+}
 PENALTIES = {
     "frequency_penalty": {"frequency_penalty": 2.0},
     "presence_penalty": {"presence_penalty": 2.0},
