@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from os.path import commonprefix
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from trtspec.bench.check.kinds import KINDS
 from trtspec.bench.check.prompts import CALLED, PENALTIES, SAID, TRUNCATIONS, VALUES
@@ -38,7 +38,6 @@ SPECULATES = 1.1  # tokens per step; a busy server without speculation joins a f
 TOKENS_PER_ARRIVAL = 16  # more than any drafter yields in a step: a proxy buffers
 
 NO_SCORES = "needs the scores of the server without speculation (`score`, `against`)"
-Status = Literal["pass", "fail", "unmeasured"]
 Name = tuple[str, str]
 PROBES = defaultdict[str, dict[str, str]](dict)  # by row: probe -> kind of fault
 for kind in KINDS:
@@ -57,11 +56,11 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """`seen` of `of` looks could be judged. `unmeasured`: kinds of faults that were asked for in vain. `why` says what
+    """`status`: pass, fail or unmeasured. `seen` of `of` looks could be judged. `unmeasured`: kinds of faults that were asked for in vain. `why` says what
     was missing, or what was measured."""
 
     name: str
-    status: Status
+    status: str
     seen: int = 0
     of: int = 0
     faults: tuple[str, ...] = ()
@@ -116,7 +115,7 @@ def _row(
     for probe, (key, run), fault in judged:
         if fault and (probe, (key, run)) not in excused:
             faults.append(f"{kinds[probe]}: {key} ({run}): {fault}")
-    status: Status = "fail" if faults else "unmeasured" if missing else "pass"
+    status = "fail" if faults else "unmeasured" if missing else "pass"
     if not faults and 2 * len(judged) < len(counted):
         status = "unmeasured"
     if missing and judged:
@@ -669,5 +668,5 @@ def coverage(got: Sequence[Exchange], rows: Sequence[Row]) -> str:
     answer = max(one.size for one in got)
     covered = len(KINDS) - len(missing) - len(absent)
     lengths = f"prompts up to {prompt:,} tokens, answers up to {answer:,}"
-    left = f"; not asked: {', '.join(absent)}" if absent else ""
-    return f"covered: {covered} of {len(KINDS)} kinds of faults, {lengths}{left}"
+    left = ", ".join(absent) or "none"
+    return f"covered: {covered} of {len(KINDS)} kinds of faults, {lengths}; not asked: {left}"
