@@ -56,8 +56,8 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """`status`: pass, fail or unmeasured. `seen` of `of` looks could be judged. `unmeasured`: kinds of faults that were asked for in vain. `why` says what
-    was missing, or what was measured."""
+    """`status`: pass, fail or unmeasured. `seen` of `of` looks could be judged. `unmeasured`: kinds of faults that were
+    asked for in vain. `why` says what was missing, or what was measured."""
 
     name: str
     status: str
