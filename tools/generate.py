@@ -421,6 +421,8 @@ def undocumented() -> list[str]:
 
 
 def main() -> None:
+    from trtspec.bench.check.kinds import page
+
     check = "--check" in sys.argv[1:]
     complaints = undocumented()
     documents = {
@@ -429,6 +431,7 @@ def main() -> None:
         "support-matrix.md": support_matrix(),
         "schema-differences.md": schema_differences(),
         "chart-values.md": chart_values(),
+        "fault-kinds.md": page(),
     }
     wanted_texts = {DOCS / name: NOTE + text for name, text in documents.items()}
     others = {PACKAGE / "__init__.pyi": stub(), CHART / "engine-keys.json": engine_keys()}

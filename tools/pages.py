@@ -17,7 +17,7 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = {
     "cli-reference.md", "problems.md", "support-matrix.md", "chart-values.md", "schema-differences.md",
-    "public-recipes.md", "plan-checks.md",
+    "public-recipes.md", "plan-checks.md", "fault-kinds.md",
 }  # fmt: skip
 FIRST_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 PAGES = FIRST_PAGES + sorted(ROOT.glob("docs/**/*.md"))

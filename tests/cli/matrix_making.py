@@ -90,7 +90,7 @@ SLOWLY = (
     "--extra-body",
     '{{"delay": 0.4}}',
 )
-CHECK = line("check {url} --samples 2 --max-tokens 8 --context-tokens 0 --tokenizer kimi-nano")
+CHECK = line("check {url} --samples 2 --max-tokens 8 --context-tokens 8 --tokenizer kimi-nano")
 SCORED = line("check {url} --score {recording} --tokenizer kimi-nano")
 CHECKED = effects(
     "--record {out} --min-acceptance 9 --accept-unmeasured sampled --timeout 0.001 --model other "
@@ -250,6 +250,7 @@ MAKING: dict[str, dict[str, Situation]] = {
             CHECKED | effects(
                 "--against {url} --dataset {data} --samples 1 --max-tokens 9 --context-tokens 40",
                 url=Effect(instead=line("check {nowhere} --tokenizer kimi-nano")),
+                wait_ready=Effect(line("--wait-ready 0.1"), base=line("check {nowhere} --tokenizer kimi-nano")),
                 exact=Effect(line("--exact"), base=(*CHECK, "--against", "{url}")),
                 force=Effect(line("--force"), base=(*CHECK, "--record", "{out}"), before=a_file),
             ),
@@ -260,6 +261,9 @@ MAKING: dict[str, dict[str, Situation]] = {
             slowly(CHECKED) | effects(
                 "--score {shorter} --concurrency 1 --exact",
                 url=Effect(instead=line("check {nowhere} --score {recording} --tokenizer kimi-nano")),
+                wait_ready=Effect(
+                    line("--wait-ready 0.1"), base=line("check {nowhere} --score {recording} --tokenizer kimi-nano")
+                ),
                 force=Effect(line("--force"), base=(*SCORED, "--record", "{out}"), before=a_file),
             ),
             cheap=line("check {nowhere} --score {recording}"),

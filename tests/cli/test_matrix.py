@@ -122,7 +122,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         "--generation-url=localhost:{taken}"
     )
     places["front"].write_text(succeeded(*found.line(front)).stdout)
-    short = "check {url} --max-tokens 8 --context-tokens 0 --tokenizer kimi-nano"
+    short = "check {url} --max-tokens 8 --context-tokens 8 --tokenizer kimi-nano"
     for line in (
         "quantize {target} -o {nvfp4}",
         "bench {url} --samples 3 --concurrency 1 --max-tokens 8 -o {bench}",

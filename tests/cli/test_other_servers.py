@@ -12,7 +12,7 @@ from trtspec.checkpoint.writer import lock_file
 
 # command -> its words but for the URL, its journal, what starts over, and the beginning of a foreign record
 COMMANDS = {
-    "check": ("{url} --record {out}/r --tokenizer kimi-nano --samples 2 --context-tokens 0",
+    "check": ("{url} --record {out}/r --tokenizer kimi-nano --samples 2 --context-tokens 8",
               "r.part", "remove", "exchange"),
     "synthesize": ("{out}/p.jsonl -o {out}/d --base-url {url} --concurrency 2",
                    ".d.synthesize/.trtspec-synthesize.jsonl", "--restart", "row"),

@@ -15,6 +15,7 @@ from trtspec.cli.options import (
     NamedUrl,
     RateList,
     ThinkingOption,
+    WaitReadyOption,
     request_limits_of,
 )
 from trtspec.errors import (
@@ -128,9 +129,7 @@ class BenchOptions:
     timeout: Annotated[
         float, option("Seconds allowed for one answer; a slower one has failed.", min=0.1)
     ] = 600.0
-    wait_ready: Annotated[
-        float, option("Seconds to wait for the server to name its model.", min=0.0)
-    ] = 0.0
+    wait_ready: WaitReadyOption = 0.0
     resume: Annotated[
         bool,
         option("Continue an interrupted run in --output; failed answers are asked again."),

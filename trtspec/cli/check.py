@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from trtspec import report
-from trtspec.cli.options import request_limits_of
+from trtspec.bench.check.kinds import CODES
+from trtspec.cli.options import WaitReadyOption, request_limits_of
 from trtspec.client.addresses import server_url
 from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError, as_typed
 from trtspec.foreign import PlainName
@@ -18,18 +19,16 @@ from trtspec.report import Result
 
 if TYPE_CHECKING:
     from trtspec.bench.check.asking import Asker
-    from trtspec.bench.check.rows import Verdict
+    from trtspec.bench.check.prompts import Prompts
+    from trtspec.bench.check.rows import CheckVerdict
     from trtspec.checkpoint.tokenizer import KimiTokenizer
     from trtspec.client.exchange import Exchange
 
 ALONE = Mode("`check` without --score", "`check` without --score")
 SCORE = Mode("--score", "--score")
-# by the name of their row
-CODES = {code.removeprefix("TS-CHECK-").lower(): code for code in (
-    "TS-CHECK-ANSWERS", "TS-CHECK-PROMPTS", "TS-CHECK-GREEDY", "TS-CHECK-SAMPLED", "TS-CHECK-TRANSPORT",
-    "TS-CHECK-PARAMETERS", "TS-CHECK-ACCEPTANCE",
-)}  # fmt: skip
 SIZES = ("dataset", "samples", "max_tokens", "context_tokens")  # options that decide the requests
+MAIN = "the URL"  # of the server whose answers are recorded
+LIMIT = 4096  # tokens of prompt and answer, if the server names no limit
 MARKS = {"pass": "pass", "fail": "FAIL", "unmeasured": "?"}
 
 
@@ -67,12 +66,13 @@ class CheckOptions:
     ] = 20
     max_tokens: Annotated[int, option("Maximum tokens per answer.", min=8), Modes(ALONE)] = 128
     context_tokens: Annotated[
-        int, option("Tokens of the long prompts; 0 asks none.", min=0), Modes(ALONE)
+        int, option("Tokens of the long prompts; one more is near the server's limit.", min=1), Modes(ALONE)
     ] = 1024  # fmt: skip
     concurrency: Annotated[
         int, option("Requests in flight; one part asks four times as many.", min=1)
     ] = 4
     timeout: Annotated[float, option("Seconds allowed for one answer.", min=0.001)] = 120.0
+    wait_ready: WaitReadyOption = 0.0
     model: Annotated[
         str | None, option("Model name.", default="the first one the server lists")
     ] = None
@@ -98,8 +98,6 @@ def check(options: CheckOptions) -> Result:
             f"--accept-unmeasured {min(unknown)} is no row of check",
             f"the rows are {', '.join(CODES)}",
         )
-    if options.against:
-        server_url(options.against, "--against")  # before anything is asked
     if options.record is not None:
         if options.record == options.score:
             raise UsageError(
@@ -112,7 +110,7 @@ def check(options: CheckOptions) -> Result:
 async def _check(options: CheckOptions) -> Result:
     import time
 
-    from trtspec.bench.check.rows import Verdict, judge
+    from trtspec.bench.check.rows import CheckVerdict, coverage, judge
 
     began = time.monotonic()
     with report.progress_bar("asking", None, "requests") as bar:
@@ -123,7 +121,7 @@ async def _check(options: CheckOptions) -> Result:
         "seconds": round(time.monotonic() - began, 1),
     }
     if options.record and not options.score and options.against is None:
-        failed = sum(not one.answered for one in got)
+        failed = sum(bool(one.error) and one.run != "withheld" for one in got)
         lines = [
             f"{_cost(cost)}; {failed} without an answer",
             f"recorded {len(got)} answers in {options.record}",
@@ -131,7 +129,7 @@ async def _check(options: CheckOptions) -> Result:
         ]
         return Result({"recorded": str(options.record), "failed": failed, **cost}, lines=lines)
     rows = judge(got, plain, min_acceptance=options.min_acceptance, exact=options.exact)
-    verdict = Verdict(rows=tuple(rows), accepted=frozenset(options.accept_unmeasured))
+    verdict = CheckVerdict(rows=tuple(rows), accepted=frozenset(options.accept_unmeasured))
     problems = [
         Problem(
             CODES[row.name], "error", row.name, row.faults[0], f"trtspec explain {CODES[row.name]}"
@@ -140,7 +138,8 @@ async def _check(options: CheckOptions) -> Result:
         if row.faults
     ]
     results = [asdict(row) for row in verdict.rows]
-    values = {"verdict": verdict.word, "message": verdict.line, "results": results, **cost,
+    covered = coverage(got, rows)
+    values = {"verdict": verdict.word, "message": verdict.line, "covered": covered, "results": results, **cost,
               "problems": [problem.to_dict() for problem in problems]}  # fmt: skip
     remedy = (
         problems[0].remedy
@@ -150,40 +149,63 @@ async def _check(options: CheckOptions) -> Result:
     failure = (
         None if verdict.word == "SAFE" else CheckFailed(f"{options.url} is {verdict.word}", remedy)
     )
-    return Result(values, lines=[*_lines(verdict), _cost(cost), verdict.line], failure=failure)
+    return Result(
+        values, lines=[*_lines(verdict), covered, _cost(cost), verdict.line], failure=failure
+    )
 
 
 async def _exchanges(
     options: CheckOptions, bar: report.Bar
 ) -> tuple[list[Exchange], list[Exchange] | None, list[Asker]]:
     """What users get, what the server without speculation answered (None without one), and who asked."""
-    from trtspec.bench.check.asking import record, score_answers
-    from trtspec.bench.check.prompts import Prompts
-    from trtspec.bench.questions.datasets import load_dataset
+    from trtspec.bench.check.asking import record, require_plain, score_answers
     from trtspec.client.exchange import read_recording, to_line
 
     recorded = read_recording(options.score) if options.score else None
-    async with _asking(
-        options, options.url, "the URL", options.model, bar, options.record
-    ) as asker:
+    got: list[Exchange] = []
+    plain: list[Exchange] | None = None
+    askers: list[Asker] = []
+    async with AsyncExitStack() as servers:
+        asker = await servers.enter_async_context(_asking(options, options.url, MAIN, bar))
+        askers.append(asker)
         if recorded is not None:
             got, plain = await score_answers(asker, recorded)
+        elif options.against is None:
+            got = await record(asker, _prompts(options, asker))
         else:
-            questions = load_dataset(options.dataset).questions
-            withheld = frozenset(request_limits_of(asker.server).get("end_engine", ()))
-            prompts = Prompts(
-                tokenizer=asker.tokenizer, questions=questions, samples=options.samples, max_tokens=options.max_tokens,
-                context=options.context_tokens, ids=asker.server.adapter.ids, withheld=withheld,
-            )  # fmt: skip
-            got, plain = await record(asker, prompts), None
+            other = await servers.enter_async_context(
+                _asking(options, options.against, "--against", bar)
+            )
+            askers.append(other)
+            prompts = _prompts(options, asker)
+            await require_plain(other, [prompts.raw("text 0", "text", prompts.texts[0])])
+            got = await record(asker, prompts)
+            got, plain = await score_answers(other, got)
         if options.record and asker.journal:
-            recording = got if plain is None else plain
+            recording = got if recorded is None else plain or []
             report.write_atomic(options.record, b"".join(map(to_line, recording)))
             asker.journal.path.unlink()
-    if options.against is None:
-        return got, plain, [asker]
-    async with _asking(options, options.against, "--against", None, bar) as other:
-        return *await score_answers(other, got), [asker, other]
+    return got, plain, askers
+
+
+def _prompts(options: CheckOptions, asker: Asker) -> Prompts:
+    """What is asked of this server. `withheld`: what its release or its target does not take."""
+    from trtspec.bench.check.prompts import Prompts
+    from trtspec.bench.questions.datasets import load_dataset
+    from trtspec.checkpoint.chat_parser import THINK_END
+    from trtspec.checkpoint.tokenizer import read_optional
+
+    ending = request_limits_of(asker.server).get("end_engine", ())
+    withheld = dict.fromkeys(ending, "ends this release of the server")
+    if "vision_config" not in read_optional(asker.tokenizer.directory / "config.json"):
+        withheld["picture"] = "the target has no vision tower"
+    if THINK_END not in asker.tokenizer.template.source:
+        withheld["reasoning"] = "the target does not think"
+    return Prompts(
+        tokenizer=asker.tokenizer, questions=load_dataset(options.dataset).questions, samples=options.samples,
+        max_tokens=options.max_tokens, context=options.context_tokens, limit=asker.server.context or LIMIT,
+        ids=asker.server.adapter.ids, withheld=withheld,
+    )  # fmt: skip
 
 
 @asynccontextmanager
@@ -191,30 +213,32 @@ async def _asking(
     options: CheckOptions,
     url: str,
     what: str,
-    model: str | None,
     bar: report.Bar,
-    file: Path | None = None,
 ) -> AsyncIterator[Asker]:
-    """One server to ask; `what` names its URL in errors. Its answers are kept beside `file` while they come."""
+    """One server to ask; `what` names its URL in errors. MAIN's answers are kept beside the recording as they come."""
     from trtspec.bench.check.asking import CROWD, Asker
     from trtspec.checkpoint.writer import Journal
-    from trtspec.client.client import new_client
+    from trtspec.client.client import new_client, wait_ready
     from trtspec.client.servers import detect_server
 
-    async with new_client(server_url(url, what), CROWD * options.concurrency) as client:
-        server = await detect_server(client, model)
+    address = server_url(url, what)
+    if options.wait_ready:
+        await wait_ready(address, options.wait_ready)
+    async with new_client(address, CROWD * options.concurrency) as client:
+        server = await detect_server(client, options.model if what == MAIN else None)
         target = options.tokenizer or server.model
         asker = Asker(client=client, server=server, tokenizer=_tokenizer(target), concurrency=options.concurrency,
                       timeout=options.timeout, bar=bar)  # fmt: skip
-        if file is None:
+        file = options.record
+        if file is None or what != MAIN:
             yield asker
             return
         journal = file.with_name(PlainName(f"{file.name}.part"))
         remedy = f"ask the same server as before, or remove {journal} to start over"
         header = {name: getattr(options, name) for name in SIZES}
         header["tokenizer"] = target
-        with Journal(journal, header, remedy=remedy) as asker.journal:
-            asker.read_journal()
+        with Journal(journal, header, remedy=remedy) as opened:
+            asker.use(opened)
             yield asker
 
 
@@ -234,19 +258,14 @@ def _tokenizer(name: str) -> KimiTokenizer:
         raise UsageError(f"no tokenizer of {name} is here ({error.message})", remedy) from None
 
 
-def _lines(verdict: Verdict) -> Iterator[str]:
+def _lines(verdict: CheckVerdict) -> Iterator[str]:
     """Each row with its first faults."""
     for row in verdict.rows:
-        mark = (
-            "-"
-            if row.status == "unmeasured" and row.name in verdict.accepted
-            else MARKS[row.status]
-        )
+        mark = MARKS[row.status]
         yield f"{mark:5} {row.name:11} {row.seen:4} of {row.of:<4} {as_typed(row.why)}".rstrip()
         yield from (f"      {fault}" for fault in row.faults[:3])
         if row.faults:
-            more = f"{len(row.faults) - 3} more; " if len(row.faults) > 3 else ""
-            yield f"      {more}trtspec explain {CODES[row.name]}"
+            yield f"      {len(row.faults)} faults; trtspec explain {CODES[row.name]}"
 
 
 def _cost(cost: dict[str, Any]) -> str:

@@ -37,6 +37,9 @@ ThinkingOption = Annotated[
         default="the server's",
     ),
 ]
+WaitReadyOption = Annotated[
+    float, option("Seconds to wait for the server to name its model.", min=0.0)
+]
 PolicyOption = Annotated[
     PolicyName | None,
     option("What to quantize and how.", default="the published policy of the model family"),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ class Score:
     """What the scoring server says of one token: natural logarithms of its probability and of the best token's. Then
     the probability of all likelier tokens, of those as likely (itself among them), and of all that the server listed.
 
-    `listed`: whether it is among them. `near`: by text, how many nats the alternatives are behind the best token."""
+    `listed`: whether it is among them. `tied`: whether another one is near the best."""
 
     chosen: float
     best: float
@@ -32,23 +33,26 @@ class Score:
     same: float
     total: float
     listed: bool = True
-    near: dict[str, float] = field(default_factory=dict)
+    tied: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """`key`: exchanges with equal keys ask for the same output. `kind`: text, long, turn-2, sampled, call, follow-up,
-    json, stop, parameter. `run`: ids, chat, stream, warm, crowd, later. `body` lacks the model's name.
+    """`key`: exchanges with equal keys ask for the same output. `kind`: a probe of bench/check/kinds.py. `run`: ids,
+    chat, stream, warm, crowd, later, again, or withheld if it is not asked. `body` lacks the model's name.
+    `template_ids`: the prompt of a chat by our own chat template.
 
     The rest is the answer. `raw`: the text of `token_ids` before any parser. `counted`: tokens so far at each chunk.
     `arrivals`: network reads that brought tokens. `steps`: verification steps, the more of what the chunks show and
-    the server claims. `scores`: one for each of `token_ids`, by the server without speculation."""
+    the server claims. `choices`: all choices of a request with `n`. `scores`: one for each of `token_ids`, by the
+    server without speculation."""
 
     key: str
     kind: str
     run: str
     path: str = CHAT
     body: dict[str, Any] = field(default_factory=dict)
+    template_ids: tuple[int, ...] = ()
     error: str | None = None
     status: int | None = None
     content: str = ""
@@ -64,11 +68,22 @@ class Exchange:
     counted: tuple[int, ...] = ()
     arrivals: int = 0
     steps: int | None = None
+    choices: tuple[str, ...] = ()
     scores: tuple[Score, ...] = ()
 
     @property
     def name(self) -> tuple[str, str]:
         return self.key, self.run
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        """The prompt as it should be read."""
+        return self.body.get("prompt") or self.template_ids
+
+    @property
+    def size(self) -> int:
+        """Tokens of the answer."""
+        return len(self.token_ids) or self.completion_tokens or 0
 
     @property
     def refused(self) -> bool:
@@ -93,6 +108,9 @@ async def ask(client: httpx.AsyncClient, model: str, asked: Exchange, timeout: f
     answer = Answer(asked.key, asked.kind, 0, started=time.perf_counter())
     try:
         reply = await complete(client, asked.path, body)
+        if "n" in body:
+            choices = [str(each.get("token_ids") or each["text"]) for each in reply["choices"]]
+            asked = replace(asked, choices=tuple(choices))
         for choice in reply["choices"]:
             choice["delta"] = choice.pop("message", None) or {"content": choice.get("text")}
             for index, call in enumerate(choice["delta"].get("tool_calls") or []):

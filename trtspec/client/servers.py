@@ -89,16 +89,18 @@ UNKNOWN = Adapter(name="unknown", owner="", ids={"return_token_ids": True}, scor
 
 @dataclass(frozen=True)
 class DetectedServer:
-    """The server at a URL. `kind` is one of ADAPTERS, or unknown. `draft_sampling`: how it draws drafts, if known."""
+    """The server at a URL. `kind` is one of ADAPTERS, or unknown. `draft_sampling`: how it draws drafts, if known.
+    `context`: tokens of prompt and answer that it takes, if it says so."""
 
     kind: str
     model: str
     version: str | None = None
     draft_sampling: str | None = None
     url: str | None = None
+    context: int | None = None
 
     @property
-    def identity(self) -> dict[str, str]:
+    def identity(self) -> dict[str, Any]:
         """What is known of it, which the header of a journal of its answers holds."""
         known = {name: value for name, value in asdict(self).items() if value is not None}
         if self.kind == UNKNOWN.name:
@@ -139,7 +141,9 @@ async def detect_server(client: httpx.AsyncClient, model: str | None = None) -> 
         if isinstance(value := named.get(key), str)
     }
     url = str(client.base_url).rstrip("/")
-    return DetectedServer(kind.name, model or entry["id"], url=url, **reported)
+    context = entry.get("max_model_len")
+    context = context if isinstance(context, int) else None
+    return DetectedServer(kind.name, model or entry["id"], url=url, context=context, **reported)
 
 
 @dataclass(frozen=True)

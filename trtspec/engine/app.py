@@ -250,7 +250,8 @@ async def _refused(_: Request, error: Exception) -> JSONResponse:
 def _add_status(app: FastAPI, worker: Worker, served: str) -> None:
     """Adds what the server says about itself."""
     engine = worker.engine
-    model = {"id": served, "object": "model", "created": int(time.time()), "owned_by": "trtspec"}
+    model = {"id": served, "object": "model", "created": int(time.time()), "owned_by": "trtspec",
+             "max_model_len": engine.max_seq_len}  # fmt: skip
 
     @app.get("/health", responses=ERRORS)
     async def health() -> Response:

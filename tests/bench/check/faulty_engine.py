@@ -1,12 +1,24 @@
-"""The reference server with one fault in its engine: python faulty_engine.py FAULT serve ..."""
+"""The reference server with faults in its engine: python faulty_engine.py FAULT,FAULT serve ..."""
 
 import sys
+import unicodedata
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from trtspec.checkpoint import tokenizer
 from trtspec.cli.app import main
-from trtspec.engine import engine, sampling, sequence
+from trtspec.engine import engine, prepare, sampling, sequence
+
+BEYOND = 1400  # tokens of a prompt, from which on two faults begin
+Patch = Callable[..., Any]
+
+
+def wrap(owner: Any, name: str) -> Callable[[Patch], None]:
+    """Puts a function, which gets the exact one as its first argument, in place of `owner.name`."""
+    exact = getattr(owner, name)
+    return lambda patch: setattr(owner, name, lambda *args, **more: patch(exact, *args, **more))
 
 
 def temperature_ignored() -> None:
@@ -15,24 +27,24 @@ def temperature_ignored() -> None:
 
 def drafts_kept() -> None:
     """Drafts are kept where the target gives them more than 0.1."""
-    exact = sampling.accept_sampled
 
-    def kept(
-        target: torch.Tensor, drafts: torch.Tensor, probs: Any, uniform: torch.Tensor, **more: Any
-    ) -> Any:
+    @wrap(engine, "accept_sampled")
+    def _(exact: Patch, target: torch.Tensor, drafts: torch.Tensor, probs: Any, uniform: torch.Tensor,
+          **more: Any) -> Any:  # fmt: skip
         width = drafts.shape[1]
         p = target[:, :width].gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
-        uniform = torch.cat((torch.where(p > 0.1, 0.0, uniform[:, :width]), uniform[:, width:]), 1)
-        return exact(target, drafts, probs, uniform, **more)
-
-    engine.accept_sampled = kept  # type: ignore[attr-defined]
+        kept = torch.where(p > 0.1, 0.0, uniform[:, :width])
+        return exact(target, drafts, probs, torch.cat((kept, uniform[:, width:]), 1), **more)
 
 
 def one_draft_too_many() -> None:
-    exact = engine.Engine._accept
-
-    def more(
-        self: engine.Engine, logits: torch.Tensor, drafts: torch.Tensor, offered: list[int]
+    @wrap(engine.Engine, "_accept")
+    def _(
+        exact: Patch,
+        self: engine.Engine,
+        logits: torch.Tensor,
+        drafts: torch.Tensor,
+        offered: list[int],
     ) -> Any:
         tokens, accepted = exact(self, logits, drafts, offered)
         # JSON stays whole, so that one row of the gate is at fault
@@ -41,10 +53,119 @@ def one_draft_too_many() -> None:
             free, torch.minimum(accepted + 1, torch.tensor(offered)), accepted
         )
 
-    engine.Engine._accept = more  # type: ignore[method-assign]
+
+def choices_equal() -> None:
+    @wrap(prepare.Preparation, "_choices")
+    def _(exact: Patch, *args: Any, **more: Any) -> Any:
+        requests = exact(*args, **more)
+        for request in requests:
+            request.seed = requests[0].seed
+        return requests
+
+
+def seed_ignored() -> None:
+    sequence.Sequence.uniform = lambda self, count: torch.rand(count)  # type: ignore[method-assign]
+
+
+def top_k_ignored() -> None:
+    sampling.keep_top_k = lambda scaled, *_: scaled
+
+
+def held_text_lost() -> None:
+    @wrap(sequence.TextStream, "finish")
+    def _(exact: Patch, self: sequence.TextStream) -> Any:
+        return "" if self.stop else exact(self)
+
+
+def first_stop_only() -> None:
+    @wrap(sequence.TextStream, "__init__")
+    def _(exact: Patch, self: sequence.TextStream, tokens: Any, stop: Any = ()) -> None:
+        exact(self, tokens, stop[:1])
+
+
+def special_names_parsed() -> None:
+    @wrap(tokenizer.KimiTokenizer, "encode_chat")
+    def _(
+        exact: Patch, self: tokenizer.KimiTokenizer, messages: Any, *args: Any, **more: Any
+    ) -> Any:
+        text = self.template.render(messages, *args, **more)
+        return text, self.encode(text, allow_special=True)
+
+
+def messages_changed(change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
+    @wrap(tokenizer.KimiTokenizer, "encode_chat")
+    def _(exact: Patch, self: Any, messages: Any, *args: Any, **more: Any) -> Any:
+        return exact(self, change(messages), *args, **more)
+
+
+def contents_changed(change: Callable[[str], str]) -> None:
+    messages_changed(
+        lambda messages: [one | {"content": change(one["content"])} for one in messages]
+    )
+
+
+def prompt_stripped() -> None:
+    contents_changed(str.strip)
+
+
+def prompt_normalized() -> None:
+    contents_changed(lambda text: unicodedata.normalize("NFKC", text))
+
+
+def history_lost() -> None:
+    """Of a second user turn."""
+    messages_changed(
+        lambda messages: (
+            messages[-1:] if sum(one["role"] == "user" for one in messages) > 1 else messages
+        )
+    )
+
+
+def prompt_cut() -> None:
+    @wrap(prepare.Preparation, "_choices")
+    def _(exact: Patch, self: Any, asked: Any, prompt: list[int], *args: Any, **more: Any) -> Any:
+        return exact(self, asked, prompt[-BEYOND:], *args, **more)
+
+
+def cache_in_3_bits() -> None:
+    """Beyond a number of tokens."""
+
+    @wrap(engine.Engine, "step")
+    def _(exact: Patch, self: engine.Engine) -> Any:
+        outputs = exact(self)
+        entries = self.cache.data[:, :, BEYOND:]
+        scale = entries.abs().amax(-1, keepdim=True).clamp(min=1e-6) / 3
+        entries.copy_((entries / scale).round() * scale)
+        return outputs
+
+
+def long_answer_corrupted() -> None:
+    @wrap(engine.Engine, "_accept")
+    def _(exact: Patch, self: engine.Engine, logits: torch.Tensor, *args: Any) -> Any:
+        tokens, accepted = exact(self, logits, *args)
+        for row, one in enumerate(self.batch.sequences):
+            if len(one.token_ids) > 128:
+                tokens[row, accepted[row]] = logits[row, accepted[row]].topk(9).indices[8]
+        return tokens, accepted
+
+
+def characters_broken() -> None:
+    """Those that span tokens."""
+
+    @wrap(tokenizer.Detokenizer, "push")
+    def _(exact: Patch, self: tokenizer.Detokenizer, ids: Any) -> str:
+        return "".join(exact(self, [token]) + self.flush() for token in ids)
+
+
+def tail_cut() -> None:
+    """A top_p of 0.95 that nobody asked for."""
+
+    @wrap(sampling.BatchSampling, "probabilities")
+    def _(exact: Patch, self: sampling.BatchSampling, logits: torch.Tensor) -> torch.Tensor:
+        return sampling.keep_top_p(exact(self, logits), torch.full((1,), 0.95))
 
 
 if __name__ == "__main__":
-    if fault := sys.argv.pop(1):
+    for fault in filter(None, sys.argv.pop(1).split(",")):
         globals()[fault]()
     main()

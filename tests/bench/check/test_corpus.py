@@ -20,32 +20,52 @@ from tests.bench.check.toy_server import Toy
 from tests.cli.matrix import Recorder
 from trtspec.bench.check.asking import Asker, record, score_answers
 from trtspec.bench.check.prompts import Prompts
-from trtspec.bench.check.rows import Row, Verdict, judge
+from trtspec.bench.check.rows import CheckVerdict, Row, coverage, judge
 from trtspec.bench.questions.datasets import Question
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.client.exchange import Exchange, Score, read_recording
 from trtspec.client.servers import detect_server
 from trtspec.data_files import kimi_nano_dir
+from trtspec.errors import UsageError
 
 TOKENIZER = KimiTokenizer(kimi_nano_dir())
 QUESTIONS = [
     Question(str(n), "all", (f"Tell me about the river number {n} and its bridges.",))
-    for n in range(24)
+    for n in range(28)
 ]
-SIZES = {"samples": 12, "max_tokens": 48, "context": 300}
+SIZES = {"samples": 14, "max_tokens": 48, "context": 300, "limit": 900}
+# by row, the faults and the kind that each is named by; in others, the rows that a fault of that size fails as well
 FAULTS = {
-    "answers": ("http-500", "error-in-200", "cut-stream", "buffering", "long-errors", "system-refused",
-                "follow-up-refused"),
-    "prompts": ("other-template", "system-dropped"),
-    "greedy": ("relaxed-acceptance", "cross-talk", "stale-turn-2", "stale-warm", "long-altered"),
-    "sampled": ("temperature-ignored", "drafts-kept", "wrong-residual"),
-    "transport": ("call-dropped", "calls-as-text", "call-without-id", "unindexed", "arguments-altered", "json-broken",
-                  "stream-altered", "text-emptied", "reasoning-moved", "finish-wrong", "stop-ignored", "stop-early",
-                  "usage-inflated"),
-    "parameters": ("penalties-dropped", "logit-bias-dropped", "stop-ids-dropped", "top-p-dropped", "min-tokens-dropped",
-                   "max-tokens-dropped"),
-    "acceptance": ("forced-acceptance", "collapse-warm", "collapse-long"),
+    "answers": {
+        "http-500": "failures", "error-in-200": "failures", "cut-stream": "failures", "buffering": "streams",
+        "long-errors": "failures", "system-refused": "failures", "follow-up-refused": "failures",
+    },
+    "prompts": {"other-template": "text", "system-dropped": "system, thinking"},
+    "greedy": {
+        "relaxed-acceptance": "text", "cross-talk": "text", "stale-turn-2": "second turn",
+        "stale-warm": "warm", "long-altered": "long",
+    },
+    "sampled": {"temperature-ignored": "distribution", "drafts-kept": "distribution", "wrong-residual": "distribution",
+                "choices-equal": "n"},
+    "transport": {
+        "call-dropped": "calls", "calls-as-text": "calls", "call-without-id": "ids of calls",
+        "unindexed": "ids of calls",
+        "arguments-altered": "calls", "json-broken": "json", "stream-altered": "text", "text-emptied": "text",
+        "reasoning-moved": "text", "finish-wrong": "finish reason", "stop-ignored": "stop",
+        "stop-early": "stop", "second-stop-ignored": "several stops", "usage-inflated": "usage",
+        "one-call-id": "ids of calls", "indented": "text", "keys-sorted": "arguments",
+    },
+    "parameters": {
+        "penalties-dropped": "presence_penalty", "logit-bias-dropped": "logit_bias",
+        "stop-ids-dropped": "stop_token_ids",
+        "top-p-dropped": "top_p", "top-k-dropped": "top_k", "min-p-dropped": "min_p",
+        "min-tokens-dropped": "min_tokens", "max-tokens-dropped": "max_tokens",
+    },
+    "acceptance": {"forced-acceptance": "forced", "collapse-warm": "warm",
+                   "collapse-long": "long"},
 }  # fmt: skip
+BESIDE = {"cross-talk": "sampled parameters", "stale-warm": "sampled parameters", "usage-inflated": "parameters",
+          "max-tokens-dropped": "transport"}  # fmt: skip
 
 
 async def asker(toy: Toy) -> Asker:
@@ -58,7 +78,13 @@ def recorded(toy: Toy) -> list[Exchange]:
         one = await asker(toy)
         return await record(
             one,
-            Prompts(tokenizer=TOKENIZER, questions=QUESTIONS, ids=one.server.adapter.ids, **SIZES),
+            Prompts(
+                tokenizer=TOKENIZER,
+                questions=QUESTIONS,
+                ids=one.server.adapter.ids,
+                withheld={},
+                **SIZES,
+            ),
         )
 
     return asyncio.run(run())
@@ -84,7 +110,7 @@ def check(fault: str, kind: str = "reference", **limits: Any) -> list[Row]:
 
 
 def failed(rows: list[Row]) -> dict[str, tuple[str, ...]]:
-    return {row.name: row.faults[:3] for row in rows if row.faults}
+    return {row.name: row.faults for row in rows if row.faults}
 
 
 @pytest.mark.parametrize("kind", ["reference", "trtllm"])
@@ -92,16 +118,18 @@ def test_an_honest_server_is_safe(kind: str) -> None:
     """As TensorRT-LLM it gives token ids without text, refuses prompt log-probabilities, and fails at any of them under
     speculation."""
     rows = check("", kind)
-    assert Verdict(rows=tuple(rows)).word == "SAFE", [row for row in rows if row.status != "pass"]
+    assert CheckVerdict(rows=tuple(rows)).word == "SAFE", [
+        row for row in rows if row.status != "pass"
+    ]
 
 
 @pytest.mark.parametrize(
     ("row", "fault"), [(row, fault) for row, faults in FAULTS.items() for fault in faults]
 )
 def test_a_fault_fails_its_row_alone(row: str, fault: str) -> None:
-    rows = check(fault)
-    assert failed(rows).keys() == {row}, failed(rows)
-    assert Verdict(rows=tuple(rows)).line.startswith(f"NOT SAFE: {row}: ")
+    faults = failed(check(fault))
+    assert faults.keys() - BESIDE.get(fault, "").split() == {row}, faults
+    assert any(one.startswith(f"{FAULTS[row][fault]}: ") for one in faults[row]), faults
 
 
 @pytest.mark.parametrize(("row", "fault"), [("greedy", "relaxed-acceptance"), ("greedy", "stale-turn-2"),
@@ -113,9 +141,10 @@ def test_a_fault_is_found_by_continuations_alone(row: str, fault: str) -> None:
 
 
 def test_what_is_refused_by_name_is_no_fault() -> None:
-    rows = {row.name: row for row in check("parameters-refused")}
-    assert rows["parameters"].status == "pass" and "frequency_penalty" in rows["parameters"].why
-    assert Verdict(rows=tuple(rows.values())).word == "SAFE"
+    got, plain = scored(recorded(Toy(TOKENIZER, "parameters-refused")), Toy(TOKENIZER, drafts=0))
+    rows = judge(got, plain)
+    assert "frequency_penalty (refused by the server)" in coverage(got, rows)
+    assert CheckVerdict(rows=tuple(rows)).word == "SAFE"
 
 
 @pytest.mark.parametrize(
@@ -131,19 +160,17 @@ def test_acceptance_below_the_floor_fails_and_none_is_not_proven() -> None:
     assert failed(judge(got, plain, min_acceptance=3.9)).keys() == {"acceptance"}
     assert "acceptance" in failed(check("collapse", min_acceptance=1.5))
     rows = judge(*scored(recorded(Toy(TOKENIZER, drafts=0)), Toy(TOKENIZER, drafts=0)))
-    verdict = Verdict(rows=tuple(rows))
+    verdict = CheckVerdict(rows=tuple(rows))
     assert verdict.line == "NOT PROVEN: acceptance: 1.00 tokens per step: no draft was accepted"
-    assert Verdict(rows=tuple(rows), accepted=frozenset({"acceptance"})).word == "SAFE"
+    assert CheckVerdict(rows=tuple(rows), accepted=frozenset({"acceptance"})).word == "SAFE"
 
 
-def test_a_scoring_server_that_speculates_proves_nothing_and_is_not_asked_for_log_probabilities() -> (
-    None
-):
+def test_a_scoring_server_that_speculates_is_refused_at_once() -> None:
     other = Toy(TOKENIZER)
-    got, plain = scored(recorded(Toy(TOKENIZER)), other)
-    verdict = Verdict(rows=tuple(judge(got, plain)))
-    assert verdict.line.startswith("NOT PROVEN: greedy: the server named as plain speculates")
-    assert not any("logprobs" in body for body in other.asked)
+    with pytest.raises(UsageError, match="speculates") as refused:
+        scored(recorded(Toy(TOKENIZER)), other)
+    assert "swap the URLs" in refused.value.remedy
+    assert len(other.asked) == 4 and not any("logprobs" in body for body in other.asked)
 
 
 def test_tokens_that_the_target_is_sure_of_show_no_sampler() -> None:
@@ -154,7 +181,10 @@ def test_tokens_that_the_target_is_sure_of_show_no_sampler() -> None:
         for one in got
     ]
     row = next(row for row in judge(certain, plain) if row.name == "sampled")
-    assert row.status == "unmeasured" and "an ignored temperature would not show" in row.why
+    assert (
+        row.status == "unmeasured"
+        and "over 0 tokens of which the target is unsure, 300 are needed" in row.why
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,7 +219,7 @@ def test_a_recording_that_is_killed_again_and_again_asks_nothing_twice(
     server, file = Recorder(), tmp_path / "spec.jsonl"
     journal = tmp_path / "spec.jsonl.part"
     command = [sys.executable, "-m", "trtspec", "check", server.url, "--tokenizer", "kimi-nano", "--samples", "4",
-               "--max-tokens", "12", "--context-tokens", "0", "--concurrency", "1", "--record"]  # fmt: skip
+               "--max-tokens", "12", "--context-tokens", "8", "--concurrency", "1", "--record"]  # fmt: skip
 
     def asked(recording: Path) -> Counter[str]:
         """The requests of a run to the end, which its key marks: those of a killed run may arrive after it."""

@@ -14,11 +14,11 @@ from typing import Any
 
 import httpx
 
-from trtspec.checkpoint.chat_parser import parse_reply
+from trtspec.bench.check.prompts import CALLED, SAID, TWO_CALLS, VALUES
+from trtspec.checkpoint.chat_parser import parse_reply, reply_text
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 
 CITIES = ("Paris", "Rome")
-FORM = '{"name": "chair", "count": 4}'
 OWNERS = {"reference": "trtspec", "trtllm": "tensorrt_llm"}
 Body = dict[str, Any]
 OPENINGS: set[tuple[int, ...]] = set()  # prompts that any toy was asked
@@ -68,7 +68,6 @@ class Toy:
             if len(text) > 3 and text[:1] == b" " and text[1:].isalpha()
         ][:24]
         self.end = self.tokenizer.special_tokens["<|im_end|>"]
-        self.form = self.tokenizer.encode(FORM)
 
     def client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url="http://toy", transport=httpx.MockTransport(self.handle))
@@ -78,7 +77,8 @@ class Toy:
             if request.url.path != "/v1/models":
                 return httpx.Response(404)
             return httpx.Response(
-                200, json={"data": [{"id": "toy", "owned_by": OWNERS[self.kind]}]}
+                200,
+                json={"data": [{"id": "toy", "owned_by": OWNERS[self.kind], "max_model_len": 900}]},
             )
         body = json.loads(request.content)
         self.asked.append(body)
@@ -92,7 +92,7 @@ class Toy:
     def target(self, prompt: Sequence[int], ids: Sequence[int], body: Body) -> dict[int, float]:
         """Natural logarithms of the probabilities of the next token."""
         place, script = self.context(tuple(prompt))
-        script = self.form if "response_format" in body else script
+        script = self.forced(body) or script
         if script:
             return {script[len(ids)] if len(ids) < len(script) else self.end: 0.0}
         key = zlib.crc32(repr((place, list(ids)[-5:], len(ids), self.changed(body))).encode())
@@ -126,6 +126,19 @@ class Toy:
         self.contexts[prompt] = zlib.crc32(repr(prompt).encode()), script
         return self.contexts[prompt]
 
+    def forced(self, body: Body) -> list[int]:
+        """The answer that a grammar leaves no choice in."""
+        form = body.get("response_format")
+        if form == TWO_CALLS:
+            text = SAID
+        elif form:
+            text = json.dumps({"name": "chair", **VALUES}, ensure_ascii=False)
+        elif isinstance(body.get("tool_choice"), dict):
+            text = reply_text({"tool_calls": CALLED[:1]}, True, False)
+        else:
+            return []
+        return self.tokenizer.encode(text, allow_special=True)
+
     def changed(self, body: Body) -> str:
         if self.fault == "penalties-dropped":
             return ""
@@ -156,22 +169,32 @@ class Toy:
         )
         stops = [] if fault == "stop-ids-dropped" else body.get("stop_token_ids", [])
         top_p = 1.0 if fault == "top-p-dropped" else body.get("top_p", 1.0)
-        words = [] if fault == "stop-ignored" else body.get("stop", [])
+        truncated = {
+            "top_p": top_p <= 0.5,
+            "top_k": body.get("top_k", 0) == 1 and fault != "top-k-dropped",
+            "min_p": body.get("min_p", 0) == 1 and fault != "min-p-dropped",
+        }
+        temperature = 0.0 if any(truncated.values()) else temperature
+        words = self.stops(body)
         finish = "length"
         while len(ids) < limit:
             told = {
                 token: value for token, value in self.target(read, ids, body).items()
                 if token not in banned and not (token == self.end and len(ids) < least)
             }  # fmt: skip
-            ids.append(self.choose(told, temperature if top_p > 0.5 else 0.0, dice))
+            ids.append(self.choose(told, temperature, dice))
             if (
-                ids[-1] == self.end
+                (ids[-1] == self.end and not body.get("ignore_eos"))
                 or ids[-1] in stops
                 or any(word in self.tokenizer.decode(ids) for word in words)
             ):
                 finish = "stop"
                 break
         return Made(ids, finish, self.steps(len(ids), prompt, warm, long))
+
+    def stops(self, body: Body) -> list[str]:
+        kept = {"stop-ignored": 0, "second-stop-ignored": 1}.get(self.fault)
+        return list(body.get("stop", [])[:kept])
 
     def choose(self, told: dict[int, float], temperature: float, dice: random.Random) -> int:
         best = max(told, key=lambda token: told[token])
@@ -185,7 +208,9 @@ class Toy:
             )
         if self.fault == "drafts-kept" and math.exp(told[best]) > 0.1:
             return best
-        drawn = dice.choices(list(told), [math.exp(value) for value in told.values()])[0]
+        drawn = dice.choices(
+            list(told), [math.exp(value / temperature) for value in told.values()]
+        )[0]
         if (
             self.fault == "wrong-residual"
         ):  # rejected drafts are drawn again from p in place of max(p - q, 0)
@@ -245,6 +270,13 @@ class Toy:
             raise Refused(400, "penalties are not supported under speculation")
         if "logprobs" not in body:
             OPENINGS.add(tuple(prompt))
+        if "n" in body:
+            seeds = [
+                body["seed"] + (0 if fault == "choices-equal" else n) for n in range(body["n"])
+            ]
+            ids = [self.generate(prompt, body | {"seed": seed}).ids for seed in seeds]
+            choices = [{"text": "", "token_ids": each, "finish_reason": "length"} for each in ids]
+            return httpx.Response(200, json={"choices": choices})
         made = self.generate(prompt, body)
         if "logprobs" in body:  # of one continuation
             begin = self.begin(prompt)
@@ -278,9 +310,9 @@ class Toy:
     def sent(self, body: Body, raw: bool, prompt: list[int], made: Made) -> httpx.Response:
         fault, streamed = self.fault, body.get("stream", False)
         text = self.tokenizer.decode(made.ids, skip_special=True)
-        for word in [] if fault == "stop-ignored" else body.get("stop", []):
+        for word in self.stops(body):
             text = text[: text.index(word) - 5 * (fault == "stop-early")] if word in text else text
-        message = parse_reply(text, False)
+        message = parse_reply(text, prompt[-1] == self.tokenizer.special_tokens["<think>"])
         if raw:
             message = {"content": "" if body.get("detokenize") is False else text}
         calls = [
@@ -320,6 +352,14 @@ class Toy:
             return {"content": "<|tool_calls_section_begin|>"}, [], "stop"
         if fault == "call-without-id":
             calls = [{**call, "id": ""} for call in calls]
+        if fault == "one-call-id":
+            calls = [{**call, "id": "call_1"} for call in calls]
+        if fault == "keys-sorted":
+            for call in calls:
+                values = json.loads(call["function"]["arguments"])
+                call["function"]["arguments"] = json.dumps(values, sort_keys=True)
+        if fault == "indented":
+            content = "    " + content
         if fault == "unindexed" and streamed:
             calls = [
                 {key: value for key, value in call.items() if key != "index"} for call in calls[:1]

@@ -9,20 +9,28 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from trtspec.bench.check.prompts import Prompts, raw_text, request_of
-from trtspec.bench.check.rows import CERTAIN, faulty, is_greedy, is_sampled, speculates
+from trtspec.bench.check.prompts import (
+    PENALTIES,
+    TRUNCATIONS,
+    Prompts,
+    raw_text,
+    repeated,
+    request_of,
+)
+from trtspec.bench.check.rows import CERTAIN, PROBES, faulty, is_greedy, is_sampled, speculates
 from trtspec.checkpoint.chat_parser import END_OF_TURN
 from trtspec.checkpoint.writer import Journal
 from trtspec.client.client import RAW, RequestFailed, complete, finite
 from trtspec.client.exchange import LINES, Exchange, Score, ask, to_line
 from trtspec.client.servers import DetectedServer
+from trtspec.errors import UsageError
 from trtspec.report import Bar
 
 if TYPE_CHECKING:
@@ -32,11 +40,13 @@ MAX_FAILURES = 8  # in a row, after which nothing more is sent
 CROWD = 4  # times the concurrency: requests at once in the crowd
 TOP = 20  # alternatives that are asked for
 SAME = 1e-6  # nats within which two tokens are as likely
-BEHIND, DRAWN = (
-    8,
-    8,
-)  # places that are scored one by one: behind a difference, and of a sampled answer
 OTHER_SEEDS = 100_000
+# fields with which an answer may end without an end of turn
+OTHER_ENDS = ("stop", "stop_token_ids", "response_format", "tool_choice")
+MOVED = {*TRUNCATIONS, *PENALTIES}  # whose answers are scored, for the tokens that they move
+# tokens that are scored one by one: of an answer by its kind, else behind a difference
+SCORED, BEHIND = dict.fromkeys(MOVED, 16) | {"sampled": 12}, 8
+ASKED_AGAIN = PROBES["parameters"].keys() - TRUNCATIONS.keys()
 EQUAL = Score(chosen=0.0, best=0.0, likelier=0.0, same=1.0, total=1.0)
 
 
@@ -63,12 +73,12 @@ class Asker:
     tokens: int = 0
     failures: int = 0  # in a row
 
-    def read_journal(self) -> None:
+    def use(self, journal: Journal) -> None:
         """Raises UsageError if another server gave the answers in the journal, or if one is not an exchange."""
-        if self.journal is not None:
-            self.journal.answered_by({"server": self.server.identity})
-            for entry in self.journal.entries(ExchangeRecord).values():
-                self.known[to_line(request_of(entry.exchange))] = entry.exchange
+        self.journal = journal
+        journal.answered_by({"server": self.server.identity})
+        for entry in journal.entries(ExchangeRecord).values():
+            self.known[to_line(request_of(entry.exchange))] = entry.exchange
 
     async def all(self, wanted: Iterable[Exchange], concurrency: int = 0) -> list[Exchange]:
         """The exchanges with their answers, in order."""
@@ -82,6 +92,8 @@ class Asker:
 
     async def _ask(self, asked: Exchange) -> Exchange:
         line = to_line(asked)
+        if asked.run == "withheld":
+            return asked
         if line in self.known:
             return self.known[line]
         if self.failures >= MAX_FAILURES:
@@ -89,7 +101,9 @@ class Asker:
         found = self._finished(await ask(self.client, self.server.model, asked, self.timeout))
         self.failures = self.failures + 1 if found.error and not found.refused else 0
         self.requests += 1
-        self.tokens += found.completion_tokens or len(found.token_ids)
+        self.tokens += found.size
+        if not found.error:
+            self.known[line] = found
         if self.journal and not found.error:
             fields = LINES.dump_python(found, mode="json", exclude_defaults=True)
             key = hashlib.sha256(line).hexdigest()
@@ -104,12 +118,8 @@ class Asker:
         if not ids:
             return found
         ends = {end, *self.tokenizer.eos_ids}
-        if (
-            found.finish == "stop"
-            and found.kind not in ("stop", "json", "parameter")
-            and ids[-1] not in ends
-            and end
-        ):
+        own_end = found.finish == "stop" and found.body.keys().isdisjoint(OTHER_ENDS)
+        if own_end and ids[-1] not in ends and end:
             ids = (*ids, end)
         return replace(found, token_ids=ids, raw=raw_text(self.tokenizer, found, ids))
 
@@ -121,13 +131,21 @@ async def record(asker: Asker, prompts: Prompts) -> list[Exchange]:
     asker.bar.show(0, len(first))
     found = await asker.all(first)
     together = CROWD * asker.concurrency
-    second, crowd = list(prompts.second(found)), prompts.crowd(found, together)
-    later = [replace(one, run="later") for one in crowd[: together // 2]]
+    warm = repeated(found, "warm", "long", "limit", "text")
+    second = [*prompts.second(found), *warm[prompts.samples // 3 :]]
+    crowd = repeated(found, "crowd", "text")[:together]
+    later = repeated(found, "later", "text")[: together // 2]
     asker.bar.show(len(first), sum(map(len, (first, second, crowd, later))))
     found += await asker.all(second)
     found += await asker.all(crowd, together)
-    found += await asker.all(later)
-    return found
+    return [*found, *await asker.all(later)]
+
+
+async def require_plain(asker: Asker, texts: Sequence[Exchange]) -> None:
+    """Asks a few texts. Raises UsageError if the server that should not speculate does."""
+    if speculates(await asker.all(texts[: asker.concurrency])):
+        message = f"{asker.server.url} speculates, and the answers must be scored by a server that does not"
+        raise UsageError(message, "swap the URLs, or serve the target there without its head")
 
 
 # --- the target scores what was said ---
@@ -139,21 +157,21 @@ async def score_answers(
     """`got` with scores, and the server's own exchanges: its answers to the same prompts, scored as well, and its
     answers to every request that shows a fault in `got`, and to every parameter."""
     texts = [request_of(one) for one in got if one.kind == "text" and one.run == "ids"]
-    drawn = [one for one in got if one.kind == "sampled"]
+    await require_plain(asker, texts)
     other = [
         replace(request_of(one), body=one.body | {"seed": one.body["seed"] + OTHER_SEEDS})
-        for one in drawn
+        for one in got
+        if one.kind == "sampled"
     ]
-    own = await asker.all([*texts, *other[: len(other) // 2]])
-    if speculates(own):
-        return list(got), own
+    own = await asker.all([*texts, *other[::2]])
     faults = faulty(got)
-    again = [request_of(one) for one in got if one.name in faults or one.kind == "parameter"]
-    answered = await asker.all(one for one in again if one not in texts)
+    again = [request_of(one) for one in got if one.name in faults or one.kind in ASKED_AGAIN]
+    own += await asker.all(one for one in again if one not in texts)
     both = [*got, *own]
     # equal answers to equal prompts are scored once
     distinct = {_identity(one): one for one in both if _judged(one)}
     plain = {one.key: one.token_ids for one in own if one.kind == "text"}
+    plain |= {kind: one.token_ids for one in got if one.kind == "top_k" for kind in PENALTIES}
     scores: dict[tuple[Any, ...], tuple[Score, ...]] = {}
     asker.bar.say(f"scoring {len(distinct)} answers")
     room = asyncio.Semaphore(asker.concurrency)
@@ -163,19 +181,17 @@ async def score_answers(
             if asker.server.adapter.scores == "echo":
                 scores[_identity(one)] = await _echoed(asker, one)
             elif asker.server.adapter.scores == "continuations":
-                scores[_identity(one)] = await _continued(asker, one, plain.get(one.key))
+                scores[_identity(one)] = await _continued(asker, one, plain.get(one.key, ()))
             asker.bar.advance(1)
 
     await asyncio.gather(*map(score, distinct.values()))
-    filled = [
-        replace(one, scores=scores.get(_identity(one), ())) if _judged(one) else one for one in both
-    ]
-    return filled[: len(got)], [*filled[len(got) :], *answered]
+    filled = [replace(one, scores=scores.get(_identity(one), ())) for one in both]
+    return filled[: len(got)], filled[len(got) :]
 
 
 def _judged(one: Exchange) -> bool:
     """Whether a row reads the scores of an answer."""
-    return is_greedy(one) or is_sampled(one) or (one.kind == "parameter" and "top_p" in one.body)
+    return is_greedy(one) or is_sampled(one) or (one.kind in MOVED and bool(one.token_ids))
 
 
 def _identity(one: Exchange) -> tuple[Any, ...]:
@@ -187,33 +203,19 @@ async def _echoed(asker: Asker, one: Exchange) -> tuple[Score, ...]:
     prompt = [*_prompt(one), *one.token_ids]
     body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": TOP, "temperature": 0.0}
     logprobs = await _logprobs(asker, body)
-    begin = len(_prompt(one))
-    tokens, tops = logprobs.get("token_logprobs") or [], logprobs.get("top_logprobs") or []
-    places = range(begin, begin + len(one.token_ids))
-    found = [
-        _score(tokens[place], tops[place])
-        for place in places
-        if place < min(len(tokens), len(tops))
-    ]
-    return () if None in found or len(found) < len(places) else tuple(one for one in found if one)
+    lists = [logprobs.get(name) or [] for name in ("token_logprobs", "top_logprobs")]
+    pairs = list(zip(*lists, strict=False))[len(_prompt(one)) : len(prompt)]
+    found = [score for chosen, top in pairs if (score := _score(chosen, top))]
+    return tuple(found) if len(found) == len(one.token_ids) else ()
 
 
-async def _continued(
-    asker: Asker, one: Exchange, plain: tuple[int, ...] | None
-) -> tuple[Score, ...]:
-    """Scores of some tokens, each from a continuation of one token: of a sampled answer at places drawn by its seed, of
-    a greedy one from its first difference on."""
-    places = list(range(len(one.token_ids)))
-    if one.kind == "sampled":
-        places = sorted(random.Random(one.key).sample(places, min(DRAWN, len(places))))
-    else:
-        same = next(
-            (i for i, (a, b) in enumerate(zip(one.token_ids, plain or (), strict=False)) if a != b),
-            None,
-        )
-        if same is None and plain is not None and one.token_ids == plain[: len(one.token_ids)]:
-            return (EQUAL,) * len(one.token_ids)
-        places = places[same or 0 :][:BEHIND]
+async def _continued(asker: Asker, one: Exchange, plain: tuple[int, ...]) -> tuple[Score, ...]:
+    """Scores of some tokens, each from a continuation of one token: of a sampled answer its first ones, which are the
+    least sure, of another from its first difference on."""
+    begin = len(commonprefix([one.token_ids, plain]))
+    if begin == len(one.token_ids):
+        return (EQUAL,) * len(one.token_ids)
+    places = range(len(one.token_ids))[begin : begin + SCORED.get(one.kind, BEHIND)]
     found = []
     for place in places:
         body = {
@@ -241,28 +243,22 @@ async def _logprobs(asker: Asker, body: dict[str, Any]) -> dict[str, Any]:
 
 def _score(chosen: Any, top: Any) -> Score | None:
     """None for what are no log-probabilities. A token that is not listed is one of the class of all others."""
-    values = {
-        str(name): value
-        for name, listed in (top or {}).items()
-        if (value := finite(listed)) is not None
-    }
+    listed = map(finite, (top or {}).values())
+    values = [value for value in listed if value is not None]
     if not values or not isinstance(chosen, (int, float)):
         return None
-    best, last = max(values.values()), min(values.values())
-    near = {
-        name: round(best - value, 4) for name, value in values.items() if best - value <= CERTAIN
-    }
+    best, last = max(values), min(values)
     return Score(
         chosen=max(float(chosen), last - CERTAIN - 1) if math.isinf(chosen) else float(chosen),
         best=best,
-        likelier=sum(math.exp(value) for value in values.values() if value > chosen + SAME),
-        same=sum(math.exp(value) for value in values.values() if abs(value - chosen) <= SAME)
+        likelier=sum(math.exp(value) for value in values if value > chosen + SAME),
+        same=sum(math.exp(value) for value in values if abs(value - chosen) <= SAME)
         or math.exp(chosen),
-        total=min(1.0, sum(map(math.exp, values.values()))),
+        total=min(1.0, sum(map(math.exp, values))),
         listed=chosen > last - SAME,
-        near=near if len(near) > 1 else {},
+        tied=sum(best - value <= CERTAIN for value in values) > 1,
     )
 
 
 def _prompt(one: Exchange) -> tuple[int, ...]:
-    return tuple(one.body.get("prompt") or one.prompt_ids)
+    return one.prompt_ids or tuple(one.prompt)

@@ -1,17 +1,26 @@
 """What the gate asks. Everything is made from questions and counts, so two servers are asked the same.
 
-Greedy and sampled answers are asked as token ids of our own chat template (run `ids`); the same conversations are asked
-as chats, whole (`chat`) and streamed (`stream`). `first` needs no answer; `second` is made from the first answers.
+A conversation is asked as token ids of our own chat template (run `ids`), as a chat and as a stream. What no question
+can be trusted to evoke is forced: by a grammar, or by a high temperature.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from trtspec.checkpoint.chat_parser import END_OF_TURN, THINK, THINK_END, call_id, parse_reply
+from trtspec.checkpoint.chat_parser import (
+    END_OF_TURN,
+    THINK,
+    THINK_END,
+    call_id,
+    parse_reply,
+    reply_text,
+)
 from trtspec.client.client import RAW
 from trtspec.client.exchange import Exchange
 
@@ -20,290 +29,321 @@ if TYPE_CHECKING:
     from trtspec.checkpoint.tokenizer import KimiTokenizer
 
 Message = dict[str, Any]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather in a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-        },
-    },
+
+
+def form(properties: Message) -> Message:
+    """The schema of an object with these properties alone."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "additionalProperties": False,
+    }
+
+
+def function(name: str, **properties: Any) -> Message:
+    """A tool whose arguments are all required."""
+    return {"type": "function", "function": {"name": name, "parameters": form(properties)}}
+
+
+def call(index: int, name: str, **arguments: Any) -> Message:
+    """A call as an assistant's message holds it."""
+    called = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"id": call_id(name, index), "type": "function", "function": called}
+
+
+TOOL = function("get_weather", city={"type": "string"})
+WEATHER = "What is the weather in Paris and in Rome?"
+SYSTEM = {"role": "system", "content": "You answer in one short paragraph and never use lists."}
+ODD_TEXTS = {
+    "special": f"Copy: {END_OF_TURN} <|im_user|> {THINK_END} [EOS]",
+    "blanks": "  \r\n\t Copy\r\n\r\nthe  blanks \r\n ",
+    "composed": "Copy: \ufb01 \u2461 \u212b e\u0301 \uff57\uff49\uff44\uff45",
 }
-CALLS = (
-    "What is the weather in Paris and in Rome?",
-    "What is the weather in Oslo?",
-    "Is it raining in Lima?",
+# answers that a grammar forces: characters that span tokens, order, escapes, text before two calls
+VALUES: dict[str, Any] = {"b": 'é 数学 🎉👩‍👧 "q"\\n', "a": 1}
+CONSTANTS = {name: {"enum": [value]} for name, value in VALUES.items()}
+FORM = form({"name": {"type": "string", "maxLength": 20}, **CONSTANTS})
+CALLED = [call(0, "f", **VALUES), call(1, "g", a="é")]
+RESULT = [
+    {"role": "assistant", "content": "", "tool_calls": CALLED[:1]},
+    {"role": "tool", "tool_call_id": CALLED[0]["id"], "content": "sunny, 24 degrees"},
+]
+SAID = reply_text({"content": "Hm. 🎉", "tool_calls": CALLED}, True, False)
+TWO_CALLS = {"type": "regex", "regex": re.escape(SAID)}
+NAMED = {"type": "function", "function": {"name": "f"}}
+FORCED: dict[str, dict[str, Any]] = {
+    "json": {"response_format": {"type": "json_schema", "json_schema": {"name": "thing", "schema": FORM}}},
+    "arguments": {"tools": [function("f", **CONSTANTS)], "tool_choice": NAMED},
+    "calls": {"tools": [function("f"), function("g")], "response_format": TWO_CALLS},
+}  # fmt: skip
+PICTURE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQ"
+    "AAAABJRU5ErkJggg=="
 )
-FORM = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 20}, "count": {"type": "integer"}},
-    "required": ["name", "count"],
-    "additionalProperties": False,
+NEVER = "\u2405"  # a character that no answer holds
+MIN_SAMPLED = 32  # answers, so that enough tokens are unsure
+HOT: dict[str, Any] = {"temperature": 2.0, "top_p": 1.0, "top_k": 0}  # no target is sure at it
+HOT_TOKENS = 24
+TRUNCATIONS: dict[str, dict[str, Any]] = {
+    "control": {},
+    "top_k": {"top_k": 1},
+    "top_p": {"top_p": 1e-6},
+    "min_p": {"min_p": 1.0},
 }
-FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": FORM}}
-THINGS = ("a chair", "a spider", "a bicycle", "a week")
-SYSTEM = ("You are a helpful assistant.", "You answer in one short paragraph and never use lists.")
-THINKING_TOKENS = 2048  # of calls, JSON and stops where the template cannot turn thinking off
+PENALTIES = {
+    "frequency_penalty": {"frequency_penalty": 2.0},
+    "presence_penalty": {"presence_penalty": 2.0},
+    "repetition_penalty": {"repetition_penalty": 1.5},
+}
+PENALTY_TOKENS = 64
+CHOICES = 3
+SEED_TOKENS = 6  # few, so that rounding seldom parts two answers of one seed
+ODD_TOKENS = 8
+FORCED_TOKENS = 512
+LONG_ANSWER = 768  # tokens
+MAX_CONTEXT = 16_384  # tokens of a prompt near the limit; more costs a busy server minutes
+THINKING_TOKENS = 2048  # of calls, JSON and stops if the template cannot turn thinking off
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """Makes the exchanges of one check. `ids` are the request fields by which the server returns token ids, `withheld`
-    the parameters that would end an engine of its release."""
+    """Makes the exchanges of one check. `limit`: tokens that the server takes, prompt and answer together. `ids`: the
+    request fields by which it returns token ids. `withheld`: probe and reason of what is not asked."""
 
     tokenizer: KimiTokenizer
     questions: Sequence[Question]
     samples: int
     max_tokens: int
     context: int
+    limit: int
     ids: Mapping[str, Any]
-    withheld: Set[str] = frozenset()
+    withheld: Mapping[str, str]
 
     def first(self) -> Iterator[Exchange]:
         """Everything that needs no earlier answer, in the order in which it is asked."""
-        plain, few = self._plain(), max(1, self.samples // 5)
-        text = plain[: self.samples]
+        text = self.texts[: self.samples]
         for index, messages in enumerate(text):
-            yield self.raw(f"text {index}", "text", messages)
-        for index, messages in enumerate(text):
-            yield self.chat(f"text {index}", "text", messages, "stream")
-        for index, messages in enumerate(text[: 2 * few]):
-            yield self.chat(f"text {index}", "text", messages, "chat")
-        for index, messages in enumerate(
-            plain[: 2 * self.samples]
-        ):  # one answer a prompt: they are independent
-            drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": index}
-            asked = self.raw(f"sampled {index}", "sampled", messages, **drawn)
-            if (
-                index % 2
-            ):  # a target that is sure of its answers shows no sampler; it is less sure of a user's words
-                asked = replace(
-                    asked, body=asked.body | {"prompt": self._opening(asked.body["prompt"])}
-                )
-            yield asked
-        for index, messages in enumerate(self._long(text, few)):
-            yield self.raw(f"long {index}", "long", messages)
-        for index, (messages, tools) in enumerate(self._calls(few)):
-            yield from self._parsed(f"call {index}", "call", messages, tools)
-        for index, (messages, tools) in enumerate(self._calls(max(1, few // 2))):
-            yield from self._parsed(
-                f"follow-up {index}", "follow-up", [*messages, *_called(tools)], tools, ("stream",)
-            )
-        for index, thing in enumerate(THINGS[:few]):
-            messages = [
-                _user(
-                    f"Describe {thing} as a JSON object with its name and the number of its legs or days."
-                )
-            ]
-            for run in ("chat", "stream"):
-                yield self.chat(
-                    f"json {index}", "json", messages, run, quiet=True, response_format=FORMAT
-                )
-        for index, messages in enumerate(text[:few]):
-            yield self.raw(f"stop {index}", "stop", messages, quiet=True)
-        for index, (messages, quiet) in enumerate(self._read(text[0])):
-            yield self.raw(f"prompt {index}", "prompt", messages, quiet=quiet)
-            yield self.chat(f"prompt {index}", "prompt", messages, "chat", quiet=quiet)
+            yield from self.twins(f"text {index}", "text", messages)
+        yield from self._sampled(self.texts[: max(MIN_SAMPLED, 2 * self.samples)])
+        yield from self._unsure(text[0])
+        yield from self._lengths(text)
+        offered = [one.first_request() for one in self.questions if one.tools]
+        calls = [([_user(WEATHER)], [TOOL]), *offered]
+        for index, (messages, tools) in enumerate(calls[: self.few]):
+            yield from self.twins(f"call {index}", "call", messages, tools, False)
+        more = [_user(WEATHER), *RESULT]
+        yield from self.twins("follow-up", "follow-up", more, [TOOL], False)
+        yield from self._forms()
+        for index, messages in enumerate(text[: self.few]):
+            yield self.raw(f"stop {index}", "stop", messages, thinking=False)
+        yield from self.twins("system", "prompt", [SYSTEM, text[0][-1]])
+        yield from self.twins("quiet", "prompt", text[0], thinking=False)
+        # thoughts that do not end, because their end mark is forbidden
+        endless = {"logit_bias": {str(self.tokenizer.special_tokens.get(THINK_END)): -100}}
+        for asked in self.twins("", "", text[0], thinking=True):
+            yield from self._steered(asked, {"reasoning": endless | {"max_tokens": HOT_TOKENS}})
+        for kind, words in ODD_TEXTS.items():
+            yield self.chat(kind, kind, [_user(words)], "chat", max_tokens=ODD_TOKENS)
+        for probe, reason in self.withheld.items():
+            yield Exchange(key=probe, kind=probe, run="withheld", error=reason)
 
     def second(self, answers: Sequence[Exchange]) -> Iterator[Exchange]:
-        """What is made from the first answers: second turns, stop strings, parameters; then warm prompts."""
+        """What is made from the first answers: second turns, stop strings, parameters."""
         known = {one.key: one for one in answers if one.run == "ids" and one.answered}
-        plain, few = self._plain(), max(1, self.samples // 5)
-        for index, messages in enumerate(plain[: 2 * few]):
-            if base := known.get(f"text {index}"):
-                said = {
-                    "role": "assistant",
-                    "content": parse_reply(base.raw, False)["content"] or "...",
-                }
+        texts = self.texts[: self.few]
+        for index, messages in enumerate(texts):
+            if content := _content(known.get(f"text {index}")):
+                said = {"role": "assistant", "content": content}
                 more = [*messages, said, _user("Now say the same again, shorter.")]
-                yield self.raw(f"turn-2 {index}", "turn-2", more)
-        for index, messages in enumerate(plain[:few]):
-            base = known.get(f"stop {index}")
-            if base and (word := stop_word(parse_reply(base.raw, False)["content"] or "")):
-                for run in ("chat", "stream"):
-                    asked = self.chat(
-                        f"stop {index}", "stop", messages, run, quiet=True, stop=[word]
-                    )
-                    yield replace(asked, run=f"{run} with stop")
+                yield from self.twins(f"turn-2 {index}", "turn-2", more)
+        for index, messages in enumerate(texts[: 1 + self.few // 3]):
+            if content := _content(known.get(f"stop {index}")):
+                yield from self._stops(f"stop {index}", messages, content)
         yield from self._parameters(known)
-        for one in answers:
-            if one.run == "ids" and one.answered and (one.kind == "long" or one.kind == "text"):
-                yield replace(request_of(one), run="warm")
 
-    def crowd(self, answers: Iterable[Exchange], size: int) -> list[Exchange]:
-        """Short prompts again, to be asked all at once."""
-        texts = [one for one in answers if one.kind == "text" and one.run == "ids" and one.answered]
-        return [replace(request_of(one), run="crowd") for one in texts[:size]]
+    def twins(self, key: str, kind: str, messages: list[Message], tools: Any = None,
+              thinking: bool | None = None) -> Iterator[Exchange]:  # fmt: skip
+        """A conversation as ids, as a chat and as a stream."""
+        yield self.raw(key, kind, messages, tools, thinking)
+        for run in ("chat", "stream"):
+            yield self.chat(key, kind, messages, run, tools, thinking)
 
-    def raw(self, key: str, kind: str, messages: list[Message], tools: Any = None, quiet: bool = False,
-            **fields: Any) -> Exchange:  # fmt: skip
+    def raw(self, key: str, kind: str, messages: list[Message], tools: Any = None,
+            thinking: bool | None = None, **fields: Any) -> Exchange:  # fmt: skip
         """A streamed completion of our own template's token ids."""
-        _, prompt = self.tokenizer.encode_chat(
-            messages, tools, **{"thinking": None, **self._quiet(quiet)}
-        )
         body = {
-            "prompt": prompt,
-            "max_tokens": self._limit(quiet),
+            "prompt": self._prompt(messages, tools, thinking),
+            "max_tokens": self._limit(thinking),
             "temperature": 0.0,
             "stream": True,
             **self.ids,
         }
         return Exchange(key=key, kind=kind, run="ids", path=RAW, body=body | fields)
 
-    def chat(self, key: str, kind: str, messages: list[Message], run: str, tools: Any = None, quiet: bool = False,
-             **fields: Any) -> Exchange:  # fmt: skip
+    def chat(self, key: str, kind: str, messages: list[Message], run: str, tools: Any = None,
+             thinking: bool | None = None, **fields: Any) -> Exchange:  # fmt: skip
         body: dict[str, Any] = {
             "messages": messages,
-            "max_tokens": self._limit(quiet),
+            "max_tokens": self._limit(thinking),
             "temperature": 0.0,
         }
-        body |= {"tools": tools, "tool_choice": "auto"} if tools else {}
-        body |= {"chat_template_kwargs": found} if (found := self._quiet(quiet)) else {}
-        body |= {"stream": True} if run == "stream" else {}
-        body.update(
-            {} if "detokenize" in self.ids else self.ids
-        )  # without text there would be nothing to compare
-        return Exchange(key=key, kind=kind, run=run, body=body | fields)
+        if tools:
+            body |= {"tools": tools, "tool_choice": "auto"}
+        if variables := self._variables(thinking):
+            body["chat_template_kwargs"] = variables
+        if run.startswith("stream"):
+            body["stream"] = True
+        if "detokenize" not in self.ids:  # without text there would be nothing to compare
+            body |= self.ids
+        body |= fields
+        prompt = self._prompt(messages, body.get("tools"), thinking)
+        return Exchange(key=key, kind=kind, run=run, body=body, template_ids=tuple(prompt))
 
-    def _parsed(
-        self,
-        key: str,
-        kind: str,
-        messages: list[Message],
-        tools: Any,
-        runs: Sequence[str] = ("chat", "stream"),
-    ) -> Iterator[Exchange]:
-        yield self.raw(key, kind, messages, tools, quiet=True)
-        for run in runs:
-            yield self.chat(key, kind, messages, run, tools, quiet=True)
+    def _prompt(
+        self, messages: list[Message], tools: Any = None, thinking: bool | None = None
+    ) -> list[int]:
+        variables: dict[str, Any] = {"thinking": None, **self._variables(thinking)}
+        return self.tokenizer.encode_chat(messages, tools, **variables)[1]
 
-    def _plain(self) -> list[list[Message]]:
+    def _variables(self, thinking: bool | None) -> dict[str, Any]:
+        """Template variables that turn thinking on or off; {} leaves it to the template."""
+        known = thinking is not None and "thinking" in self.tokenizer.template.variables
+        return {"thinking": thinking} if known else {}
+
+    def _limit(self, thinking: bool | None) -> int:
+        quiet = thinking is not False or self._variables(False)
+        return self.max_tokens if quiet else THINKING_TOKENS
+
+    @cached_property
+    def texts(self) -> list[list[Message]]:
         """Conversations of text without tools."""
         return [
             one.first_request()[0] for one in self.questions if not (one.tools or one.has_pictures)
         ]
 
-    def _quiet(self, quiet: bool) -> dict[str, Any]:
-        """Template variables that turn thinking off."""
-        return (
-            {"thinking": False} if quiet and "thinking" in self.tokenizer.template.variables else {}
-        )
+    @property
+    def few(self) -> int:
+        return max(1, self.samples // 5)
 
-    def _limit(self, quiet: bool) -> int:
-        return THINKING_TOKENS if quiet and not self._quiet(True) else self.max_tokens
+    def _sampled(self, texts: Sequence[list[Message]]) -> Iterator[Exchange]:
+        """One answer a prompt at temperature 1. A target that is sure of its answers shows no sampler; it is less sure
+        of a user's words, so three of four prompts are questions cut short."""
+        drawn = HOT | {"temperature": 1.0}
+        for index, messages in enumerate(texts):
+            asked = self.raw(f"sampled {index}", "sampled", messages, seed=index, **drawn)
+            yield self._opened(asked, messages, 0.25) if index % 4 else asked
 
-    def _calls(self, count: int) -> list[tuple[list[Message], list[Message]]]:
-        """Questions that offer tools: those of the data set, then our own."""
-        own = [([_user(text)], [TOOL]) for text in CALLS]
-        return [*own[:1], *(one.first_request() for one in self.questions if one.tools), *own[1:]][
-            :count
-        ]
+    def _unsure(self, messages: list[Message]) -> Iterator[Exchange]:
+        """Requests where a target is unsure: a user's first words, most of them at a high temperature."""
+        base = self._opened(self.raw("", "", messages, **HOT), messages, 0.0)
+        for seed in range(CHOICES):
+            body = base.body | {"seed": seed, "max_tokens": SEED_TOKENS}
+            for run in ("ids", "again"):
+                yield replace(base, key=f"seed {seed}", kind="seed", run=run, body=body)
+        body = base.body | {"n": CHOICES, "seed": 0, "max_tokens": SEED_TOKENS, "stream": False}
+        yield replace(base, key="n", kind="n", body=body)
+        body = base.body | {"seed": 0, "max_tokens": HOT_TOKENS}
+        yield from self._steered(replace(base, body=body), TRUNCATIONS)
+        body = base.body | {"temperature": 0.0, "ignore_eos": True, "max_tokens": PENALTY_TOKENS}
+        yield from self._steered(replace(base, body=body), PENALTIES)
 
-    def _read(self, messages: list[Message]) -> list[tuple[list[Message], bool]]:
-        """Conversations that templates render differently: with a system prompt, thinking on and off."""
-        bare = [one for one in messages if one["role"] != "system"]
-        return [
-            *(([{"role": "system", "content": text}, *bare], False) for text in SYSTEM),
-            (bare, True),
-        ]
+    def _lengths(self, texts: Sequence[list[Message]]) -> Iterator[Exchange]:
+        """Long prompts, a prompt near the server's limit, and a long answer."""
+        for index in range(self.few):
+            messages = self._document(texts, index, self.context)
+            yield from self.twins(f"long {index}", "long", messages)
+        room = min(self.limit, MAX_CONTEXT) - self._limit(None)
+        spare = 2 * len(self._prompt(self._document(texts, self.few, 0)))
+        yield from self.twins("limit", "limit", self._document(texts, self.few, room - spare))
+        asked = self.raw("answer", "answer", texts[0], ignore_eos=True)
+        tokens = min(LONG_ANSWER, self.limit - len(asked.body["prompt"]))
+        yield replace(asked, body=asked.body | {"max_tokens": tokens})
 
-    def _long(self, texts: Sequence[list[Message]], count: int) -> Iterator[list[Message]]:
-        """Documents of `context` tokens with a question behind; no two begin alike."""
-        corpus = self.tokenizer.encode(
-            "\n\n".join(str(one[-1]["content"]) for one in texts) + "\n\n"
-        )
-        for index in range(count if self.context else 0):
-            start = len(corpus) * index // count
-            words = (corpus[start:] + corpus * (1 + self.context // len(corpus)))[: self.context]
-            document = f"Notes, part {index + 1}.\n\n{self.tokenizer.decode(words)}"
-            yield [_user(f"{document}\n\n{texts[index % len(texts)][-1]['content']}")]
+    def _document(self, texts: Sequence[list[Message]], number: int, size: int) -> list[Message]:
+        """A document of `size` tokens with a question behind; no two begin alike."""
+        words = self.tokenizer.encode("\n\n".join(str(one[-1]["content"]) for one in texts))
+        document = self.tokenizer.decode((words * (1 + size // len(words)))[:size])
+        question = texts[number % len(texts)][-1]["content"]
+        return [_user(f"Notes, part {number + 1}.\n\n{document}\n\n{question}")]
 
-    def _opening(self, prompt: list[int]) -> list[int]:
-        """A prompt up to the first quarter of the last user's words, for the target to write on."""
-        end, begin = (
-            self.tokenizer.special_tokens[mark] for mark in (END_OF_TURN, "<|im_middle|>")
-        )
-        last = len(prompt) - prompt[::-1].index(end) - 1
-        first = last - prompt[:last][::-1].index(begin)
-        return prompt[: first + (last - first) // 4]
+    def _forms(self) -> Iterator[Exchange]:
+        """Answers that a grammar forces, in part or whole, and a picture."""
+        words = "Describe a spider: name and number of legs."
+        asked = {kind: ([_user(words)], fields) for kind, fields in FORCED.items()}
+        if "picture" not in self.withheld:
+            shown = {"type": "image_url", "image_url": {"url": PICTURE}}
+            asked["picture"] = ([_user([shown, {"type": "text", "text": "What is it?"}])], {})
+        tokens = max(FORCED_TOKENS, self._limit(False))
+        for kind, (messages, fields) in asked.items():
+            for run in ("chat", "stream"):
+                fields = fields | {"max_tokens": tokens}
+                yield self.chat(kind, kind, messages, run, thinking=False, **fields)
 
-    def _parameters(self, known: dict[str, Exchange]) -> Iterator[Exchange]:
-        """Requests whose answer shows whether a parameter was honoured (`rows.honoured`)."""
-        bases = sorted((one for one in known.values() if one.kind == "text" and len(one.token_ids) > 6),
-                       key=lambda one: len(one.token_ids), reverse=True)[:2]  # fmt: skip
-        for index, base in enumerate(bases):
-            probes: dict[str, dict[str, Any]] = {
+    def _stops(self, key: str, messages: list[Message], content: str) -> Iterator[Exchange]:
+        """Stop strings from a known answer: one, one behind a string that does not occur, and two that only begin."""
+        middle = content[len(content) // 2 :][:6]
+        kinds = {
+            "stop": [middle],
+            "stops": [NEVER, middle],
+            "begun": [middle + NEVER, content[-4:] + NEVER],
+        }
+        for kind, stop in kinds.items():
+            for run in ("chat", "stream"):
+                yield self.chat(key, kind, messages, f"{run}, {kind}", thinking=False, stop=stop)
+
+    def _opened(self, asked: Exchange, messages: list[Message], share: float) -> Exchange:
+        """The request with a prompt that ends within the last user's words, for the target to write on."""
+        words = str(messages[-1]["content"])
+        begun = [*messages[:-1], _user(words[: int(len(words) * share)])]
+        _, prompt = self.tokenizer.encode_chat(begun, thinking=None, add_generation_prompt=False)
+        # without the end of the turn
+        return replace(asked, body=asked.body | {"prompt": prompt[:-1]})
+
+    def _parameters(self, known: Mapping[str, Exchange]) -> Iterator[Exchange]:
+        """Requests whose answer shows whether a parameter was honoured (`rows.parameters`)."""
+        texts = [one for one in known.values() if one.kind == "text" and one.token_ids]
+        if texts:
+            base = max(texts, key=lambda one: (one.finish == "stop", one.size))
+            ids = base.token_ids
+            least = len(ids) + 8
+            direct: dict[str, Any] = {
                 "max_tokens": {"max_tokens": 5},
-                "frequency_penalty": {"frequency_penalty": 2.0},
-                "presence_penalty": {"presence_penalty": 2.0},
-                "repetition_penalty": {"repetition_penalty": 1.5},
-                "logit_bias": {"logit_bias": {str(base.token_ids[0]): -100}},
-                "stop_token_ids": {"stop_token_ids": [base.token_ids[len(base.token_ids) // 2]]},
-                "top_p": {"temperature": 1.0, "top_p": 1e-6, "seed": 7},
+                "logit_bias": {"logit_bias": {str(ids[0]): -100}},
+                "stop_token_ids": {"stop_token_ids": [ids[len(ids) // 2]]},
+                "min_tokens": {"min_tokens": least, "max_tokens": least + 8},
             }
-            if base.finish == "stop":
-                probes["min_tokens"] = {
-                    "min_tokens": len(base.token_ids) + 8,
-                    "max_tokens": len(base.token_ids) + 16,
-                }
-            for name, fields in probes.items():
-                if name not in self.withheld:
-                    body = base.body | fields
-                    yield Exchange(
-                        key=f"{name} {index}",
-                        kind="parameter",
-                        run="ids",
-                        path=base.path,
-                        body=body,
-                    )
+            yield from self._steered(base, direct)
+
+    def _steered(self, base: Exchange, probes: Mapping[str, dict[str, Any]]) -> Iterator[Exchange]:
+        """The request with more fields, by kind."""
+        for kind, fields in probes.items():
+            if kind not in self.withheld:
+                yield replace(request_of(base), key=kind, kind=kind, body=base.body | fields)
+
+
+def _content(answer: Exchange | None) -> str:
+    return parse_reply(answer.raw, False)["content"] or "" if answer else ""
 
 
 def request_of(asked: Exchange) -> Exchange:
     """The same without its answer."""
-    return Exchange(key=asked.key, kind=asked.kind, run=asked.run, path=asked.path, body=asked.body)
+    return Exchange(key=asked.key, kind=asked.kind, run=asked.run, path=asked.path, body=asked.body,
+                    template_ids=asked.template_ids)  # fmt: skip
 
 
-def stop_word(content: str) -> str | None:
-    """A phrase from the middle of a text that does not occur before it."""
-    words = content.split(" ")
-    for start in range(len(words) // 3, len(words) - 2):
-        phrase = " ".join(words[start : start + 2])
-        if (
-            len(phrase) > 3
-            and phrase == phrase.strip()
-            and content.find(phrase) == len(" ".join(words[:start])) + 1
-        ):
-            return phrase
-    return None
+def repeated(answers: Iterable[Exchange], run: str, *kinds: str) -> list[Exchange]:
+    """The requests of these kinds again, under the name of another run."""
+    asked = [one for one in answers if one.run == "ids" and one.answered and one.kind in kinds]
+    return [replace(request_of(one), run=run) for one in asked]
 
 
 def raw_text(tokenizer: KimiTokenizer, asked: Exchange, token_ids: Sequence[int]) -> str:
     """An answer before any parser; it begins with the think tag that its prompt left open."""
-    prompt = asked.body.get("prompt") or list(asked.prompt_ids)
-    special, end = tokenizer.special_tokens, prompt[-2:]  # a line break may follow the tag
+    special, end = tokenizer.special_tokens, asked.prompt[-2:]  # a line break may follow the tag
     text = tokenizer.decode(token_ids, skip_special=True)
     return THINK + text if special.get(THINK) in end and special.get(THINK_END) not in end else text
 
 
-def _user(content: str) -> Message:
+def _user(content: Any) -> Message:
     return {"role": "user", "content": content}
-
-
-def _called(tools: Sequence[Message]) -> list[Message]:
-    """A call of the first tool, and its result."""
-    function = tools[0]["function"]
-    arguments = {name: "Paris" for name in function.get("parameters", {}).get("properties", {})}
-    call = {"name": function["name"], "arguments": json.dumps(arguments)}
-    name = call_id(function["name"], 0)
-    said = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": name, "type": "function", "function": call}],
-    }
-    return [
-        said,
-        {"role": "tool", "tool_call_id": name, "content": '{"result": "sunny, 24 degrees"}'},
-    ]

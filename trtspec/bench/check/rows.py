@@ -1,7 +1,8 @@
 """The rows of the gate: pure functions of one or two recordings.
 
-A row states how much it looked at, and its status follows: fail where it has faults; unmeasured where it looked at
-nothing, or at less than half; else pass. A fault that the plain server shows for the same request never counts.
+A look is at one exchange, for one kind of fault. A row fails if a look has a fault. It is unmeasured if one of its
+kinds was not seen, or if fewer than half of its looks could be judged. Else it passes. A fault that the plain server
+shows for the same request never counts.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ import json
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from os.path import commonprefix
+from typing import Any, NamedTuple
 
-from trtspec.checkpoint.chat_parser import parse_reply
+from trtspec.bench.check.kinds import KINDS
+from trtspec.bench.check.prompts import CALLED, PENALTIES, SAID, TRUNCATIONS, VALUES
+from trtspec.checkpoint.chat_parser import parse_reply, reply_text
 from trtspec.client.exchange import Exchange, Score
 
 # every threshold of the gate
@@ -23,36 +28,44 @@ CERTAIN = 2.0  # nats behind from which one answer fails; bfloat16 reaches 1.1 w
 EXACT = 1e-3  # nats, with --exact: float32 rounds far below
 ALPHA = 1e-3 / 5  # false alarms of one test; a check makes five of them at most
 SURE = 0.9  # probability of the best token from which a token says little about the sampler
-KEPT_DRAFTS = (
-    0.8  # accepted drafts per step over those of the same texts before: below it is a regression
-)
+MIN_UNSURE = 300  # such tokens, among which a top_p of 0.95 that nobody asked for shows
+EFFECT = 4  # tokens that a parameter must move, and times that an ignored one moves fewer
+KEPT_DRAFTS = 0.8  # accepted drafts over those of the same texts before: below it is a regression
 COLLAPSE = 0.05  # the same for long prompts, which are other texts, over short ones
 MIN_STEPS = 50  # below, acceptance says nothing
 RARE = 0.02  # share of the steps below which a size is that of last steps, which the end of an answer cuts
 SPECULATES = 1.1  # tokens per step; a busy server without speculation joins a few chunks as well
 TOKENS_PER_ARRIVAL = 16  # more than any drafter yields in a step: a proxy buffers
 
-Status = Literal["pass", "fail", "unmeasured"]
+NO_SCORES = "needs the scores of the server without speculation (`score`, `against`)"
 Name = tuple[str, str]
-GREEDY = ("text", "long", "turn-2", "call", "follow-up", "prompt", "stop")
+PROBES = defaultdict[str, dict[str, str]](dict)  # by row: probe -> kind of fault
+for kind in KINDS:
+    PROBES[kind.row] |= dict.fromkeys(kind.probes.split(), kind.name)
+GREEDY = PROBES["greedy"].keys()
+REPEATS = ("warm", "crowd", "later")  # runs that are probes of their own
+
+
+class Look(NamedTuple):
+    """One look at one exchange. `fault`: "" if nothing is wrong, None if it could not be judged."""
+
+    probe: str
+    name: Name
+    fault: str | None = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """`seen` of `of` things were looked at; `why` says what was missing, or what was measured."""
+    """`status`: pass, fail or unmeasured. `seen` of `of` looks could be judged. `unmeasured`: kinds of faults that were
+    asked for in vain. `why` says what was missing, or what was measured."""
 
     name: str
-    status: Status
+    status: str
     seen: int = 0
     of: int = 0
     faults: tuple[str, ...] = ()
+    unmeasured: tuple[str, ...] = ()
     why: str = ""
-
-
-def judged(name: str, seen: int = 0, of: int = 0, faults: Sequence[str] = (), why: str = "") -> Row:
-    """The row with the status that follows from what was seen."""
-    status: Status = "fail" if faults else "pass" if seen and 2 * seen >= of else "unmeasured"
-    return Row(name=name, status=status, seen=seen, of=of, faults=tuple(faults), why=why)
 
 
 def judge(
@@ -64,117 +77,116 @@ def judge(
 ) -> list[Row]:
     """The seven rows. `plain`: exchanges of the server without speculation, None where there is none. `exact`: both
     servers compute in float32, so every difference fails."""
-    theirs = plain or []
-    if plain and speculates(plain):
-        why = "the server named as plain speculates: it brings several tokens in one step"
-        unknown = [judged(name, why=why) for name in ("greedy", "sampled", "parameters")]
-        theirs = []
-    else:
-        why = "" if plain else "needs the server without speculation (`score`, `against`)"
-        first = greedy(got, theirs, exact, why)
-        if first.faults:  # one cause, one row
-            why = "greedy answers differ already"
-            unknown = [first, judged("sampled", why=why), judged("parameters", why=why)]
-        else:
-            unknown = [first, sampled(got, theirs, why), parameters(got, theirs, why)]
-    return [answers(got, theirs), prompts(got, theirs), *unknown[:2], transport(got, theirs), unknown[2],
-            acceptance(got, min_acceptance)]  # fmt: skip
+    theirs = list(plain or ())
+    known = [*got, *theirs]
+    looks: dict[str, tuple[Iterable[Look], str]] = {
+        "answers": ([*answers(got), *_streams(got)], ""),
+        "prompts": (prompts(got), ""),
+        "greedy": greedy(got, theirs, exact),
+        "sampled": sampled(got, theirs),
+        "transport": (transport(got, known), ""),
+        "parameters": (parameters(got, theirs), ""),
+        "acceptance": acceptance(got, min_acceptance),
+    }
+    # a refusal counts where the plain server honours the request
+    unknown = [] if plain else [one for one in got if one.refused]
+    excused = {
+        (look.probe, look.name) for look in _form_looks([*theirs, *unknown], known) if look.fault
+    }
+    skipped = not_asked(got)
+    return [_row(name, looks, why, excused, skipped) for name, (looks, why) in looks.items()]
+
+
+def _row(
+    name: str,
+    looks: Iterable[Look],
+    why: str,
+    excused: set[tuple[str, Name]],
+    skipped: Mapping[str, str],
+) -> Row:
+    """The row with the status that follows from its looks."""
+    kinds = PROBES[name]
+    counted = [look for look in looks if look.probe in kinds]
+    judged = [look for look in counted if look.fault is not None]
+    seen = {kinds[look.probe] for look in judged}
+    seen |= {kind for probe, kind in kinds.items() if probe in skipped}
+    missing = [kind for kind in dict.fromkeys(kinds.values()) if kind not in seen]
+    faults = []
+    for probe, (key, run), fault in judged:
+        if fault and (probe, (key, run)) not in excused:
+            faults.append(f"{kinds[probe]}: {key} ({run}): {fault}")
+    status = "fail" if faults else "unmeasured" if missing else "pass"
+    if not faults and 2 * len(judged) < len(counted):
+        status = "unmeasured"
+    if missing and judged:
+        why = f"{why}; not seen: {', '.join(missing)}".removeprefix("; ")
+    return Row(name=name, status=status, seen=len(judged), of=len(counted), faults=tuple(faults),
+               unmeasured=tuple(missing), why=why)  # fmt: skip
+
+
+def not_asked(got: Sequence[Exchange]) -> dict[str, str]:
+    """By probe, why a fault cannot reach a user: the target lacks something, or the server refuses it by name."""
+    skipped = {one.kind: "refused by the server" for one in got if one.refused}
+    return skipped | {one.kind: one.error or "" for one in got if one.run == "withheld"}
 
 
 def faulty(got: Sequence[Exchange]) -> set[Name]:
     """The requests whose faults count unless the plain server shows them too."""
-    return {*_failures(got), *_misread(got, _prompts(got)), *_garbled(got, got)}
+    return {look.name for look in _form_looks(got, got) if look.fault}
 
 
-def _new(mine: dict[Name, str], theirs: dict[Name, str]) -> tuple[str, ...]:
-    return tuple(
-        f"{key} ({run}): {fault}" for (key, run), fault in mine.items() if (key, run) not in theirs
-    )
+def _form_looks(exchanges: Sequence[Exchange], known: Sequence[Exchange]) -> list[Look]:
+    """Looks at what needs no other server."""
+    return [
+        *answers(exchanges),
+        *_streams(exchanges),
+        *prompts(exchanges),
+        *_unsure(exchanges),
+        *transport(exchanges, known),
+        *_overruns(exchanges),
+    ]
 
 
 # --- answers ---
 
 
-def answers(got: Sequence[Exchange], plain: Sequence[Exchange]) -> Row:
-    """Every request is answered, and streams come as they are made."""
-    answered = {one.name for one in plain if one.answered}
-    refused = {one.name for one in got if one.refused and one.name not in answered}
-    mine = {name: fault for name, fault in _failures(got).items() if name not in refused}
-    late, seen = _at_once(got)
-    if late and not _at_once(plain)[0]:
-        mine["streams", "all"] = (
-            f"{late} of {seen} came at once: a proxy or the server holds them back"
-        )
-    asked = [one for one in got if not (one.refused and one.kind == "parameter")]
-    looked = [one for one in asked if one.name not in refused]
-    why = (
-        f"refused by name: {', '.join(sorted({key for key, _ in refused}))}"
-        if len(looked) < len(asked)
-        else ""
-    )
-    return judged(
-        "answers", seen=len(looked), of=len(asked), faults=_new(mine, _failures(plain)), why=why
-    )
+def answers(exchanges: Sequence[Exchange]) -> Iterator[Look]:
+    """Every request is answered, or a parameter is refused by name."""
+    for one in exchanges:
+        if one.run != "withheld" and not (one.refused and one.kind in PROBES["parameters"]):
+            fault = "" if one.answered else one.error or "the answer has no finish_reason"
+            yield Look("request", one.name, fault)
 
 
-def _failures(exchanges: Sequence[Exchange]) -> dict[Name, str]:
-    return {one.name: one.error or "the answer has no finish_reason" for one in exchanges
-            if not one.answered and not (one.refused and one.kind == "parameter")}  # fmt: skip
-
-
-def _at_once(exchanges: Sequence[Exchange]) -> tuple[int, int]:
-    """(streams that came at once, streams that are long enough to tell). A proxy holds back every stream; where some
-    came as they were made, the others waited for a busy machine, and the first figure is 0."""
-    long = [
-        one
-        for one in exchanges
-        if one.answered and one.body.get("stream") and _size(one) > TOKENS_PER_ARRIVAL
-    ]
-    late = sum(_size(one) > TOKENS_PER_ARRIVAL * one.arrivals for one in long)
-    return (late if late == len(long) else 0), len(long)
-
-
-def _size(one: Exchange) -> int:
-    return len(one.token_ids) or one.completion_tokens or 0
+def _streams(exchanges: Sequence[Exchange]) -> Iterator[Look]:
+    """Streams come as they are made. A proxy holds back every stream; where some came as they were made, the others
+    waited for a busy machine."""
+    streams = [one for one in exchanges if one.answered and one.body.get("stream")]
+    long = [one for one in streams if one.size > TOKENS_PER_ARRIVAL]
+    late = [one for one in long if one.size > TOKENS_PER_ARRIVAL * one.arrivals]
+    for one in long:
+        held = "came at once: a proxy or the server holds streams back"
+        yield Look("streams", one.name, held if len(late) == len(long) else "")
 
 
 # --- prompts ---
 
 
-def prompts(got: Sequence[Exchange], plain: Sequence[Exchange]) -> Row:
+def prompts(exchanges: Sequence[Exchange]) -> Iterator[Look]:
     """The server reads a conversation as our own chat template writes it: token ids, or else their number."""
-    expected = _prompts(got)
-    asked = [one for one in got if one.answered and one.key in expected]
-    counted = [one for one in asked if one.prompt_ids or one.prompt_tokens]
-    faults = _new(_misread(got, expected), _misread(plain, expected))
-    return judged(
-        "prompts",
-        seen=len(counted),
-        of=len(asked),
-        faults=faults,
-        why="" if counted else "no token counts",
-    )
-
-
-def _prompts(exchanges: Sequence[Exchange]) -> dict[str, list[int]]:
-    return {one.key: one.body["prompt"] for one in exchanges if "prompt" in one.body}
-
-
-def _misread(exchanges: Sequence[Exchange], expected: dict[str, list[int]]) -> dict[Name, str]:
-    found = {}
     for one in exchanges:
-        if not one.answered or one.key not in expected:
-            continue
-        want = expected[one.key]
-        count = len(one.prompt_ids) or one.prompt_tokens
-        if count and count != len(want):
-            found[one.name] = f"read {count} tokens, the chat template gives {len(want)}"
-        elif one.prompt_ids and list(one.prompt_ids) != want:
-            place = next(
-                i for i, (a, b) in enumerate(zip(one.prompt_ids, want, strict=True)) if a != b
-            )
-            found[one.name] = f"token {place} of the prompt differs from the chat template's"
-    return found
+        if one.answered and one.prompt:
+            yield Look(one.kind, one.name, _misread(one))
+
+
+def _misread(one: Exchange) -> str | None:
+    want = tuple(one.prompt)
+    count = len(one.prompt_ids) or one.prompt_tokens
+    if not count:
+        return None
+    if count == len(want) and (one.prompt_ids or want) == want:
+        return ""
+    return f"read {count} tokens that are not the {len(want)} of the chat template"
 
 
 # --- greedy ---
@@ -182,42 +194,49 @@ def _misread(exchanges: Sequence[Exchange], expected: dict[str, list[int]]) -> d
 
 def is_greedy(one: Exchange) -> bool:
     """An answer at temperature 0 that no grammar and no parameter changed."""
-    return bool(one.token_ids) and one.answered and one.kind in GREEDY and not one.body.get("stop")
+    return one.answered and bool(one.token_ids) and one.kind in GREEDY and not one.body.get("stop")
 
 
-def greedy(got: Sequence[Exchange], plain: Sequence[Exchange], exact: bool, why: str) -> Row:
+def greedy(
+    got: Sequence[Exchange], plain: Sequence[Exchange], exact: bool
+) -> tuple[list[Look], str]:
     """No token of a greedy answer is further behind the target's best than rounding explains."""
     asked = [one for one in got if is_greedy(one)]
-    scored = {(one.key, one.token_ids): one for one in asked if one.scores}
-    own = {(one.key, one.token_ids): regret(one) for one in plain if is_greedy(one) and one.scores}
-    rounding = max(own.values(), default=0.0)
+    regrets = {_identity(one): regret(one) for one in asked if one.scores}
+    own = {_identity(one): regret(one) for one in plain if is_greedy(one) and one.scores}
     limit = EXACT if exact else CERTAIN
-    regrets = {key: regret(one) for key, one in scored.items()}
-    wrong = [key for key, value in regrets.items() if value > limit]
-    open_ = [key for key, value in regrets.items() if NEAR < value <= limit]
+    different = sum(value > NEAR for value in regrets.values())
     theirs = sum(value > NEAR for value in own.values())
-    if own and more_often(len(open_) + len(wrong), len(regrets), theirs, len(own)):
-        wrong += open_
-    faults = tuple(_differs(scored[key]) for key in wrong)
-    seen = sum(bool(one.scores) for one in asked)
-    if asked and seen and not why:
-        why = f"at most {max(regrets.values()):.3f} nats behind, without speculation {rounding:.3f}"
-    return judged(
-        "greedy", seen=seen, of=len(asked), faults=faults, why=why or ("" if seen else "no scores")
+    if own and more_often(different, len(regrets), theirs, len(own)):
+        limit = min(limit, NEAR)
+    looks = []
+    for one in asked:
+        fault: str | None = "" if one.scores else None
+        if (behind := regret(one)) > limit:
+            token = _behind(one).index(behind)
+            fault = f"token {token} is {behind:.2f} of {limit:g} nats behind the target's best"
+        looks.append(Look(one.run if one.run in REPEATS else one.kind, one.name, fault))
+    if not regrets:
+        return looks, NO_SCORES
+    rounding = max(own.values(), default=0.0)
+    worst = max(regrets.values())
+    return (
+        looks,
+        f"at most {worst:.2f} of {limit:g} nats behind, without speculation {rounding:.2f}",
     )
+
+
+def _identity(one: Exchange) -> tuple[str, tuple[int, ...]]:
+    return one.key, one.token_ids
 
 
 def regret(one: Exchange) -> float:
-    return max((score.best - score.chosen for score in one.scores), default=0.0)
+    return max(_behind(one), default=0.0)
 
 
-def _differs(one: Exchange) -> str:
-    worst = max(
-        range(len(one.scores)), key=lambda place: one.scores[place].best - one.scores[place].chosen
-    )
-    return (
-        f"{one.key} ({one.run}): token {worst} is {regret(one):.2f} nats behind the target's best"
-    )
+def _behind(one: Exchange) -> list[float]:
+    """Nats that each token is behind the target's best one."""
+    return [score.best - score.chosen for score in one.scores]
 
 
 def more_often(mine: int, of: int, theirs: int, among: int) -> bool:
@@ -237,70 +256,70 @@ def is_sampled(one: Exchange) -> bool:
     return bool(one.token_ids) and one.answered and one.kind == "sampled"
 
 
-def sampled(got: Sequence[Exchange], plain: Sequence[Exchange], why: str) -> Row:
-    """Answers at temperature 1 are drawn from the target's distribution."""
-    asked = [one for one in got if is_sampled(one)]
-    scored = [one for one in asked if one.scores]
-    mine, theirs = log_e(scored), log_e([one for one in plain if is_sampled(one) and one.scores])
-    if theirs > math.log(1 / ALPHA):
-        return judged(
-            "sampled",
-            of=len(asked),
-            why="the server without speculation does not sample exactly either",
-        )
-    tokens = sum(len(one.scores) for one in scored)
-    if (
-        scored
-        and mine <= math.log(1 / ALPHA)
-        and log_e(scored, greedily=True) <= math.log(1 / ALPHA)
-    ):
-        why = f"the target is so sure of these {tokens} tokens that an ignored temperature would not show: ask more"
-        return judged("sampled", of=len(asked), why=why)
-    if not why:
-        why = (
-            f"log e {mine:.1f} over {tokens} tokens, without speculation {theirs:.1f}"
-            if scored
-            else "no scores"
-        )
-    faults: tuple[str, ...] = ()
-    if mine > math.log(1 / ALPHA):
-        faults = (
-            f"{tokens} tokens at temperature 1 are not drawn from the target's distribution (log e {mine:.1f})",
-        )
-    return judged("sampled", seen=len(scored), of=len(asked), faults=faults, why=why)
+def sampled(got: Sequence[Exchange], plain: Sequence[Exchange]) -> tuple[list[Look], str]:
+    """Answers at temperature 1 are drawn from the target's distribution; seeds repeat and differ; choices differ."""
+    looks = list(_unsure(got))
+    drawn = drawn_scores(got)
+    if not drawn:
+        return looks, NO_SCORES
+    limit = -math.log(ALPHA)
+    mine, theirs = log_e(drawn), log_e(drawn_scores(plain))
+    unsure = sum(map(_is_unsure, drawn))
+    tokens = f"{unsure} tokens of which the target is unsure, {MIN_UNSURE} are needed"
+    why = f"log e {mine:.1f} of {limit:.1f} over {tokens}, without speculation {theirs:.1f}"
+    won = list(zip([*BETS, *BETS], _bets(drawn), strict=True))
+    for probe in ("places", "tail"):
+        best = max(log for bet, log in won if bet[0] == probe)
+        fault: str | None = ""
+        if theirs > limit or (mine <= limit and unsure < MIN_UNSURE):
+            fault = None
+        elif min(mine, best) > limit:
+            fault = f"tokens at temperature 1 are not drawn from the target's distribution ({why})"
+        looks.append(Look(probe, ("sampled", "all"), fault))
+    return looks, why
 
 
-BETS = tuple(
-    (shape, size)
-    for shape in (
-        lambda u: 2 * u - 1,
-        lambda u: math.cos(2 * math.pi * u),
-        lambda u: math.cos(4 * math.pi * u),
-    )
-    for size in (-0.6, -0.3, -0.1, 0.1, 0.3, 0.6)
+def drawn_scores(exchanges: Sequence[Exchange]) -> list[Score]:
+    return [score for one in exchanges if is_sampled(one) for score in one.scores]
+
+
+def _tail(share: float) -> Callable[[float], float]:
+    return lambda place: -1.0 if place > 1 - share else share / (1 - share)
+
+
+# probe, shape and size of a stake on a token's place; a shape has the mean 0 for an exact sampler
+SHAPES: tuple[Callable[[float], float], ...] = (
+    lambda u: 2 * u - 1,
+    lambda u: math.cos(2 * math.pi * u),
+    lambda u: math.cos(4 * math.pi * u),
 )
+BETS = [("places", shape, size) for shape in SHAPES for size in (-0.6, -0.3, -0.1, 0.1, 0.3, 0.6)]
+BETS += [("tail", _tail(share), size) for share in (0.02, 0.05, 0.1, 0.2) for size in (0.3, 0.9)]
 
 
-def log_e(exchanges: Sequence[Exchange], greedily: bool = False) -> float:
+def log_e(scores: Sequence[Score]) -> float:
     """Logarithm of a mixture of betting martingales over the tokens' places in the target's distribution, which are
-    uniform for an exact sampler: above log 5000 by chance once in 5,000 checks at most. `greedily`: what it would be if
-    each token had been the best one."""
-    dice = random.Random(0)
-    scores = [score for one in exchanges for score in one.scores]
-    places = [
-        dice.random() * math.exp(score.best) if greedily else _place(score, dice.random())
-        for score in scores
-    ]
-    # where the target is sure, every sampler is right: half of the stake is on the other tokens alone
-    unsure = [
-        place for place, score in zip(places, scores, strict=True) if math.exp(score.best) < SURE
-    ]
-    bets = [(places, *bet) for bet in BETS] + [(unsure, *bet) for bet in BETS]
-    logs = [
-        sum(math.log1p(size * shape(place)) for place in chosen) for chosen, shape, size in bets
-    ]
+    uniform for an exact sampler: above log 5000 by chance once in 5,000 checks at most."""
+    logs = _bets(scores)
     most = max(logs)
     return most + math.log(sum(math.exp(value - most) for value in logs) / len(logs))
+
+
+def _bets(scores: Sequence[Score]) -> list[float]:
+    """Logarithms of what each of BETS won on all tokens, then on those of which the target is unsure. Where it is sure,
+    every sampler is right."""
+    dice = random.Random(0)
+    places = [_place(score, dice.random()) for score in scores]
+    unsure = [place for place, score in zip(places, scores, strict=True) if _is_unsure(score)]
+    logs = []
+    for chosen in (places, unsure):
+        for _, shape, size in BETS:
+            logs.append(sum(math.log1p(size * shape(place)) for place in chosen))
+    return logs
+
+
+def _is_unsure(score: Score) -> bool:
+    return math.exp(score.best) < SURE
 
 
 def _place(score: Score, u: float) -> float:
@@ -309,220 +328,264 @@ def _place(score: Score, u: float) -> float:
     return min(1.0, low + u * max(0.0, mass))
 
 
+def _unsure(exchanges: Sequence[Exchange]) -> Iterator[Look]:
+    """At a high temperature, the choices of one `n` differ, a seed repeats its answer, and seeds differ."""
+    seeds: dict[Name, tuple[int, ...]] = {}
+    for one in exchanges:
+        if one.kind == "n" and one.answered:
+            wanted, count, different = one.body["n"], len(one.choices), len({*one.choices})
+            fault = f"{count} of {wanted} choices, {different} of them different"
+            yield Look("n", one.name, "" if count == wanted and different > 1 else fault)
+        if one.kind == "seed" and one.token_ids:
+            seeds[one.name] = one.token_ids
+    first = {ids for (_, run), ids in seeds.items() if run == "ids"}
+    again = {ids for (_, run), ids in seeds.items() if run == "again"}
+    fault = "" if first & again else "no seed repeats its answer"
+    if len(first) == 1 and len(seeds) > 2:
+        fault = "all seeds give one answer"
+    for name in seeds if again else ():
+        yield Look("seed", name, fault)
+
+
 # --- transport ---
 
+Parts = list[str]  # reasoning, text, calls
 
-def transport(got: Sequence[Exchange], plain: Sequence[Exchange]) -> Row:
+
+def transport(exchanges: Sequence[Exchange], known: Sequence[Exchange]) -> Iterator[Look]:
     """A message, whole or streamed, is what the Kimi parser makes of the tokens."""
-    asked = [one for one in got if one.answered and "prompt" not in one.body]
-    compared = [one for one in asked if _expected(one, got) and not _cut(one)]
-    faults = _new(_garbled(got, [*got, *plain]), _garbled(plain, plain))
-    return judged("transport", seen=len(compared), of=len(asked), faults=faults)
-
-
-def _cut(one: Exchange) -> bool:
-    """Whether the answer ended before what was to be seen in it."""
-    return one.finish == "length" and one.kind in ("call", "follow-up", "json", "stop")
-
-
-def _garbled(exchanges: Sequence[Exchange], known: Sequence[Exchange]) -> dict[Name, str]:
-    found = {one.name: fault for one in exchanges if one.answered and (fault := _form_fault(one))}
+    raws = defaultdict[str, list[Exchange]](list)
+    for one in known:
+        if one.raw:
+            raws[one.key].append(one)
+    ids = Counter(call["id"] for one in exchanges for call in one.calls)
     for one in exchanges:
-        if one.name in found or not one.answered or "prompt" in one.body or _cut(one):
+        if not one.answered:
             continue
-        want = _expected(one, known)
-        if want and _parts(one) not in want and not _tied(one, known):
-            found[one.name] = _difference(one, want[0])
-    return found
+        yield Look("finish", one.name, _finish_fault(one))
+        if one.token_ids and one.completion_tokens:
+            wrong = abs(len(one.token_ids) - one.completion_tokens) > 1
+            fault = f"counts {one.completion_tokens} tokens of {len(one.token_ids)}"
+            yield Look("usage", one.name, fault if wrong else "")
+        if "prompt" in one.body:
+            other = bool(one.raw) and one.content.strip() not in one.raw
+            yield Look(one.kind, one.name, "the text is not that of its tokens" if other else "")
+            continue
+        if one.calls:
+            yield Look("ids", one.name, _call_id_fault(one, ids))
+        yield from _message(one, raws[one.key])
 
 
-Parts = tuple[str, str, tuple[tuple[str, Any], ...]]
+def _finish_fault(one: Exchange) -> str:
+    limit = _limit(one)
+    if one.finish == "length" and 0 < one.size < limit:
+        return f"length after {one.size} of {limit} tokens"
+    if _stopped_late(one):
+        return f"stop after {limit} tokens, where the limit ended the answer"
+    if one.calls and one.finish not in ("tool_calls", "length"):
+        return f"{one.finish} after calls"
+    return ""
 
 
-def _expected(one: Exchange, known: Sequence[Exchange]) -> list[Parts]:
+def _stopped_late(one: Exchange) -> bool:
+    """Whether check had to add the end of turn behind the last token that was allowed."""
+    limit = _limit(one)
+    return one.finish == "stop" and one.completion_tokens == limit == len(one.token_ids) - 1
+
+
+def _limit(one: Exchange) -> int:
+    return int(one.body.get("max_tokens", 2**31) * one.body.get("n", 1))
+
+
+def _call_id_fault(one: Exchange, ids: Counter[str]) -> str:
+    """Kimi's own ids count the calls of a conversation, so two answers may share one."""
+    own = [call["id"] for call in one.calls]
+    if one.unindexed:
+        return "fragments of calls without an index"
+    if not all(own) or len({*own}) < len(own):
+        return "calls without an id of their own"
+    shared = [name for name in own if ids[name] > 1 and not name.startswith("functions.")]
+    return f"the id {shared[0]} stands in several answers" if shared else ""
+
+
+def _message(one: Exchange, raws: Sequence[Exchange]) -> Iterator[Look]:
+    """Looks at a chat's text, reasoning and calls."""
+    mine, want = _parts(one), _expected(one, raws)
+    cut = one.finish == "length" and one.kind in CUT_SHORT
+    probes = [one.kind]
+    if one.kind in FORMS:
+        probes += ["characters"] * (one.kind == "json")
+        right = FORMS[one.kind](one)
+        shown = right or not cut
+        wanted = "its form"
+    else:
+        right = any(_agrees(mine, parts) for parts in want) or _tied(one, raws)
+        reasoning, text, *calls = want[0] if want else mine
+        probes += ["reasoning"] * bool(reasoning) + ["calls"] * (len(calls) > 1)
+        probes += ["characters"] * (not text.isascii())
+        needed = {"call": calls, "reasoning": reasoning}.get(one.kind, want)
+        shown = bool(want) and not cut and bool(needed or not right)
+        wanted = _shown(want[0]) if want else ""
+    fault = "" if right else f"{_shown(mine)} is not {wanted}"
+    for probe in probes:
+        yield Look(probe, one.name, fault if shown else None)
+
+
+FORMS: dict[str, Callable[[Exchange], bool]] = {
+    "picture": lambda one: bool(one.content or one.reasoning),
+    "json": lambda one: _object(one) == {"name": _object(one).get("name"), **VALUES},
+    "arguments": lambda one: _parts(one) == _parsed(reply_text({"tool_calls": CALLED[:1]}, True, False)),
+    "calls": lambda one: _parts(one)[1:] == _parsed(SAID)[1:],
+}  # fmt: skip
+CUT_SHORT = {
+    *FORMS,
+    "call",
+    "follow-up",
+    "stop",
+    "stops",
+}  # answers that show nothing if they end at the limit
+
+
+def _object(one: Exchange) -> dict[str, Any]:
+    """The JSON object that an answer is; {} for other text."""
+    try:
+        value = json.loads(one.content)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _expected(one: Exchange, raws: Sequence[Exchange]) -> list[Parts]:
     """What the message may be: the parse of its own tokens, else of the tokens of any answer to the same prompt."""
-    if one.kind == "json":
-        return [_parts(one)]  # its form is judged alone
-    raws = (
-        [one.raw]
-        if one.raw
-        else [other.raw for other in known if other.key == one.key and other.raw]
-    )
     found = []
-    for reasoning, text, calls in map(_parsed, raws):
-        ends = [place for word in one.body.get("stop") or [] if (place := text.find(word)) >= 0]
-        found.append(
-            (reasoning, text[: min(ends)].strip(), ()) if ends else (reasoning, text, calls)
-        )
+    for raw in [one.raw] if one.raw else [other.raw for other in raws]:
+        parts = _parsed(raw)
+        text = parts[1]
+        ends = [index for word in one.body.get("stop", ()) if (index := text.find(word)) >= 0]
+        found.append([parts[0], text[: min(ends)]] if ends else parts)
     return found
 
 
 def _parsed(raw: str) -> Parts:
     message = parse_reply(raw, False)
-    calls = tuple(
-        (call["function"]["name"], _normal(call["function"]["arguments"]))
-        for call in message.get("tool_calls", ())
-    )
-    return message.get("reasoning_content", "").strip(), (message["content"] or "").strip(), calls
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return [message.get("reasoning_content", ""), message["content"] or "", *map(_call, calls)]
 
 
 def _parts(one: Exchange) -> Parts:
-    calls = tuple((call["name"], _normal(call["arguments"])) for call in one.calls)
-    return one.reasoning.strip(), one.content.strip(), calls
+    return [one.reasoning, one.content, *map(_call, one.calls)]
 
 
-def _normal(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text.strip()
+def _call(call: Mapping[str, str]) -> str:
+    """`name(arguments)`, the arguments in one spelling of JSON, with the order of their members."""
+    arguments = call["arguments"]
+    with suppress(ValueError):
+        arguments = json.dumps(json.loads(arguments), ensure_ascii=False)
+    return f"{call['name']}({arguments})"
 
 
-def _difference(one: Exchange, want: Parts) -> str:
-    named = zip(("reasoning", "text", "tool calls"), _parts(one), want, strict=True)
-    name, mine, theirs = next(each for each in named if each[1] != each[2])
-    return f"{name} {str(mine)[:60]!r} where the tokens read {str(theirs)[:60]!r}"
+def _agrees(mine: Parts, want: Parts) -> bool:
+    """A server may leave out white space at the ends, and add none."""
+    pairs = zip(mine, want, strict=False)
+    same = all(text in other and text.strip() == other.strip() for text, other in pairs)
+    return same and len(mine) == len(want)
 
 
-def _tied(one: Exchange, known: Sequence[Exchange]) -> bool:
+def _shown(parts: Parts) -> str:
+    return " ".join(repr(part[:60]) for part in parts if part) or "nothing"
+
+
+def _tied(one: Exchange, raws: Sequence[Exchange]) -> bool:
     """Without tokens of its own: whether the message parts from an answer to the same prompt at a near-tie."""
     if one.raw:
         return False
-    for other in known:
-        if other.key == one.key and other.scores and other.raw:
-            text = one.reasoning + one.content
-            base = "".join(_parsed(other.raw)[:2])
-            same = next(
-                (i for i, (a, b) in enumerate(zip(text, base, strict=False)) if a != b),
-                min(len(text), len(base)),
-            )
-            token = len(other.token_ids) * same // max(1, len(base))
-            if any(score.near for score in other.scores[max(0, token - 2) : token + 2]):
-                return True
+    text = one.reasoning + one.content
+    for other in raws:
+        base = "".join(_parsed(other.raw)[:2])
+        same = len(commonprefix([text, base]))
+        token = len(other.token_ids) * same // max(1, len(base))
+        if any(score.tied for score in other.scores[max(0, token - 2) : token + 2]):
+            return True
     return False
-
-
-def _form_fault(one: Exchange) -> str | None:
-    """What is wrong with an answer whatever the model wrote."""
-    size = len(one.token_ids)
-    limit = one.body.get("max_tokens", 2**31)
-    if size and one.completion_tokens and abs(size - one.completion_tokens) > 1:
-        return f"usage counts {one.completion_tokens} tokens of {size}"
-    if one.finish == "length" and (one.completion_tokens or size or limit) < limit:
-        return f"finish_reason is length after {one.completion_tokens or size} of {limit} tokens"
-    if "prompt" in one.body:
-        seen = one.content.strip()
-        return (
-            "the text is not that of its tokens"
-            if seen and one.raw and seen not in one.raw
-            else None
-        )
-    if one.unindexed:
-        return "fragments of calls without an index"
-    ids = [call["id"] for call in one.calls]
-    if one.calls and (not all(ids) or len(set(ids)) < len(ids)):
-        return "calls without an id of their own"
-    if one.calls and one.finish not in ("tool_calls", "length"):
-        return f"finish_reason is {one.finish} after calls"
-    if one.kind == "json" and one.finish != "length" and not _fits(_normal(one.content)):
-        return f"{one.content[:60]!r} does not fit the schema"
-    if one.kind == "stop" and any(word in one.content for word in one.body.get("stop") or []):
-        return "runs past its stop string"
-    return None
-
-
-def _fits(value: Any) -> bool:
-    """Whether a value fits the schema of the JSON requests."""
-    return (
-        isinstance(value, dict)
-        and value.keys() == {"name", "count"}
-        and isinstance(value["name"], str)
-        and isinstance(value["count"], int)
-    )
 
 
 # --- parameters ---
 
 
-def parameters(got: Sequence[Exchange], plain: Sequence[Exchange], why: str) -> Row:
+def parameters(got: Sequence[Exchange], plain: Sequence[Exchange]) -> Iterator[Look]:
     """What the plain server honours, this one honours or refuses."""
-    mine, theirs = _honoured(got), _honoured(plain)
-    asked = {one.key.split()[0] for one in got if one.kind == "parameter"}
-    refused = {one.key.split()[0] for one in got if one.kind == "parameter" and one.refused}
-    seen = {name for name in mine.keys() | refused if name in theirs or name in refused}
-    lost = [name for name, here in mine.items() if not here and theirs.get(name)]
-    faults = tuple(
-        f"{name} has no effect, and has one without speculation" for name in sorted(lost)
-    )
-    why = why or (f"refused by name: {', '.join(sorted(refused))}" if refused else "")
-    return judged("parameters", seen=len(seen), of=len(asked), faults=faults, why=why)
+    theirs = {one.kind: one for one in plain if one.answered}
+    control = sum(_moved(one) for one in got if one.kind == "control")
+    yield from _overruns(got)
+    for one in got:
+        if not one.answered:
+            continue
+        other = theirs.get(one.kind)
+        if one.kind in TRUNCATIONS:
+            ignored = _moved(one) * EFFECT > control
+            shown = bool(one.scores) and control >= EFFECT
+        elif one.kind in PENALTIES and other:
+            ignored = _moved(one) * EFFECT < _moved(other)
+            shown = bool(one.scores) and _moved(other) >= EFFECT
+        elif other:
+            ignored = not _kept(one)
+            shown = _kept(other)
+        else:
+            continue
+        fault = "no effect, and has one without speculation" if ignored else ""
+        yield Look(one.kind, one.name, fault if shown else None)
 
 
-def _honoured(exchanges: Sequence[Exchange]) -> dict[str, bool]:
-    """By parameter, whether its answers show it. A penalty shows where any answer changes."""
-    bases = {tuple(one.body["prompt"]): one for one in exchanges
-             if one.kind == "text" and one.run == "ids" and one.answered}  # fmt: skip
-    found: dict[str, list[bool]] = defaultdict(list)
+def _overruns(exchanges: Sequence[Exchange]) -> Iterator[Look]:
     for one in exchanges:
-        base = bases.get(tuple(one.body.get("prompt", ())))
-        if one.kind == "parameter" and one.answered and one.token_ids and base:
-            found[one.key.split()[0]].append(_shows(one, base))
-    return {name: any(shown) if "penalty" in name else all(shown) for name, shown in found.items()}
+        if one.answered:
+            over = f"{one.size} tokens, {_limit(one)} are allowed"
+            right = one.size <= _limit(one) or _stopped_late(one)
+            yield Look("max_tokens", one.name, "" if right else over)
 
 
-def _shows(one: Exchange, base: Exchange) -> bool:
+def _moved(one: Exchange) -> int:
+    """Tokens of an answer that the target would not choose by itself."""
+    limit = NEAR if one.kind in PENALTIES else CERTAIN
+    return sum(behind > limit for behind in _behind(one))
+
+
+def _kept(one: Exchange) -> bool:
+    """Whether an answer keeps to its parameters."""
     body, ids = one.body, one.token_ids
-    if "stop_token_ids" in body:
-        return not {*ids[:-1]} & {*body["stop_token_ids"]}
-    if "logit_bias" in body:
-        return not {*map(str, ids)} & body["logit_bias"].keys()
-    if "min_tokens" in body:
-        return len(ids) >= body["min_tokens"] - 1
-    if "top_p" in body:  # next to nothing of the distribution is left: the greedy answer
-        return ids == base.token_ids or (bool(one.scores) and regret(one) <= CERTAIN)
-    if body["max_tokens"] != base.body["max_tokens"]:
-        return len(ids) <= body["max_tokens"]
-    return ids != base.token_ids
+    stops, biased = body.get("stop_token_ids", ()), map(int, body.get("logit_bias", ()))
+    long_enough = len(ids) >= body.get("min_tokens", 0) - 1
+    return long_enough and {*ids[:-1]}.isdisjoint(stops) and {*ids}.isdisjoint(biased)
 
 
 # --- acceptance ---
 
 
-def acceptance(got: Sequence[Exchange], floor: float | None) -> Row:
+def acceptance(got: Sequence[Exchange], floor: float | None) -> tuple[list[Look], str]:
     """Tokens per step at or above the floor, never the same in each step, and no fewer where the same text comes from a
     warm cache, in a crowd or after it."""
-    streams = [
-        one
-        for one in got
-        if one.kind == "text" and one.body.get("stream") and one.run in ("ids", "stream")
-    ]
-    asked = [one for one in streams if one.answered]
-    stepped = [one for one in asked if one.steps and _size(one) > 1]
-    tokens, steps = _tokens_and_steps(stepped)
+    runs = ("ids", "stream")
+    asked = [one for one in got if one.kind == "text" and one.run in runs and one.answered]
+    tokens, steps = _tokens_and_steps(asked)
     if steps < MIN_STEPS:
-        why = (
-            f"{steps} steps, and {MIN_STEPS} are needed"
-            if stepped
-            else "neither chunks nor the server show steps"
-        )
-        why += f" (for {floor:g} tokens per step)" if floor else ""
-        return judged("acceptance", of=len(asked), why=why)
+        return [], f"{steps} steps are shown, {MIN_STEPS} are needed"
     length = tokens / steps
-    why = f"{length:.2f} tokens per step"
-    faults = [f"{why}, {floor:g} wanted"] if floor and length < floor else []
-    if not speculates(stepped) and not faults:
-        return judged("acceptance", of=len(asked), why=f"{why}: no draft was accepted")
+    why = f"{length:.2f}{f' of {floor:g}' if floor else ''} tokens per step"
+    low = length < (floor or 0)
+    if not (speculates(asked) or low):
+        return [], f"{why}: no draft was accepted"
     sizes = Counter(
-        b - a for one in stepped for a, b in zip(one.counted, one.counted[1:-1], strict=False)
+        b - a for one in asked for a, b in zip(one.counted, one.counted[1:-1], strict=False)
     )
-    faults += (
-        [f"every step brought {forced} tokens: forced acceptance"]
-        if (forced := forced_sizes(sizes))
-        else []
-    )
-    faults += [fall for run in ("warm", "crowd", "later") for fall in _acceptance_fell(got, run)]
-    faults += _collapsed(got, length)
-    return judged("acceptance", seen=len(stepped), of=len(asked), faults=faults, why=why)
+    faults: dict[str, str | None] = {"floor": why if low else ""}
+    first = {_identity(one): one for one in got if one.run == "ids" and one.steps}
+    for run in REPEATS:
+        again = [one for one in got if one.run == run and _identity(one) in first]
+        faults[run] = _slower(again, [first[_identity(one)] for one in again], KEPT_DRAFTS)
+    long = [one for one in got if one.kind in ("long", "limit")]
+    faults["long"] = _slower(long, asked, COLLAPSE)
+    faults["forced"] = forced_sizes(sizes) and f"every step brought {forced_sizes(sizes)} tokens"
+    return [Look(probe, ("text", probe), fault) for probe, fault in faults.items()], why
 
 
 def speculates(exchanges: Sequence[Exchange]) -> bool:
@@ -533,8 +596,8 @@ def speculates(exchanges: Sequence[Exchange]) -> bool:
 
 def _tokens_and_steps(exchanges: Iterable[Exchange]) -> tuple[int, int]:
     """(tokens, steps) of the answers that show their steps; the first token comes from the prefill."""
-    stepped = [one for one in exchanges if one.steps and _size(one) > 1]
-    return sum(_size(one) - 1 for one in stepped), sum(one.steps or 0 for one in stepped)
+    stepped = [one for one in exchanges if one.steps and one.size > 1]
+    return sum(one.size - 1 for one in stepped), sum(one.steps or 0 for one in stepped)
 
 
 def forced_sizes(sizes: Counter[int]) -> str:
@@ -545,77 +608,65 @@ def forced_sizes(sizes: Counter[int]) -> str:
     return " or ".join(map(str, sorted(common))) if forced else ""
 
 
-def _acceptance_fell(got: Sequence[Exchange], run: str) -> list[str]:
-    """A fault where equal texts saved fewer steps in this run than in the first one, whose name is "ids": under
-    KEPT_DRAFTS of them, and beyond chance. A step that brings two tokens saves one."""
-    first = {one.key: one for one in got if one.run == "ids" and one.steps}
-    pairs = [
-        (first[one.key], one) for one in got if one.run == run and one.steps and one.key in first
-    ]
-    pairs = [(a, b) for a, b in pairs if a.token_ids == b.token_ids]
-    steps_before, steps_now = (sum(each[i].steps or 0 for each in pairs) for i in (0, 1))
-    tokens = sum(_size(a) - 1 for a, _ in pairs)  # the first one comes from the prompt's own pass
-    if steps_before < MIN_STEPS / 2 or tokens - steps_now >= KEPT_DRAFTS * (tokens - steps_before):
-        return []
-    if not more_often(steps_now, tokens, steps_before, tokens):
-        return []
-    return [
-        f"{run}: {tokens / steps_now:.2f} tokens per step for the same texts, {tokens / steps_before:.2f} at first"
-    ]
-
-
-def _collapsed(got: Sequence[Exchange], length: float) -> list[str]:
-    """Long prompts are other texts than short ones, so only a collapse is a fault."""
-    tokens, steps = _tokens_and_steps(one for one in got if one.kind == "long" and one.run == "ids")
-    accepted = tokens - steps
-    if steps < MIN_STEPS / 2 or accepted > COLLAPSE * (length - 1) * steps:
-        return []
-    return [
-        f"long prompts: {1 + accepted / steps:.2f} tokens per step, {length:.2f} for short ones"
-    ]
+def _slower(now: Sequence[Exchange], before: Sequence[Exchange], kept: float) -> str | None:
+    """A fault where a step accepted fewer drafts than `kept` of those before, and beyond chance. None for too few."""
+    tokens, steps = _tokens_and_steps(now)
+    tokens_before, steps_before = _tokens_and_steps(before)
+    if min(steps, steps_before) < MIN_STEPS / 2:
+        return None
+    length, earlier = tokens / steps, tokens_before / steps_before
+    fell = length - 1 < kept * (earlier - 1)
+    if fell and more_often(steps, tokens, steps_before, tokens_before):
+        return f"{length:.2f} tokens per step, {earlier:.2f} for the first short texts"
+    return ""
 
 
 # --- the verdict ---
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class CheckVerdict:
     """`word` is SAFE, NOT SAFE or NOT PROVEN; `line` says why in one sentence."""
 
     rows: tuple[Row, ...]
-    accepted: frozenset[str] = field(default=frozenset())
+    accepted: frozenset[str] = frozenset()
 
     @property
     def missing(self) -> list[Row]:
         """Unmeasured rows that the user does not accept as such."""
-        return [
-            row for row in self.rows if row.status == "unmeasured" and row.name not in self.accepted
-        ]
+        unmeasured = [row for row in self.rows if row.status == "unmeasured"]
+        return [row for row in unmeasured if row.name not in self.accepted]
 
     @property
     def word(self) -> str:
-        return (
-            "NOT SAFE"
-            if any(row.faults for row in self.rows)
-            else "NOT PROVEN"
-            if self.missing
-            else "SAFE"
-        )
+        if any(row.faults for row in self.rows):
+            return "NOT SAFE"
+        return "NOT PROVEN" if self.missing else "SAFE"
 
     @property
     def line(self) -> str:
-        failed = [row for row in self.rows if row.status == "fail"]
-        if failed:
-            counts = {
-                row.name: f"{len(row.faults)} fault{'s' if len(row.faults) > 1 else ''}"
-                for row in failed
-            }
-            reasons = (f"{row.name}: {counts[row.name]} (first: {row.faults[0]})" for row in failed)
-            return f"NOT SAFE: {'; '.join(reasons)}"
-        if self.missing:
-            reasons = (f"{row.name}: {row.why or 'too little was seen'}" for row in self.missing)
-            return f"NOT PROVEN: {'; '.join(reasons)}"
+        reasons = [
+            f"{row.name}: {len(row.faults)} faults, the first is {row.faults[0]}"
+            for row in self.rows
+            if row.faults
+        ]
+        reasons = reasons or [
+            f"{row.name}: {row.why or 'too little was seen'}" for row in self.missing
+        ]
+        if reasons:
+            return f"{self.word}: {'; '.join(reasons)}"
         rest = [row.name for row in self.rows if row.status == "unmeasured"]
-        return "SAFE: the same output as without speculation" + (
-            f"; not measured: {', '.join(rest)}" if rest else ""
-        )
+        left = f"; not measured: {', '.join(rest)}" if rest else ""
+        return f"SAFE: the same output as without speculation{left}"
+
+
+def coverage(got: Sequence[Exchange], rows: Sequence[Row]) -> str:
+    """What a verdict is about: kinds of faults, and lengths."""
+    absent = [f"{probe} ({reason})" for probe, reason in not_asked(got).items()]
+    missing = [kind for row in rows for kind in row.unmeasured]
+    prompt = max(len(one.prompt) for one in got)
+    answer = max(one.size for one in got)
+    covered = len(KINDS) - len(missing) - len(absent)
+    lengths = f"prompts up to {prompt:,} tokens, answers up to {answer:,}"
+    left = ", ".join(absent) or "none"
+    return f"covered: {covered} of {len(KINDS)} kinds of faults, {lengths}; not asked: {left}"
