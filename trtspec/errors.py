@@ -48,7 +48,7 @@ class TrtspecError(Exception):
     """A failure that the user can act on: what, why, and the next command.
 
     `message` names the thing and the reason, `remedy` is the next command or edit, and `code` is stable and documented
-    in docs/problems.md. A message that begins with a code has that one; others have the code of their class.
+    in docs/reference/problems.md. A message that begins with a code has that one; others have the code of their class.
     """
 
     exit_code = 1

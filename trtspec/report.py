@@ -345,15 +345,12 @@ def value_table(values: Mapping[str, Any], title: str = "") -> Table:
 def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, dict | list | tuple):
-        named = value.items() if isinstance(value, dict) else ()
-        items = (
-            [f"{name} {_plain(item)}" for name, item in named if item is not None]
-            if named
-            else list(value)
-        )
-        more = [f"and {len(items) - MOST_ITEMS} more"] if len(items) > MOST_ITEMS else []
-        return ", ".join([*map(str, items[:MOST_ITEMS]), *more]) or "none"
+    if isinstance(value, dict):
+        items = [f"{name} {_plain(item)}" for name, item in value.items() if item is not None]
+        return ", ".join(items) or "none"
+    if isinstance(value, list | tuple):
+        more = [f"and {len(value) - MOST_ITEMS} more"] if len(value) > MOST_ITEMS else []
+        return ", ".join([*map(_plain, value[:MOST_ITEMS]), *more]) or "none"
     return (
         f"{value:,}"
         if isinstance(value, int)

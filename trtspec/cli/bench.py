@@ -66,37 +66,52 @@ class BenchOptions:
         ),
     ] = None
     max_tokens: Annotated[int, option("Maximum tokens per answer.", min=1)] = 256
-    temperature: Annotated[float, option("Sampling temperature; 0 is greedy.", min=0.0)] = 0.0
+    temperature: Annotated[
+        float, option("Sampling temperature; 0 is greedy.", min=0.0, group="Requests")
+    ] = 0.0
     thinking: Annotated[
         Literal["on", "off"] | None,
-        option("Thinking of Kimi's chat template.", default="the server's"),
+        option("Thinking of Kimi's chat template.", default="the server's", group="Requests"),
     ] = None
-    seed: Annotated[int, option("Base random seed: answer i uses seed + i.")] = 0
+    seed: Annotated[int, option("Base random seed: answer i uses seed + i.", group="Requests")] = 0
     against_url: Annotated[
         tuple[NamedUrl, ...],
-        option("NAME=URL of a further endpoint, measured in alternating rounds; repeatable."),
+        option(
+            "NAME=URL of a further endpoint, measured in alternating rounds; repeatable.",
+            group="Comparison",
+        ),
     ] = ()
     rounds: Annotated[
         int | None,
         option(
-            "Rounds that the questions are divided into.", default="1; 3 of several servers", min=1
+            "Rounds that the questions are divided into.",
+            default="1; 3 of several servers",
+            min=1,
+            group="Comparison",
         ),
     ] = None
     warmup: Annotated[
         int | None,
-        option("Short requests before the measurement.", default="highest concurrency", min=0),
+        option(
+            "Short requests before the measurement.",
+            default="highest concurrency",
+            min=0,
+            group="Requests",
+        ),
     ] = None
     goodput: Annotated[
         GoodputLimits | None,
         option(
-            "Service level in ms, to count the answers that keep it: ttft:500,tpot:20,e2el:5000."
+            "Service level in ms, to count the answers that keep it: ttft:500,tpot:20,e2el:5000.",
+            group="Comparison",
         ),
     ] = None
     compare: Annotated[
         tuple[Path, ...],
         option(
             "Results of an earlier run to compare this one with; exit status 3 on a regression. Repeatable: with four "
-            "runs or more of one setup, speed is judged too."
+            "runs or more of one setup, speed is judged too.",
+            group="Comparison",
         ),
     ] = ()
     max_regression: Annotated[
@@ -106,13 +121,15 @@ class BenchOptions:
             default="0",
             min=0,
             max=0.99,
+            group="Comparison",
         ),
         Needs("compare"),
     ] = None
     choose_draft: Annotated[
         bool,
         option(
-            "Propose one of the measured draft lengths. A number as NAME is the draft length of a server."
+            "Propose one of the measured draft lengths. A number as NAME is the draft length of a server.",
+            group="Comparison",
         ),
         Excludes("rate"),
     ] = False
@@ -121,15 +138,20 @@ class BenchOptions:
         option(
             "Earlier results with K drafts for --choose-draft; 0: no head. Repeatable.",
             metavar="K=RESULTS",
+            group="Comparison",
         ),
         Needs("choose_draft"),
     ] = ()
     model: Annotated[
-        str | None, option("Model name.", default="the first one the server lists")
+        str | None,
+        option("Model name.", default="the first one the server lists", group="Requests"),
     ] = None
     extra_body: ExtraBody = JsonObject("{}", {})
     timeout: Annotated[
-        float, option("Seconds allowed for one answer; a slower one has failed.", min=0.1)
+        float,
+        option(
+            "Seconds allowed for one answer; a slower one has failed.", min=0.1, group="Requests"
+        ),
     ] = 600.0
     wait_ready: Annotated[
         float, option("Seconds to wait for the server to name its model.", min=0.0)

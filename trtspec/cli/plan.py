@@ -29,13 +29,19 @@ class PlanOptions:
             "--tp-size",
             "--tp",
             min=1,
+            group="Layout",
         ),
     ] = None
     ep_size: Annotated[
-        int | None, option("Expert-parallel size: 1 or all ranks.", "--ep-size", "--ep", min=1)
+        int | None,
+        option("Expert-parallel size: 1 or all ranks.", "--ep-size", "--ep", min=1, group="Layout"),
     ] = None
     attention_dp: Annotated[
-        bool, option("Consider only attention data parallelism: each rank caches its own requests.")
+        bool,
+        option(
+            "Consider only attention data parallelism: each rank caches its own requests.",
+            group="Layout",
+        ),
     ] = False
     isl: Annotated[int, option("Prompt tokens.", min=1)] = 1024
     osl: Annotated[int, option("Answer tokens.", min=1)] = 1024
@@ -51,14 +57,26 @@ class PlanOptions:
     ] = None
     ttft: Annotated[
         float | None,
-        option("Upper limit of the mean time to the first token.", metavar="MS", min=0.001),
+        option(
+            "Upper limit of the mean time to the first token.",
+            metavar="MS",
+            min=0.001,
+            group="Limits",
+        ),
     ] = None
     tpot: Annotated[
         float | None,
-        option("Upper limit of the mean time per output token.", metavar="MS", min=0.001),
+        option(
+            "Upper limit of the mean time per output token.",
+            metavar="MS",
+            min=0.001,
+            group="Limits",
+        ),
     ] = None
     max_draft: Annotated[
-        int, option("Longest draft length to consider.", min=1, max=LONGEST_DRAFT), Needs("head")
+        int,
+        option("Longest draft length to consider.", min=1, max=LONGEST_DRAFT, group="Layout"),
+        Needs("head"),
     ] = 8
     kv_fraction: Annotated[
         float | None,
@@ -67,6 +85,7 @@ class PlanOptions:
             default="0.9; 0.75 with attention DP",
             min=0.01,
             max=1.0,
+            group="Layout",
         ),
     ] = None
     json_: JsonOption = False

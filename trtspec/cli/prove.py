@@ -52,19 +52,23 @@ class ProveOptions:
     ] = None
     gpus: Annotated[int, option("GPUs of one server.", min=1)] = 4
     draft_len: Annotated[int, option("Tokens drafted per step.", min=1)] = 3
-    dataset: Annotated[str, option("Questions, as for bench.")] = "nano"
-    samples: Annotated[int, option("Questions at each concurrency.", min=3)] = 80
-    max_tokens: Annotated[int, option("Maximum tokens per answer.", min=16)] = 256
-    concurrency: Annotated[IntList, option("Numbers of parallel conversations.")] = IntList(
-        (1, 4, 16)
+    dataset: Annotated[str, option("Questions, as for bench.", group="Questions")] = "nano"
+    samples: Annotated[int, option("Questions at each concurrency.", min=3, group="Questions")] = 80
+    max_tokens: Annotated[int, option("Maximum tokens per answer.", min=16, group="Questions")] = (
+        256
     )
+    concurrency: Annotated[
+        IntList, option("Numbers of parallel conversations.", group="Questions")
+    ] = IntList((1, 4, 16))
     accept_unmeasured: Annotated[
         tuple[str, ...], option("Row of check that may stay unmeasured; repeatable.")
     ] = ()
-    port: Annotated[int, option("Port of both servers on 127.0.0.1.", min=1, max=65535)] = 8310
-    startup_timeout: Annotated[float, option("Seconds until a server must be ready.", min=1)] = (
-        7200.0
-    )
+    port: Annotated[
+        int, option("Port of both servers on 127.0.0.1.", min=1, max=65535, group="Servers")
+    ] = 8310
+    startup_timeout: Annotated[
+        float, option("Seconds until a server must be ready.", min=1, group="Servers")
+    ] = 7200.0
     restart: RestartOption = False
     dry_run: DryRunOption = False
     json_: JsonOption = False
@@ -140,14 +144,14 @@ def _refuse_own_options(words: tuple[str, ...]) -> None:
 
 def _engine(backend: str) -> str | None:
     """Version of the engine that is installed here. Raises MissingDependency where it is not."""
-    from trtspec.cli.app import require_packages
+    from trtspec.cli.doctor import require
     from trtspec.trtllm.serve.command import PROGRAM, engine_version
     from trtspec.vllm import PROGRAM as VLLM
 
     if backend != "reference":
         (PROGRAM if backend == "trtllm" else VLLM).require()
         return engine_version() if backend == "trtllm" else VLLM.version()
-    require_packages("torch", "fastapi", "uvicorn")
+    require("prove --backend reference")
     return versions()["trtspec"]
 
 
