@@ -64,7 +64,7 @@ def doctor(
 def explain(
     code: str | Path,
 ) -> Result:
-    """Say what a problem code means, why it is a problem, where it is seen, and what to do."""
+    """Say what a problem code means, why, and what to do."""
 
 def inspect(
     path: str | Path,

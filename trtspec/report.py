@@ -316,7 +316,7 @@ def problem_lines(problems: Sequence[Problem]) -> list[str]:
 @dataclass(frozen=True)
 class Table:
     """A titled table; `note` says what the figures mean. Without `columns` it lists names and values. `text_columns`
-    are set to the left, the others to the right; `styles` colours cells by their text."""
+    are set to the left, the others to the right."""
 
     title: str
     columns: Sequence[str]
@@ -324,7 +324,6 @@ class Table:
     note: str = ""
     text_columns: frozenset[int] = field(default=frozenset({0}))
     ruled: bool = True
-    styles: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         cells = [[printable(cell) for cell in row] for row in self.rows]
@@ -397,7 +396,7 @@ def _draw(table: Table) -> None:
             min_width=min(width, SHORTEST_TEXT) if text else width, overflow="fold",
         )  # fmt: skip
     for row in table.rows:
-        drawn.add_row(*(Text(cell, style=table.styles.get(cell, "")) for cell in row))
+        drawn.add_row(*map(Text, row))
     console.print(drawn, crop=False)  # what is wider than the terminal is wrapped by it, not lost
 
 

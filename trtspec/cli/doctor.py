@@ -76,11 +76,10 @@ def examine() -> dict[str, Any]:
         "trtllm_serve": shutil.which("trtllm-serve"),
         "trtllm_version": installed_version(),
         "trtllm_release": f"{release}, {reason}",
-        "vllm": {"path": shutil.which("vllm"), "version": VLLM.version()},
+        "vllm": VLLM.version(),
         "gpus": gpus,
         "hub": {
             "cache": str(cache),
-            "cache_exists": cache.is_dir(),
             "offline": bool(constants.HF_HUB_OFFLINE),
             "token": "set" if get_token() else "not set",
         },
@@ -182,10 +181,9 @@ def tables(report: dict[str, Any]) -> list[Table]:
             for name, size in report["disk"].items()
         ),
     }
-    styles = {"ready": "green", "missing": "yellow"}
     text = frozenset(range(3))
     return [
-        Table("", ("command", "", "missing"), rows, text_columns=text, ruled=False, styles=styles),
+        Table("", ("command", "", "missing"), rows, text_columns=text, ruled=False),
         value_table(machine),
     ]
 

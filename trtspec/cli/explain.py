@@ -19,7 +19,7 @@ class ExplainOptions:
 
 
 def explain(options: ExplainOptions) -> Result:
-    """Say what a problem code means, why it is a problem, where it is seen, and what to do."""
+    """Say what a problem code means, why, and what to do."""
     from trtspec.trtllm.schema import rule_files
 
     codes, code = documented(), options.code.upper().strip("[]`")
@@ -33,7 +33,7 @@ def explain(options: ExplainOptions) -> Result:
         for rule in filter(None, release_line["rules"].values()):
             if rule.get("code") == code:
                 lines.append(f"  why      {rule['message']} ({rule['source']})")
-    for example in load_yaml("examples.yaml").get(entry["area"], [])[:1]:
+    for example in load_yaml("examples.yaml").get(entry["area"], []):
         lines.append(f"  example  {example}")
     lines.append(f"  fix      {entry['remedy']}")
     return Result({"code": code, **entry}, lines=lines)

@@ -110,10 +110,12 @@ def prove(options: ProveOptions) -> Result:
             setup, steps, options.output, same, options.startup_timeout, options.restart
         )
     page, wrong = options.output / "report.html", None
-    if not found.proved:
+    lines = [found.sentence, f"page: {page}", f"evidence: {options.output / 'evidence.json'}"]
+    if found.proved:
+        lines.append(f"next: trtspec build-config {options.target} --head {options.head}")
+    else:
         why = "slower than the target alone" if found.verdict == "SAFE" else found.verdict
         wrong = CheckFailed(f"not proved: {why}", f"see {page}")
-    lines = [found.sentence, f"page: {page}", f"evidence: {options.output / 'evidence.json'}"]
     return Result(asdict(found), lines=lines, failure=wrong)
 
 

@@ -205,7 +205,8 @@ def train(command: TrainCommand) -> Result | None:
     from trtspec.cli.doctor import require
 
     require("train")
-    run = replace(run, target_dir=directory_of(command.target))
+    initial = directory_of(str(command.init)) if command.init else None
+    run = replace(run, target_dir=directory_of(command.target), init=initial)
     record = _train(run, command.data, features, options, command.acceptance_prompts, asked)
     repeated = words(replace(typed, restart=False, force=False, dry_run=False))
     return _result(command.output, record, shlex.join(["trtspec", "train", *repeated]))
