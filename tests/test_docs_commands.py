@@ -88,11 +88,16 @@ def run_trtspec(command: Command) -> str:
 
 
 def run_helm(command: Command) -> str:
-    """The chart with the files and values of the command; a release that is upgraded keeps none of the ones before."""
-    helm = pytest.importorskip("helm_python")
     words = command.words
     if words[1] not in ("install", "upgrade", "template"):
         return "named"
+    assert any("kind: " in text for text in rendered(words).values())
+    return "rendered"
+
+
+def rendered(words: list[str]) -> dict[str, str]:
+    """The chart with the files and values of the words; a release that is upgraded keeps none of the ones before."""
+    helm = pytest.importorskip("helm_python")
     from tests.docker.chart import merged
 
     chart = ROOT / words[3]
@@ -106,9 +111,7 @@ def run_helm(command: Command) -> str:
             for part in reversed(key.split(".")):
                 value = {part: value}
             values = merged(values, value)
-    rendered = helm.Chart.load(str(chart)).render(values, name=words[2], namespace="serving")
-    assert any("kind: " in text for text in rendered.values())
-    return "rendered"
+    return helm.Chart.load(str(chart)).render(values, name=words[2], namespace="serving")
 
 
 def run_docker(command: Command) -> str:
