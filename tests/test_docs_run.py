@@ -253,7 +253,8 @@ REHEARSALS = sorted({block.page for block in blocks("sh")})
 HELM = """
 import sys
 from tests.test_docs_commands import rendered
-print(*rendered(["helm", *sys.argv[1:]]).values(), sep="\\n---\\n")
+files = rendered(["helm", *sys.argv[1:]])
+print(*(text for name, text in files.items() if name.endswith(".yaml")), sep="\\n---\\n")
 """
 
 
@@ -286,7 +287,7 @@ def test_the_rehearsal_of_the_page(
     path = (str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"])
     env = {**os.environ, "PATH": os.pathsep.join(path), "PYTHONPATH": str(ROOT)}
     began = time.monotonic()
-    script = f"set -e\ntrap 'kill $(jobs -p)' EXIT\n{script}"
+    script = f"set -e\ntrap 'kill $(jobs -p) || true' EXIT\n{script}"
     last = printed("bash", "-c", script, env=env, cwd=tmp_path / "clone").splitlines()[-1]
     with capsys.disabled():
         print(f"\n{page_name(page)}: {time.monotonic() - began:.0f} s; {last}")

@@ -23,8 +23,8 @@ DEEP = {"eagle3.md", "nvfp4.md", "plan-model.md", "reference-engine.md"}
 SENTENCE_END = re.compile(r"(?<=[.!?])[\"')]*\s+(?=[\"'(]*\w)")
 SHELLS = ("console", "bash", "sh", "shell")
 PROGRAMS = {
-    "trtspec", "docker", "helm", "kubectl", "kubernetes-validate", "make", "pip", "python", "python3", "sbatch", "squeue",
-    "scancel", "enroot", "ssh-keygen", "curl", "git", "vllm", "trtllm-serve", "~/trtspec/bin/pip",
+    "trtspec", "docker", "helm", "kubectl", "kubernetes-validate", "make", "pip", "python", "python3", "sbatch",
+    "squeue", "scancel", "enroot", "ssh-keygen", "curl", "git", "vllm", "trtllm-serve", "~/trtspec/bin/pip",
 }  # fmt: skip
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 CAPTURED = re.compile(r"\s*^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
