@@ -408,7 +408,7 @@ class Bar:
 
     def advance(self, amount: float, note: str = "") -> None:
         """`amount` more is done; the note has a line of its own, so that both fit 80 columns."""
-        self.update(advance=amount, **({"note": printable(note)} if note else {}))
+        self.update(advance=amount, note=printable(note))
 
     def show(self, done: float, total: float) -> None:
         """`done` of `total` is done."""

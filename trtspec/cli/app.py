@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import sys
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -16,7 +15,13 @@ from typer.core import TyperCommand, TyperGroup
 import trtspec
 from trtspec import report
 from trtspec.data_files import load_yaml
-from trtspec.errors import Interrupted, MissingDependency, TrtspecError, UsageError
+from trtspec.errors import (
+    Interrupted,
+    MissingDependency,
+    TrtspecError,
+    UsageError,
+    did_you_mean,
+)
 from trtspec.records import (
     CLICK_ERROR,
     PlainHelp,
@@ -186,10 +191,7 @@ def _usage(error: Any) -> UsageError:
         message = re.sub("'--[a-z-]+'", name, message, count=1)
     given, _, listed = message.partition(" is not one of ")
     value = given.rpartition(": ")[2].strip("'").lower()
-    choices = re.findall("'(.+?)'", listed)
-    near = [choice for choice in choices if choice in value] or get_close_matches(value, choices)
-    remedy = f"did you mean {near[0]}?" if near else page
-    return UsageError(message, remedy)
+    return UsageError(message, did_you_mean(value, re.findall("'(.+?)'", listed), page))
 
 
 def _open_missing_streams() -> None:
@@ -208,10 +210,9 @@ def _missing(module: str) -> TrtspecError:
     from trtspec.cli.doctor import package_state
 
     package = module.partition(".")[0].replace("_", "-")
-    names = {package, f"nvidia-{package}"}
     extras, _ = package_state()
     for extra in sorted(filter(None, extras), key=lambda name: len(extras[name])):
-        if names & extras[extra].keys():
+        if any(name.endswith(package) for name in extras[extra]):  # such as nvidia-modelopt
             remedy = f'pip install "trtspec[{extra}]"'
             return MissingDependency(f"this command needs {package}", remedy)
     return TrtspecError(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Annotated
 
 from trtspec.data_files import documented, load_yaml
-from trtspec.errors import UsageError
+from trtspec.errors import UsageError, did_you_mean
 from trtspec.records import JsonOption, argument
 from trtspec.report import Result
 
@@ -24,8 +23,8 @@ def explain(options: ExplainOptions) -> Result:
 
     codes, code = documented(), options.code.upper().strip("[]`")
     if code not in codes:
-        near = get_close_matches(code, codes, n=3) or ["trtspec explain TS-ERROR-USAGE"]
-        raise UsageError(f"{options.code} is not a problem code", f"close to it: {', '.join(near)}")
+        page = "docs/reference/problems.md lists all"
+        raise UsageError(f"{options.code} is not a problem code", did_you_mean(code, codes, page))
     entry = codes[code]
     what, _, reason = entry["summary"].partition(". ")
     lines = [code, f"  what     {what}", *([f"  why      {reason}"] if reason else [])]

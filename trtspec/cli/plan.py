@@ -97,7 +97,7 @@ def plan(options: PlanOptions) -> Result:
     from trtspec.planning.report import no_choice, tables_and_lines, to_dict
 
     decision = choose_layout(options)
-    tables, lines = tables_and_lines(decision)
+    tables, lines = ((), ()) if decision.refused else tables_and_lines(decision)
     problems = _warnings(decision.setting) + _release_problems(decision.setting)
     return Result(to_dict(decision), problems, tables, lines, no_choice(decision))
 

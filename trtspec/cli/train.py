@@ -132,12 +132,11 @@ def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[
             "see `trtspec train --help`",
         )
     values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
-    recipe = {
-        key: values.pop(key) for key in [f.name for f in fields(TrainingRecipe)] if key in values
-    }
-    known = {f.name for f in fields(TrainCommand)} - set(NOT_IN_FILES)
+    counts = {field.name for field in fields(TrainingRecipe)}
+    recipe = {key: values.pop(key) for key in counts if key in values}
+    known = {field.name for field in fields(TrainCommand)} - set(NOT_IN_FILES)
     if unknown := sorted(set(values) - known):
-        allowed = ", ".join(sorted(known | {f.name for f in fields(TrainingRecipe)}))
+        allowed = ", ".join(sorted(known | counts))
         raise UsageError(
             f"{command.config}: unknown training options {', '.join(unknown)}", f"known: {allowed}"
         )
