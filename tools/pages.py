@@ -24,7 +24,7 @@ SENTENCE_END = re.compile(r"(?<=[.!?])[\"')]*\s+(?=[\"'(]*\w)")
 SHELLS = ("console", "bash", "sh", "shell")
 PROGRAMS = {
     "trtspec", "docker", "helm", "kubectl", "kubernetes-validate", "make", "pip", "python", "python3", "sbatch",
-    "squeue", "scancel", "enroot", "ssh-keygen", "curl", "git", "vllm", "trtllm-serve", "~/trtspec/bin/pip",
+    "squeue", "scancel", "enroot", "ssh-keygen", "curl", "git", "vllm", "trtllm-serve",
 }  # fmt: skip
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 CAPTURED = re.compile(r"\s*^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
