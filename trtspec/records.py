@@ -205,16 +205,12 @@ class Field:
         return str(self.info.metavar) if self.is_argument else self.flags[0]
 
 
-def _read(record: Any) -> dict[str, Field]:
+@functools.cache  # once: annotations are text until then
+def fields_of(record: Any) -> dict[str, Field]:
     """The fields of a record by name."""
     hints = typing.get_type_hints(record, include_extras=True)
     fields = sorted(dataclasses.fields(record), key=lambda field: field.name in LAST)
     return {field.name: _field(field, hints[field.name]) for field in fields}
-
-
-fields_of: Callable[[type], dict[str, Field]] = functools.cache(
-    _read
-)  # once: annotations are text until then
 
 
 def _field(field: Any, hint: Any) -> Field:
@@ -460,8 +456,8 @@ class PlainHelp:
                 with formatter.section(title):
                     for names, text in rows:
                         lines = textwrap.fill(
-                            text, formatter.width, initial_indent=f"  {names:<28}  ",
-                            subsequent_indent=" " * 32, break_on_hyphens=False,
+                            f"  {names:<28}  {text}", formatter.width, subsequent_indent=" " * 32,
+                            break_on_hyphens=False, break_long_words=False,
                         )  # fmt: skip
                         formatter.write(f"{lines}\n")
 
