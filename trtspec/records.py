@@ -205,12 +205,15 @@ class Field:
         return str(self.info.metavar) if self.is_argument else self.flags[0]
 
 
-@functools.cache  # once: annotations are text until then
-def fields_of(record: Any) -> dict[str, Field]:
+def _read(record: Any) -> dict[str, Field]:
     """The fields of a record by name."""
     hints = typing.get_type_hints(record, include_extras=True)
     fields = sorted(dataclasses.fields(record), key=lambda field: field.name in LAST)
     return {field.name: _field(field, hints[field.name]) for field in fields}
+
+
+# once: annotations are text until then
+fields_of: Callable[[type], dict[str, Field]] = functools.cache(_read)
 
 
 def _field(field: Any, hint: Any) -> Field:
