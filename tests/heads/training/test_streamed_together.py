@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.command_line import ROOT, free_port
+from trtspec import machine
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.processes import World
 from trtspec.heads.training.producers import open_stream
