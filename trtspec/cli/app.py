@@ -178,7 +178,7 @@ def _usage(error: Any) -> UsageError:
     `vllm serve`, or the nearest choice, or the help page.
     """
     context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
-    message = error.format_message().rstrip(".")
+    message = error.format_message().rstrip(".").replace("Value error, ", "")  # pydantic's words
     command = context.command_path if context is not None else "trtspec"
     page = f"see `{command} --help`"
     if parameter is None or context is None:

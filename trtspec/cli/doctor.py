@@ -80,7 +80,7 @@ def examine() -> dict[str, Any]:
         "gpus": gpus,
         "hub": {
             "cache": str(cache),
-            "offline": bool(constants.HF_HUB_OFFLINE),
+            "offline": constants.HF_HUB_OFFLINE,
             "token": "set" if get_token() else "not set",
         },
         "disk": {name: machine.free_disk(place) for name, place in places.items()},

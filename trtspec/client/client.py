@@ -176,10 +176,10 @@ async def first_model(client: httpx.AsyncClient, timeout: float = 30.0) -> dict[
         if isinstance(first["id"], str) and first["id"]:
             return dict(first)
     except RequestFailed as failure:
+        message = f"{where} answered {failure.message}" if failure.status else failure.message
         if failure.status == 404:
             message = f"{where} answered 404: this is not an OpenAI-compatible server"
-            raise RequestFailed(message, "check host and port", 404) from None
-        message = f"{where} answered {failure.message}" if failure.status else failure.message
+            remedy = "check host and port"
         raise RequestFailed(message, remedy, failure.status) from None
     except (ValueError, LookupError, TypeError):
         pass
