@@ -1,4 +1,4 @@
-# trtspec beside NVIDIA's TensorRT-LLM: preflight, launch, and sshd for several nodes. Tags: docs/support-matrix.md.
+# trtspec beside NVIDIA's TensorRT-LLM: preflight, launch, and sshd for several nodes. Tags: docs/reference/support-matrix.md.
 #   docker build -f docker/serve.Dockerfile --build-arg TRTLLM_VERSION=1.4.0rc1 -t trtspec:1.4.0rc1 .
 # BASE by digest: docker buildx imagetools inspect nvcr.io/nvidia/tensorrt-llm/release:1.4.0rc1 prints it.
 ARG TRTLLM_VERSION=1.4.0rc1
@@ -19,7 +19,7 @@ COPY trtspec trtspec
 # In an environment of its own that sees the engine: the engine's own pins stay as NVIDIA set them. What asks the engine
 # itself runs under the base's own interpreter, whose libraries are those pins.
 RUN python3 -m venv --system-site-packages /opt/trtspec \
-    && /opt/trtspec/bin/pip install --no-cache-dir --no-compile -c constraints.txt . \
+    && /opt/trtspec/bin/pip install --no-cache-dir --no-compile -c constraints.txt ".[endpoint]" \
     && ln -s /opt/trtspec/bin/trtspec /usr/local/bin/trtspec
 USER 1000
 

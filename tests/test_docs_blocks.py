@@ -17,7 +17,7 @@ from tests.docker.chart import IMAGE, merged, objects
 from tools.pages import PAGES, ROOT, blocks
 from trtspec.engine import engine
 
-LANGUAGES = {"console", "python", "yaml", "text", "json", ""}
+LANGUAGES = {"console", "sh", "python", "yaml", "text", "json", ""}
 SHOWN = {"reference-engine.md": engine}  # pages that show code of the package, and where it is
 CHECKER = os.environ.get(
     "TRTSPEC_CHECK_JSONSCHEMA", ""

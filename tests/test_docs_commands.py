@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from tests.command_line import Done, succeeded, trtspec
-from tools.pages import PAGES, ROOT, Command, commands
+from tools.pages import PAGES, ROOT, Command, blocks, commands
 from trtspec.records import parse, record_of
 
 # of a user's own machine: an endpoint, files or hours that a test does not have. Their options are parsed.
@@ -52,7 +52,12 @@ def sizes_only(words: list[str]) -> bool:
     return words[0] == "train" and {"--dry-run", "--gpu"} <= set(words)
 
 
-def run_trtspec(command: Command) -> str:
+def rehearsed(page: Path) -> str:
+    """The blocks that tests/test_docs_run.py runs as one script."""
+    return "".join(block.text for block in blocks("sh") if block.page == page)
+
+
+def run_trtspec(command: Command, script: str) -> str:
     """Runs what writes or judges configurations; `serve` as a dry run; parses the options of the rest."""
     words = command.words[1:]
     if not words or words[0].startswith("-"):
@@ -62,7 +67,8 @@ def run_trtspec(command: Command) -> str:
         words = words[: words.index(">")]
     complete = Command(command.line, shlex.join(["trtspec", *words]))
     sizes = sizes_only(words)
-    parsed = words[0] in PARSED and not sizes and not {"prove", "--dry-run"} <= set(words)
+    parsed = command.text in script
+    parsed |= words[0] in PARSED and not sizes and not {"prove", "--dry-run"} <= set(words)
     if parsed or PLACEHOLDER.search(" ".join(words[1:])) or "--help" in words or "|" in words:
         return options_exist(complete) if "--help" not in words else "options parsed"
     files = [
@@ -88,11 +94,16 @@ def run_trtspec(command: Command) -> str:
 
 
 def run_helm(command: Command) -> str:
-    """The chart with the files and values of the command; a release that is upgraded keeps none of the ones before."""
-    helm = pytest.importorskip("helm_python")
     words = command.words
     if words[1] not in ("install", "upgrade", "template"):
         return "named"
+    assert any("kind: " in text for text in rendered(words).values())
+    return "rendered"
+
+
+def rendered(words: list[str]) -> dict[str, str]:
+    """The chart with the files and values of the words; a release that is upgraded keeps none of the ones before."""
+    helm = pytest.importorskip("helm_python")
     from tests.docker.chart import merged
 
     chart = ROOT / words[3]
@@ -106,9 +117,7 @@ def run_helm(command: Command) -> str:
             for part in reversed(key.split(".")):
                 value = {part: value}
             values = merged(values, value)
-    rendered = helm.Chart.load(str(chart)).render(values, name=words[2], namespace="serving")
-    assert any("kind: " in text for text in rendered.values())
-    return "rendered"
+    return helm.Chart.load(str(chart)).render(values, name=words[2], namespace="serving")
 
 
 def run_docker(command: Command) -> str:
@@ -140,10 +149,10 @@ def run_docker(command: Command) -> str:
     return "named"
 
 
-def run_one(command: Command) -> str:
+def run_one(command: Command, script: str) -> str:
     program = command.words[0]
     if program == "trtspec":
-        return run_trtspec(command)
+        return run_trtspec(command, script)
     if program == "helm" and "|" not in command.words:
         return run_helm(command)
     if program == "docker":
@@ -176,7 +185,7 @@ def test_every_command_of_the_page(
     wrong = []
     for command in commands(page):
         try:
-            OUTCOMES[run_one(command)] += 1
+            OUTCOMES[run_one(command, rehearsed(page))] += 1
         except Exception as error:
             wrong.append(
                 f"{page.name}:{command.line}: {command.text}\n    {type(error).__name__}: {error}"

@@ -1,5 +1,5 @@
-"""Writes the documents made from the code: cli-reference.md, problems.md (data/problems), support-matrix.md, and
-chart-values.md from the chart's schema.
+"""Writes the documents of docs/reference that are made from the code: cli-reference.md, problems.md (data/problems),
+support-matrix.md, and chart-values.md from the chart's schema.
 
 `python tools/generate.py` writes them; `--check` (part of `make lint`) exits 1 when one is not up to date, and when a
 problem code is used without being documented or documented without being used.
@@ -19,18 +19,18 @@ import typer
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCS = ROOT / "docs"
+DOCS = ROOT / "docs" / "reference"
 PACKAGE = ROOT / "trtspec"
 NOTE = "<!-- Written by tools/generate.py; edit the code instead. -->\n\n"
 CODE = re.compile(r"\bTS-[A-Z0-9]+(?:-[A-Z0-9]+)+\b")
 AREAS = {
     "cli": "Failures of any command (`error.code` of its `--json`)",
-    "checkpoint": "Checkpoints: targets, heads and their pairs (`trtspec inspect`)",
-    "quant": "Quantization (`trtspec quantize`, `trtspec inspect --against`)",
-    "heads": "Draft heads and their training (`trtspec synthesize`, `trtspec train`, `trtspec convert`)",
-    "trtllm": "Engine configuration and launch (`trtspec build-config`, `trtspec lint`, `trtspec serve`)",
-    "launch": "Several nodes and disaggregated deployments (`trtspec serve`)",
-    "bench": "Measurements and the gate (`trtspec bench`, `trtspec check`)",
+    "inspect": "Checkpoints: targets, heads and their pairs (`trtspec inspect`)",
+    "quantize": "Quantization (`trtspec quantize`, `trtspec inspect --against`)",
+    "train": "Draft heads and their training (`trtspec synthesize`, `trtspec train`, `trtspec convert`)",
+    "lint": "Engine configuration and launch (`trtspec build-config`, `trtspec lint`, `trtspec serve`)",
+    "serve": "Several nodes and disaggregated deployments (`trtspec serve`)",
+    "check": "Measurements and the gate (`trtspec bench`, `trtspec check`)",
     "doctor": "The machine (`trtspec doctor`)",
 }
 

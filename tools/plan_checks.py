@@ -1,4 +1,4 @@
-"""Writes docs/plan-checks.md from plan_published.yaml and the model: `python tools/plan_checks.py`."""
+"""Writes docs/reference/plan-checks.md from plan_published.yaml and the model: `python tools/plan_checks.py`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from trtspec.planning.step import StepModel, kernels
 from trtspec.specs import gpu_spec
 
 HERE = Path(__file__).resolve().parent
-DOCS = HERE.parent / "docs"
+DOCS = HERE.parent / "docs" / "reference"
 HEAD = """<!-- Written by tools/plan_checks.py from plan_published.yaml. -->
 
 # Predictions beside measurements
 
-Tables behind [the step model of plan](plan-model.md). Groups marked "held out" were looked at only after the model was
-finished. "Under other assumptions" is the range over even routing, more uneven routing, 1 ms of host time, twice the
-context and CUTLASS kernels.
+Tables behind [the step model of plan](../plan-model.md). Groups marked "held out" were looked at only after the model
+was finished. "Under other assumptions" is the range over even routing, more uneven routing, 1 ms of host time, twice
+the context and CUTLASS kernels.
 
 """
 
@@ -419,7 +419,9 @@ def main() -> None:
     if "--check" in sys.argv:
         current = path.is_file() and path.read_text(encoding="utf-8") == wanted
         sys.exit(
-            0 if current else "docs/plan-checks.md is not up to date: python tools/plan_checks.py"
+            0
+            if current
+            else "docs/reference/plan-checks.md is not up to date: python tools/plan_checks.py"
         )
     path.write_text(wanted, encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Writes docs/public-recipes.md from public_recipes.yaml and what build-config writes: `tools/public_recipes.py`.
+"""Writes docs/reference/public-recipes.md from public_recipes.yaml and what build-config writes.
 
 `--check` exits 1 when the document is stale, a difference is not explained, an explanation has no difference, or lint
 misjudges one of the public files that worked or failed.
@@ -21,7 +21,7 @@ from trtspec.trtllm.intent import PREFIX, parse_intent
 from trtspec.trtllm.lint import lint
 
 HERE = Path(__file__).resolve().parent
-DOCS = HERE.parent / "docs"
+DOCS = HERE.parent / "docs" / "reference"
 # options that are no setting of the YAML under another name
 OPTIONS = ("--reasoning_parser", "--tool_parser", "--no-telemetry")
 
@@ -191,7 +191,9 @@ def main() -> None:
     if "--check" not in sys.argv:
         path.write_text(document(found))
     elif not path.is_file() or path.read_text() != document(found):
-        wrong.append("docs/public-recipes.md is not up to date: python tools/public_recipes.py")
+        wrong.append(
+            "docs/reference/public-recipes.md is not up to date: python tools/public_recipes.py"
+        )
     sys.exit("\n".join(wrong) if wrong else 0)
 
 

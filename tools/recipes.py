@@ -126,8 +126,8 @@ def readme(rows: list[tuple[str, Intent, str]]) -> str:
         "",
         "Experimental: the author of the engine's EAGLE-3.1 support lists Kimi's MLA head as not tested.",
         "None of these has been run on a GPU by this project; they follow the model cards and public recipes, and",
-        "[docs/public-recipes.md](../docs/public-recipes.md) explains every difference. The same recipes as values of",
-        "the Helm chart: `docker/helm/trtspec/recipes/`.",
+        "[Public recipes](../docs/reference/public-recipes.md) explains every difference. The same recipes as values",
+        "of the Helm chart: `docker/helm/trtspec/recipes/`.",
     ]
     return "\n".join(lines) + "\n"
 

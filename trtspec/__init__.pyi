@@ -12,7 +12,6 @@ __version__: str
 def build_config(
     target: str | Path,
     *,
-    like: str | Path | None = None,
     head: str | Path | None = None,
     trtllm_version: str | Path = '',
     goal: Literal['latency', 'throughput'] = 'latency',
@@ -34,6 +33,7 @@ def build_config(
     set: str | Path | Sequence[str | Path] = (),
     trust_remote_code: bool = False,
     format: Literal['yaml', 'helm-values', 'dynamo', 'vllm'] = 'yaml',
+    like: str | Path | None = None,
     image: str | Path | None = None,
     quantize_from: str | Path | None = None,
     output: str | Path | None = None,
@@ -64,7 +64,7 @@ def doctor(
 def explain(
     code: str | Path,
 ) -> Result:
-    """Say what a problem code means, why it matters and what to do."""
+    """Say what a problem code means, why, and what to do."""
 
 def inspect(
     path: str | Path,

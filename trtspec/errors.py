@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from trtspec.data_files import documented
@@ -48,7 +49,7 @@ class TrtspecError(Exception):
     """A failure that the user can act on: what, why, and the next command.
 
     `message` names the thing and the reason, `remedy` is the next command or edit, and `code` is stable and documented
-    in docs/problems.md. A message that begins with a code has that one; others have the code of their class.
+    in docs/reference/problems.md. A message that begins with a code has that one; others have the code of their class.
     """
 
     exit_code = 1
@@ -97,6 +98,13 @@ def listed(names: Iterable[str | None]) -> str:
     different = [*dict.fromkeys(name for name in names if name)]
     more = len(different) - MAX_LISTED
     return ", ".join(different[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def did_you_mean(value: str, choices: Collection[str], otherwise: str) -> str:
+    """A remedy: the choice that `value` contains or nearly spells, or `otherwise`."""
+    contained = [choice for choice in choices if choice in value]
+    near = contained or get_close_matches(value, choices, cutoff=0.8)
+    return f"did you mean {max(near, key=len)}?" if near else otherwise
 
 
 @contextmanager

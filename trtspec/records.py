@@ -6,11 +6,11 @@ refuses by name what was set and is not used.
 
     @dataclass(frozen=True, kw_only=True)
     class ServeOptions:
-        panels: ClassVar = {"draft_len": "Speculation", "device": "Machine"}  # the first option of each help panel
-
         target: TargetArgument
         head: HeadOption = None
-        draft_len: Annotated[int, option("Tokens drafted per step.", min=1), Needs("head")] = 3
+        draft_len: Annotated[
+            int, option("Tokens drafted per step.", group="Sizes", min=1), Needs("head")
+        ] = 3
         config: Annotated[Path | None, option("Engine YAML.", "-c"), Modes(ENGINE)] = None
         device: Annotated[str, option("cpu or cuda."), Modes(REFERENCE)] = "cpu"
 
@@ -24,15 +24,16 @@ import copy
 import dataclasses
 import functools
 import inspect
-import re
+import os
 import shlex
+import textwrap
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import typer
 from typer.core import TyperCommand
@@ -50,14 +51,24 @@ CLICK_ERROR: Any = typer.BadParameter.__mro__[
     2
 ]  # typer brings a click of its own and does not export this class
 METAVARS: dict[Any, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
-WIDEST_CHOICES = 24  # characters beside the flag on a help page; longer lists follow the text
-EMPTY = "is empty, as with a variable that is not set"
 
 
-def option(help: str = "", *flags: str, default: str | bool = True, **more: Any) -> Any:
-    """An option called like its field, for Annotated. `flags` are further spellings, or all if one begins with `--`;
-    `default` is what help shows for None. The rest is typer's."""
-    return typer.Option(*flags, help=help, show_default=default, **more)
+def option(
+    help: str = "",
+    *flags: str,
+    default: str | bool = True,
+    group: str | None = None,
+    **more: Any,
+) -> Any:
+    """An option called like its field, for Annotated.
+
+    Args:
+        flags: further spellings, or all spellings if one begins with `--`
+        default: what the help page shows for None
+        group: section of the help page, called by what a user decides there
+        more: keywords of typer.Option
+    """
+    return typer.Option(*flags, help=help, show_default=default, rich_help_panel=group, **more)
 
 
 def argument(help: str, metavar: str | None = None) -> Any:
@@ -78,7 +89,7 @@ LAST = (
     "force",
     "json_",
 )  # on a help page, also where the record inherits them
-OUTPUT = ("output", *LAST)  # a panel of their own
+OUTPUT = ("output", *LAST)  # a section of their own
 
 
 @dataclass(frozen=True)
@@ -92,16 +103,17 @@ class Mode:
 
 class Modes:
     """These modes use the option; one without `Modes` is used in every mode. With `value`, the rule is about values of
-    the option that match it."""
+    the option that match it. `instead` is what another mode takes in its place."""
 
-    def __init__(self, *modes: Mode, value: str = "*") -> None:
-        self.modes, self.value = modes, value
+    def __init__(self, *modes: Mode, value: str = "*", instead: str = "") -> None:
+        self.modes, self.value, self.instead = modes, value, instead
 
     def unused(self, options: Any, mode: Mode | None) -> tuple[str, str] | None:
         """(where the option is not used, what to do), or None where it is used."""
         if mode is None or mode in self.modes:
             return None
-        return f"by {mode.name}", f"leave it out, or use {_listed([one.how for one in self.modes])}"
+        others = f"leave it out, or use {_listed([one.how for one in self.modes])}"
+        return f"by {mode.name}", self.instead or others
 
 
 class Needs:
@@ -196,20 +208,15 @@ class Field:
 def _read(record: Any) -> dict[str, Field]:
     """The fields of a record by name."""
     hints = typing.get_type_hints(record, include_extras=True)
-    panels, panel = getattr(record, "panels", {}), None
-    found: dict[str, Field] = {}
-    for field in sorted(dataclasses.fields(record), key=lambda field: field.name in LAST):
-        panel = panels.get(field.name, panel)
-        found[field.name] = _field(field, hints[field.name], panel)
-    return found
+    fields = sorted(dataclasses.fields(record), key=lambda field: field.name in LAST)
+    return {field.name: _field(field, hints[field.name]) for field in fields}
 
 
-fields_of: Callable[[type], dict[str, Field]] = functools.cache(
-    _read
-)  # once: annotations are text until then
+# once: annotations are text until then
+fields_of: Callable[[type], dict[str, Field]] = functools.cache(_read)
 
 
-def _field(field: Any, hint: Any, panel: str | None) -> Field:
+def _field(field: Any, hint: Any) -> Field:
     kind, *metadata = typing.get_args(hint)
     rules = tuple(item for item in metadata if isinstance(item, Modes | Needs | Excludes))
     info: Any = copy.copy(
@@ -218,10 +225,11 @@ def _field(field: Any, hint: Any, panel: str | None) -> Field:
     inner = [one for one in (kind, *typing.get_args(kind)) if one is not type(None)]
     parse = next((one for one in inner if hasattr(one, "parse")), None)
     many = any(typing.get_origin(one) is tuple for one in inner)
-    plain = next((one for one in inner if one in METAVARS or one is bool), None)
+    plain = next((one for one in inner if one in METAVARS), None)
     default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
     if isinstance(info, typer.models.ArgumentInfo):
         info.metavar = info.metavar or field.name.upper()
+        info.rich_help_panel = "Arguments"
         return Field(field.name, kind, default, info, rules, parse, many, ("", ""))
     written = [
         info.default,
@@ -232,24 +240,17 @@ def _field(field: Any, hint: Any, panel: str | None) -> Field:
         spelled = [f"--{field.name.strip('_').replace('_', '-')}", *spelled]
     on, _, off = next(text for text in spelled if text.startswith("--")).partition("/")
     info.default, info.param_decls = spelled[0], tuple(spelled[1:])
-    if plain is not bool and info.metavar is None:
+    if info.metavar is None:
         info.metavar = getattr(parse, "metavar", getattr(parse, "example", None)) or METAVARS.get(
             plain
         )
-    choices = next((typing.get_args(one) for one in inner if typing.get_origin(one) is Literal), ())
-    if len("|".join(choices)) > WIDEST_CHOICES and info.metavar is None:
-        info.metavar = spelled[0].strip("-").upper()
-        info.help += (
-            "" if all(one in info.help for one in choices) else f" One of {', '.join(choices)}."
-        )
-    labels = [
+    labels = dict.fromkeys(
         mode.label for rule in rules if isinstance(rule, Modes) for mode in rule.modes if mode.label
-    ]
-    if field.name in OUTPUT:
-        panel = "Output"
+    )
     if 0 < len(labels) <= 2:
-        panel = f"With {_listed(labels).replace(' or ', ' and ')}"
-    info.rich_help_panel = panel
+        info.help += f" With {_listed([*labels])}."
+    if field.name in OUTPUT:
+        info.rich_help_panel = "Output"
     return Field(field.name, kind, default, info, rules, parse, many, (on, off))
 
 
@@ -371,28 +372,28 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any])
     TRTSPEC_<NAME>_<LONG FLAG>."""
     fields = fields_of(record)
 
-    def filled(context: typer.Context, **values: Any) -> Any:
-        sources = {key: getattr(context.get_parameter_source(key), "name", "") for key in values}
+    def filled(context: Any, **values: Any) -> Any:
+        sources = {key: context.get_parameter_source(key).name for key in values}
         origins = {key: source for key, source in sources.items() if source in ORIGINS}
         running = _typed.set({record: (name, origins)})
-        before, errors.typed = (
-            errors.typed,
-            {field.keyword: field.typed for field in fields.values()},
-        )
+        before = errors.typed
+        variables = {item.name: set_by(context, item) for item in context.command.params}
+        errors.typed = {
+            field.keyword: variables[key] or field.typed for key, field in fields.items()
+        }
         try:
             for key in origins:
                 if values[key] == "" or (isinstance(values[key], list) and "" in values[key]):
                     raise UsageError(
-                        f"`{fields[key].keyword}` {EMPTY}", "give it a value, or leave it out"
+                        f"`{fields[key].keyword}` is empty, as with a variable that is not set",
+                        "give it a value, or leave it out",
                     )
             if str(values.get("output")) == "-":
                 raise UsageError(
                     "`output` - would write a file named -; nothing goes to stdout",
                     "give it a path",
                 )
-            return run(
-                record(**{k: tuple(v or ()) if fields[k].many else v for k, v in values.items()})
-            )
+            return run(record(**{key: _value(fields[key], values[key]) for key in origins}))
         finally:
             _typed.reset(running)
             errors.typed = before
@@ -403,64 +404,75 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any])
     parameters += [_for_typer(name, field) for field in fields.values()]
     filled.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     filled.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    # typer would keep the line breaks of the source, which fit no other width of a terminal
-    filled.__doc__ = _escaped(re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(run.__doc__ or "")))
-    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    filled.__doc__ = run.__doc__
+    single = typer.Typer(
+        add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+    )
     single.command(name, cls=RecordCommand)(filled)
     return typer.main.get_command(single)  # type: ignore[return-value]
 
 
+def set_by(context: Any, parameter: Any) -> str:
+    """The environment variable that sets this parameter of a command; "" if none does."""
+    if context.get_parameter_source(parameter.name).name != "ENVIRONMENT":
+        return ""
+    return next(name for name in parameter.envvar if name in os.environ)
+
+
 def _for_typer(command: str, field: Field) -> inspect.Parameter:
-    """Typer fills lists, and takes a function that parses a text; records hold tuples, which cannot be changed."""
+    """Typer fills lists, and texts that a class of ours parses; records hold tuples, which cannot be changed."""
     kind, default, info = field.type, field.default, copy.copy(field.info)
-    info.help = _escaped(info.help or "")
     if not field.is_argument:
         info.envvar = [variable(command, field.typed), *([info.envvar] if info.envvar else [])]
         info.show_envvar = False  # the end of the page says it once
-    if field.parse is not None:
-        info.parser = lambda text: (
-            parsed(field.parse, text, field.typed) if isinstance(text, str) else text
-        )
     if field.many:
         item = next(
             one for one in (kind, *typing.get_args(kind)) if typing.get_origin(one) is tuple
         )
-        kind = list[typing.get_args(item)[0]] | None  # type: ignore[misc]
+        kind = list[str if field.parse else typing.get_args(item)[0]] | None  # type: ignore[misc]
         default = list(default) or None if isinstance(default, tuple) else default
+    elif field.parse is not None:
+        kind = str | None
+        default = default if default in (None, field.empty) else str(default)
     hint: Any = Annotated[(kind, info)]
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
     )
 
 
-class WithoutTypes:
-    """A click command whose help pages show no `<bool>` beside a switch, and no range of numbers."""
+class PlainHelp:
+    """A click command whose help page has a section for each group of options. No name and no word is broken."""
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for parameter in parameters:
+    def format_options(self: Any, ctx: Any, formatter: Any) -> None:
+        first = ("Arguments", "Options", "Output")
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in first}
+        for parameter in self.get_params(ctx):
             parameter._get_number_range_help_str = lambda: None
-            if getattr(parameter, "is_bool_flag", parameter.param_type_name == "argument"):
+            if parameter.param_type_name == "argument":
                 parameter.display_type_rich = lambda ctx: None
-        return parameters
+            section = sections.setdefault(parameter.rich_help_panel or "Options", [])
+            section.append(parameter.get_help_record(ctx))
+        for command in getattr(self, "commands", {}).values():
+            sections.setdefault(command.rich_help_panel, []).append((command.name, command.help))
+        for title, rows in sections.items():
+            if rows:
+                with formatter.section(title):
+                    for names, text in rows:
+                        lines = textwrap.fill(
+                            f"  {names:<28}  {text}", formatter.width, subsequent_indent=" " * 32,
+                            break_on_hyphens=False, break_long_words=False,
+                        )  # fmt: skip
+                        formatter.write(f"{lines}\n")
 
 
-class RecordCommand(WithoutTypes, TyperCommand):
+class RecordCommand(PlainHelp, TyperCommand):
     """Its help shows at the end two examples of data/examples.yaml."""
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        examples = [
-            "Examples:",
-            *(f"  {line}" for line in load_yaml("examples.yaml").get(self.name, ())),
-        ]
-        variables = f"Options can also be set as {variable(str(self.name), '')}<OPTION>."
-        self.epilog = _escaped("\n\n".join([*examples, variables]))
-        super().format_help(ctx, formatter)
-
-
-def _escaped(text: str) -> str:
-    """For rich, which takes `[mla]` for markup."""
-    return re.sub(r"\[(?=[a-z/@#])", r"\\[", text)
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        examples = load_yaml("examples.yaml").get(self.name, ())
+        lines = ["", "Examples:", *(f"  {line}" for line in examples)]
+        lines += ["", f"Options can also be set as {variable(str(self.name), '')}<OPTION>.", ""]
+        formatter.write("\n".join(lines))
 
 
 def variable(command: str, flag: str) -> str:
@@ -478,8 +490,6 @@ def unknown_variables(command: TyperCommand, environ: Iterable[str]) -> list[str
 def parsed(kind: Any, text: str, name: str) -> Any:
     """A value of a type that parses its own text: `kind.parse` raises ValueError for a text that is not `kind.what`,
     and this UsageError, with `name` and `kind.example`. str() of a value is the text again."""
-    if text == "":
-        raise UsageError(f"{name} {EMPTY}", "give it a value, or leave it out")
     try:
         return kind.parse(text)
     except ValueError as error:

@@ -316,7 +316,7 @@ def problem_lines(problems: Sequence[Problem]) -> list[str]:
 @dataclass(frozen=True)
 class Table:
     """A titled table; `note` says what the figures mean. Without `columns` it lists names and values. `text_columns`
-    are set to the left, the others to the right; `styles` colours cells by their text."""
+    are set to the left, the others to the right."""
 
     title: str
     columns: Sequence[str]
@@ -324,7 +324,6 @@ class Table:
     note: str = ""
     text_columns: frozenset[int] = field(default=frozenset({0}))
     ruled: bool = True
-    styles: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         cells = [[printable(cell) for cell in row] for row in self.rows]
@@ -345,15 +344,12 @@ def value_table(values: Mapping[str, Any], title: str = "") -> Table:
 def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, dict | list | tuple):
-        named = value.items() if isinstance(value, dict) else ()
-        items = (
-            [f"{name} {_plain(item)}" for name, item in named if item is not None]
-            if named
-            else list(value)
-        )
-        more = [f"and {len(items) - MOST_ITEMS} more"] if len(items) > MOST_ITEMS else []
-        return ", ".join([*map(str, items[:MOST_ITEMS]), *more]) or "none"
+    if isinstance(value, dict):
+        items = [f"{name} {_plain(item)}" for name, item in value.items() if item is not None]
+        return ", ".join(items) or "none"
+    if isinstance(value, list | tuple):
+        more = [f"and {len(value) - MOST_ITEMS} more"] if len(value) > MOST_ITEMS else []
+        return ", ".join([*map(_plain, value[:MOST_ITEMS]), *more]) or "none"
     return (
         f"{value:,}"
         if isinstance(value, int)
@@ -400,7 +396,7 @@ def _draw(table: Table) -> None:
             min_width=min(width, SHORTEST_TEXT) if text else width, overflow="fold",
         )  # fmt: skip
     for row in table.rows:
-        drawn.add_row(*(Text(cell, style=table.styles.get(cell, "")) for cell in row))
+        drawn.add_row(*map(Text, row))
     console.print(drawn, crop=False)  # what is wider than the terminal is wrapped by it, not lost
 
 
@@ -412,7 +408,7 @@ class Bar:
 
     def advance(self, amount: float, note: str = "") -> None:
         """`amount` more is done; the note has a line of its own, so that both fit 80 columns."""
-        self.update(advance=amount, **({"note": printable(note)} if note else {}))
+        self.update(advance=amount, note=printable(note))
 
     def show(self, done: float, total: float) -> None:
         """`done` of `total` is done."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError, confloat, conint
 
 from trtspec.data_files import load_yaml
-from trtspec.errors import TrtspecError, UsageError
+from trtspec.errors import TrtspecError, UsageError, did_you_mean
 from trtspec.formats import WeightFormat, format_of_config
 
 MOST = 2**31 - 1  # of a size
@@ -383,8 +383,10 @@ def gpu_spec(name: str) -> GpuSpec:
     """The row of gpus.yaml called `name` (b200, gb300, ..); raises UsageError listing the known ones."""
     data = load_yaml("gpus.yaml")
     if name.lower() not in data["gpus"]:
+        known = f"choose one of {', '.join(data['gpus'])}"
         raise UsageError(
-            f"there are no figures for the GPU {name!r}", f"choose one of {', '.join(data['gpus'])}"
+            f"there are no figures for the GPU {name!r}",
+            did_you_mean(name.lower(), data["gpus"], known),
         )
     row = dict(data["gpus"][name.lower()])
     memory = row.pop("memory_mib") * 2**20

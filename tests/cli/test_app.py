@@ -186,7 +186,10 @@ def test_bar_and_note_fit_eighty_columns():
     ("words", "says"),
     [
         (("serve", "kimi-nano", "--tensor-parallel-size", "4"), "-> did you mean --tp-size?"),
-        (("plan", "kimi-nano", "--gpu", "NVIDIA B200"), "-> did you mean b200?"),
+        (("plan", "kimi-nano", "--gpu", "NVIDIA GB200"), "-> did you mean gb200?"),
+        (("build-config", "kimi-nano", "--gpu", "NVIDIA B200"), "-> did you mean b200?"),
+        (("plan", "kimi-nano", "--gpu", "a100"), "-> see `trtspec plan --help`"),
+        (("bench", "http://localhost:1", "--dataset", "mtbench"), "-> did you mean mt-bench?"),
         (("build-config", "kimi-nano", "--goal", "latencyy"), "-> did you mean latency?"),
         (("plan", "kimi-nano"), "Usage error: Invalid value for TRTSPEC_PLAN_GPUS: "),
     ],

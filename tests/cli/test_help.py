@@ -13,9 +13,10 @@ from trtspec.records import Field, fields_of, parse
 
 
 def page(command: str) -> str:
-    """The help page as one line of text, without the frame."""
-    text = trtspec(command, "--help", COLUMNS="240").stdout
-    return " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())
+    """The help page as one line of text. No line of it is wider than a terminal of 80 columns."""
+    text = trtspec(command, "--help", COLUMNS="80").stdout
+    assert max(map(len, text.splitlines())) <= 80
+    return " ".join(text.split())
 
 
 def options(command: str) -> list[Field]:

@@ -5,7 +5,7 @@ import sys
 
 from tests.command_line import ROOT, printed
 
-DOCS = ROOT / "docs"
+DOCS = ROOT / "docs" / "reference"
 
 
 def test_the_tables_of_the_document_are_up_to_date() -> None:

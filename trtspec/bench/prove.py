@@ -219,8 +219,9 @@ def prove(
                     stack.enter_context(served(serve_words(setup, launch), setup.url, log, startup))
                     journal.record(f"serve-{launch}", seconds=round(time.monotonic() - began, 1))
                     report.announce(f"  ready after {duration(time.monotonic() - began)}")
-                for step in steps:
+                for number, step in enumerate(steps, 1):
                     if step.launch == launch and step not in done:
+                        report.announce(f"[{number}/{len(steps)}] {step.name}: {step.why}")
                         _run(step, journal, directory)
         seconds = {name: entry["seconds"] for name, entry in journal.done.items()}
     found = {step.name: _result(step, directory) for step in steps}
@@ -239,7 +240,6 @@ def _result(step: Step, directory: Path) -> dict[str, Any]:
 
 
 def _run(step: Step, journal: Journal, directory: Path) -> None:
-    report.announce(f"{step.name}: {step.why}")
     began = time.monotonic()
     printed = step.result if "--json" in step.words else f"logs/{step.name}.out"
     status = run_trtspec(step.words, directory / printed)

@@ -251,7 +251,7 @@ def require_online(hub_id: HubId) -> None:
     if not is_online():
         raise MissingDependency(
             f"{hub_id} is not in the hub cache and HF_HUB_OFFLINE is set",
-            _suggest(hub_id, "unset it, or pass a directory"),
+            _suggest(hub_id, "unset it, or pass the directory of a Kimi-K2 model"),
         )
 
 
@@ -293,10 +293,10 @@ def hub_errors(hub_id: HubId, ask: Callable[[], Result]) -> Result:
         raise TrtspecError(message, "tell its publisher", "TS-SHARD-DAMAGED") from None
     except (
         Exception
-    ) as error:  # no network, full disk, hub errors: one message, whatever the transport raised
+    ):  # no network, full disk, hub errors: one message, whatever the transport raised
         raise TrtspecError(
-            f"{hub_id} could not be fetched ({type(error).__name__})",
-            _suggest(hub_id, "check the network, or pass a local directory"),
+            f"{hub_id} is not on this machine, and the hub does not answer",
+            _suggest(hub_id, "check the network, or pass the directory of a Kimi-K2 model"),
         ) from None
 
 

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import sys
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -16,13 +15,20 @@ from typer.core import TyperCommand, TyperGroup
 import trtspec
 from trtspec import report
 from trtspec.data_files import load_yaml
-from trtspec.errors import Interrupted, MissingDependency, TrtspecError, UsageError
+from trtspec.errors import (
+    Interrupted,
+    MissingDependency,
+    TrtspecError,
+    UsageError,
+    did_you_mean,
+)
 from trtspec.records import (
     CLICK_ERROR,
-    WithoutTypes,
+    PlainHelp,
     click_command,
     ready,
     record_of,
+    set_by,
     unknown_variables,
     variable,
 )
@@ -56,11 +62,6 @@ COMMANDS = {
         "watch": "Read acceptance of a live endpoint, as a Prometheus metric or as one verdict.",
     },
 }
-# which extra brings an optional package
-EXTRAS = {
-    "torch": "reference", "transformers": "reference", "fastapi": "reference", "uvicorn": "reference",
-    "modelopt": "modelopt", "accelerate": "modelopt", "datasets": "modelopt", "requests": "modelopt",
-}  # fmt: skip
 TITLES = {1: "Error", 2: "Usage error", 3: "Check failed", 4: "Missing", 130: "Interrupted"}
 
 
@@ -88,7 +89,7 @@ class LazyCommand(TyperCommand):
         return command.make_context(info_name, args, parent, **extra)
 
 
-class Commands(WithoutTypes, TyperGroup):
+class Commands(PlainHelp, TyperGroup):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         for panel, summaries in COMMANDS.items():
@@ -103,6 +104,7 @@ app = typer.Typer(
     cls=Commands,
     help="Takes Kimi-K2 models to production on TensorRT-LLM with Eagle3 heads, and proves each step.",
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={
         "help_option_names": ["-h", "--help"],
@@ -176,24 +178,18 @@ def _usage(error: Any) -> UsageError:
     `vllm serve`, or the nearest choice, or the help page.
     """
     context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
-    message = (
-        error.format_message().rstrip(".").replace(": Value error, ", ": ")
-    )  # pydantic's words
+    message = error.format_message().rstrip(".").replace("Value error, ", "")  # pydantic's words
     command = context.command_path if context is not None else "trtspec"
     page = f"see `{command} --help`"
     if parameter is None or context is None:
         option = getattr(error, "option_name", "").lstrip("-")
         own = load_yaml("vllm.yaml")["own_options"].get(option)
         return UsageError(message, f"did you mean {own}?" if own else page)
-    if context.get_parameter_source(parameter.name).name == "ENVIRONMENT":
-        name = next(name for name in parameter.envvar if name in os.environ)
+    if name := set_by(context, parameter):
         message = re.sub("'--[a-z-]+'", name, message, count=1)
     given, _, listed = message.partition(" is not one of ")
     value = given.rpartition(": ")[2].strip("'").lower()
-    choices = re.findall("'(.+?)'", listed)
-    near = [choice for choice in choices if choice in value] or get_close_matches(value, choices)
-    remedy = f"did you mean {near[0]}?" if near else page
-    return UsageError(message, remedy)
+    return UsageError(message, did_you_mean(value, re.findall("'(.+?)'", listed), page))
 
 
 def _open_missing_streams() -> None:
@@ -207,21 +203,16 @@ def _open_missing_streams() -> None:
             setattr(sys, name, stream)
 
 
-def require_packages(*names: str) -> None:
-    """Raises MissingDependency naming the extra of the first of these packages that is not installed."""
-    from importlib.util import find_spec
-
-    for name in names:
-        if find_spec(name) is None:
-            raise _missing(name)
-
-
 def _missing(module: str) -> TrtspecError:
-    package = module.partition(".")[0]
-    if package in EXTRAS:
-        return MissingDependency(
-            f"this command needs {package}", f'pip install "trtspec[{EXTRAS[package]}]"'
-        )
+    """The smallest extra of trtspec that brings the module."""
+    from trtspec.cli.doctor import package_state
+
+    package = module.partition(".")[0].replace("_", "-")
+    extras, _ = package_state()
+    for extra in sorted(filter(None, extras), key=lambda name: len(extras[name])):
+        if any(name.endswith(package) for name in extras[extra]):  # such as nvidia-modelopt
+            remedy = f'pip install "trtspec[{extra}]"'
+            return MissingDependency(f"this command needs {package}", remedy)
     return TrtspecError(
         f"the module {module} is missing", "install trtspec again, with -c constraints.txt"
     )

@@ -67,28 +67,42 @@ class BenchOptions:
         ),
     ] = None
     max_tokens: Annotated[int, option("Maximum tokens per answer.", min=1)] = 256
-    temperature: Annotated[float, option("Sampling temperature; 0 is greedy.", min=0.0)] = 0.0
+    temperature: Annotated[
+        float, option("Sampling temperature; 0 is greedy.", min=0.0, group="Requests")
+    ] = 0.0
     thinking: ThinkingOption = None
-    seed: Annotated[int, option("Base random seed: answer i uses seed + i.")] = 0
+    seed: Annotated[int, option("Base random seed: answer i uses seed + i.", group="Requests")] = 0
     against_url: Annotated[
         tuple[NamedUrl, ...],
-        option("NAME=URL of a further endpoint, measured in alternating rounds; repeatable."),
+        option(
+            "NAME=URL of a further endpoint, measured in alternating rounds; repeatable.",
+            group="Comparison",
+        ),
     ] = ()
     rounds: Annotated[
         int | None,
         option(
-            "Rounds that the questions are divided into.", default="1; 3 of several servers", min=1
+            "Rounds that the questions are divided into.",
+            default="1; 3 of several servers",
+            min=1,
+            group="Comparison",
         ),
     ] = None
     warmup: Annotated[
         int | None,
-        option("Short requests before the measurement.", default="highest concurrency", min=0),
+        option(
+            "Short requests before the measurement.",
+            default="highest concurrency",
+            min=0,
+            group="Requests",
+        ),
     ] = None
     compare: Annotated[
         tuple[Path, ...],
         option(
             "Results of an earlier run to compare this one with; exit status 3 on a regression. Repeatable: with four "
-            "runs or more of one setup, speed is judged too."
+            "runs or more of one setup, speed is judged too.",
+            group="Comparison",
         ),
     ] = ()
     max_regression: Annotated[
@@ -98,13 +112,15 @@ class BenchOptions:
             default="0",
             min=0,
             max=0.99,
+            group="Comparison",
         ),
         Needs("compare"),
     ] = None
     choose_draft: Annotated[
         bool,
         option(
-            "Propose one of the measured draft lengths. A number as NAME is the draft length of a server."
+            "Propose one of the measured draft lengths. A number as NAME is the draft length of a server.",
+            group="Comparison",
         ),
         Excludes("rate"),
     ] = False
@@ -113,6 +129,7 @@ class BenchOptions:
         option(
             "Earlier results with K drafts for --choose-draft; 0: no head. Repeatable.",
             metavar="K=RESULTS",
+            group="Comparison",
         ),
         Needs("choose_draft"),
     ] = ()
@@ -123,11 +140,15 @@ class BenchOptions:
         ),
     ] = None
     model: Annotated[
-        str | None, option("Model name.", default="the first one the server lists")
+        str | None,
+        option("Model name.", default="the first one the server lists", group="Requests"),
     ] = None
     extra_body: ExtraBody = JsonObject("{}", {})
     timeout: Annotated[
-        float, option("Seconds allowed for one answer; a slower one has failed.", min=0.1)
+        float,
+        option(
+            "Seconds allowed for one answer; a slower one has failed.", min=0.1, group="Requests"
+        ),
     ] = 600.0
     wait_ready: WaitReadyOption = 0.0
     resume: Annotated[

@@ -37,7 +37,8 @@ class BuildConfigOptions(Intent):
     disaggregated: Annotated[
         Path | None,
         option(
-            "Directory for context.yml, generation.yml and front.yml; or dynamo.yml, or values.yaml."
+            "Directory for context.yml, generation.yml and front.yml; or dynamo.yml, or values.yaml.",
+            group="Disaggregated servers",
         ),
     ] = None
     dry_run: DryRunOption = False

@@ -37,7 +37,10 @@ def calibrate(options: CalibrateOptions) -> Result:
     Texts are processed layer by layer, so one machine calibrates a model of any size. An interrupted run resumes with
     the layer it stopped in. Use the result with `trtspec quantize SRC -o OUT --input-scales FILE`.
     """
+    from trtspec.cli.doctor import require
+
     path = directory_of(options.source)
+    require("calibrate")
     import torch  # only now: it takes seconds
 
     from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint

@@ -52,33 +52,53 @@ class CheckOptions:
         option("URL that serves the model without speculation and scores at once."),
         Modes(ALONE),
     ] = None
-    min_acceptance: Annotated[float | None, option("Minimum tokens per step.")] = None
+    min_acceptance: Annotated[float | None, option("Minimum tokens per step.", group="Verdict")] = (
+        None
+    )
     exact: Annotated[
-        bool, option("Both servers compute in float32: every difference fails."),
+        bool, option("Both servers compute in float32: every difference fails.", group="Verdict"),
         Needs("score", "against"),
     ] = False  # fmt: skip
     accept_unmeasured: Annotated[
-        tuple[str, ...], option("Row that may stay unmeasured; repeatable.")
+        tuple[str, ...], option("Row that may stay unmeasured; repeatable.", group="Verdict")
     ] = ()
-    dataset: Annotated[str, option("Questions, as for bench."), Modes(ALONE)] = "nano"
+    dataset: Annotated[str, option("Questions, as for bench.", group="Requests"), Modes(ALONE)] = (
+        "nano"
+    )
     samples: Annotated[
-        int, option("Questions; twice as many are sampled.", min=1), Modes(ALONE)
+        int, option("Questions; twice as many are sampled.", min=1, group="Requests"), Modes(ALONE)
     ] = 20
-    max_tokens: Annotated[int, option("Maximum tokens per answer.", min=8), Modes(ALONE)] = 128
+    max_tokens: Annotated[
+        int, option("Maximum tokens per answer.", min=8, group="Requests"), Modes(ALONE)
+    ] = 128
     context_tokens: Annotated[
-        int, option("Tokens of the long prompts; one more is near the server's limit.", min=1), Modes(ALONE)
-    ] = 1024  # fmt: skip
+        int,
+        option(
+            "Tokens of the long prompts; one more is near the server's limit.",
+            min=1,
+            group="Requests",
+        ),
+        Modes(ALONE),
+    ] = 1024
     concurrency: Annotated[
-        int, option("Requests in flight; one part asks four times as many.", min=1)
+        int,
+        option("Requests in flight; one part asks four times as many.", min=1, group="Requests"),
     ] = 4
-    timeout: Annotated[float, option("Seconds allowed for one answer.", min=0.001)] = 120.0
+    timeout: Annotated[
+        float, option("Seconds allowed for one answer.", min=0.001, group="Requests")
+    ] = 120.0
     wait_ready: WaitReadyOption = 0.0
     model: Annotated[
-        str | None, option("Model name.", default="the first one the server lists")
+        str | None,
+        option("Model name.", default="the first one the server lists", group="Requests"),
     ] = None
     tokenizer: Annotated[
         str | None,
-        option("Tokenizer of the target: a directory or a hub id.", default="the model's name"),
+        option(
+            "Tokenizer of the target: a directory or a hub id.",
+            default="the model's name",
+            group="Requests",
+        ),
     ] = None
     force: Annotated[ForceOption, Needs("record")] = False
     json_: JsonOption = False

@@ -67,9 +67,9 @@ def demo(options: DemoOptions) -> None:
     The first stage streams an answer with and without speculation. All other stages are ordinary trtspec commands:
     inspect, quantize, synthesize, train, prove, build-config, lint, serve. Takes about seven minutes on two cores.
     """
-    from trtspec.cli.app import require_packages
+    from trtspec.cli.doctor import require
 
-    require_packages("torch", "transformers", "fastapi", "uvicorn", "modelopt")
+    require("demo")
     prepare(options.output, options.force)
     processes.require_free_ports(options.port, 2)
     made = Demo(options.output, options.port)

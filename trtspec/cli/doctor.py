@@ -12,33 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from trtspec import machine
-from trtspec.errors import CheckFailed, Problem, has_errors
+from trtspec.data_files import load_yaml
+from trtspec.errors import CheckFailed, MissingDependency, Problem, has_errors
 from trtspec.records import JsonOption
 from trtspec.report import Result, Table, value_table
 
 GPU = "an NVIDIA GPU"
-# the extras of the package, or programs, that a command needs beyond the base installation
-NEEDS = {
-    "demo": ("reference", "modelopt"),
-    "quantize": ("reference",),
-    "calibrate": ("reference", "modelopt"),
-    "train": ("reference", "modelopt"),
-    "convert": ("reference",),
-    "serve --backend reference": ("reference",),
-    "serve --backend trtllm": ("trtllm-serve", GPU),
-    "serve --backend vllm": ("vllm",),
-    "bench": (),
-    "bench --dataset HUB_ID": ("modelopt",),  # wherever hub data sets are read
-    "prove --backend reference": ("reference",),
-    "prove --backend trtllm": ("trtllm-serve", GPU),
-    "prove --backend vllm": ("vllm",),
-}
 # engines are programs in an installation of their own
 PROGRAMS = {
     "trtllm-serve": "run trtspec in the image of docker/serve.Dockerfile, which has the engine",
     "vllm": "install vLLM in an environment of its own and put its bin directory on PATH",
     GPU: "use a machine with an NVIDIA driver, and start its container with access to the GPUs (--gpus all)",
 }
+# what a command needs beyond the base installation: extras of trtspec, packages, programs
+NEEDS: dict[str, list[str]] = load_yaml("needs.yaml")
 FORCED = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 
 
@@ -65,7 +52,6 @@ def examine() -> dict[str, Any]:
     """Everything that doctor reports; no key of it holds a secret."""
     from huggingface_hub import constants, get_token
 
-    from trtspec.cli.app import COMMANDS
     from trtspec.launch.preflight import read_gpus
     from trtspec.trtllm.deployment import choose_version, installed_version
     from trtspec.vllm import PROGRAM as VLLM
@@ -77,9 +63,6 @@ def examine() -> dict[str, Any]:
          "compute_capability": gpu.capability}
         for gpu in read_gpus() or ()
     ]  # fmt: skip
-    commands: list[tuple[str, tuple[str, ...]]] = []
-    for name in (name for panel in COMMANDS.values() for name in panel if name != "doctor"):
-        commands += [item for item in NEEDS.items() if item[0].split()[0] == name] or [(name, ())]
     cache = Path(constants.HF_HUB_CACHE)
     places = {"here": Path.cwd(), "hub_cache": cache, "shared_memory": Path("/dev/shm")}
     return {
@@ -88,17 +71,16 @@ def examine() -> dict[str, Any]:
         "cpu_count": machine.cores(),
         "packages": {name: found for extra in extras.values() for name, found in extra.items()},
         "commands": {
-            command: command_state(needs, extras, bool(gpus)) for command, needs in commands
+            command: command_state(needs, extras, bool(gpus)) for command, needs in NEEDS.items()
         },
         "trtllm_serve": shutil.which("trtllm-serve"),
         "trtllm_version": installed_version(),
         "trtllm_release": f"{release}, {reason}",
-        "vllm": {"path": shutil.which("vllm"), "version": VLLM.version()},
+        "vllm": VLLM.version(),
         "gpus": gpus,
         "hub": {
             "cache": str(cache),
-            "cache_exists": cache.is_dir(),
-            "offline": bool(constants.HF_HUB_OFFLINE),
+            "offline": constants.HF_HUB_OFFLINE,
             "token": "set" if get_token() else "not set",
         },
         "disk": {name: machine.free_disk(place) for name, place in places.items()},
@@ -115,7 +97,7 @@ def package_state() -> tuple[dict[str, dict[str, str | None]], list[Problem]]:
     for line in metadata.requires("trtspec") or []:
         requirement = Requirement(line)
         extra = line.partition("extra ==")[2].strip().strip("'\" ")
-        if requirement.name == "trtspec" or extra == "dev":
+        if extra == "dev":
             continue
         version = None
         with suppress(metadata.PackageNotFoundError):
@@ -133,15 +115,9 @@ def package_state() -> tuple[dict[str, dict[str, str | None]], list[Problem]]:
 
 
 def command_state(
-    needs: tuple[str, ...], extras: dict[str, dict[str, str | None]], has_gpu: bool
+    needs: list[str], extras: dict[str, dict[str, str | None]], has_gpu: bool
 ) -> dict[str, Any]:
     """`ready`, what is missing (packages, programs, a GPU) and how to get the first of it."""
-    missing = [
-        name
-        for extra in needs
-        for name, version in extras.get(extra, {}).items()
-        if version is None
-    ]
     absent = [
         name
         for name in needs
@@ -149,8 +125,23 @@ def command_state(
     ]
     if absent:
         return {"ready": False, "missing": absent, "install": PROGRAMS[absent[0]]}
-    install = f'pip install "trtspec[{",".join(needs)}]"' if missing else ""
-    return {"ready": not missing, "missing": missing, "install": install}
+    installed = {name for packages in extras.values() for name, found in packages.items() if found}
+    wanted = [name for need in needs for name in extras.get(need, [need])]
+    lacking = [name for name in wanted if name not in {*installed, *PROGRAMS}]
+    words = [f'"trtspec[{need}]"' if need in extras else need for need in needs]
+    install = f"pip install {' '.join(words)}" if lacking else ""
+    return {"ready": not lacking, "missing": lacking, "install": install}
+
+
+def require(command: str) -> None:
+    """Raises MissingDependency for a package that `command`, a key of NEEDS, lacks, and for an installed version that
+    trtspec does not take."""
+    extras, unfit = package_state()
+    state = command_state(NEEDS[command], extras, has_gpu=True)
+    if not state["ready"]:
+        raise MissingDependency(f"{command} needs {', '.join(state['missing'])}", state["install"])
+    for problem in unfit:
+        raise MissingDependency(problem.message, problem.remedy, problem.code)
 
 
 def environment_problems(gpus: list[dict[str, str]]) -> list[Problem]:
@@ -184,20 +175,15 @@ def tables(report: dict[str, Any]) -> list[Table]:
         for command, state in report["commands"].items()
     ]
     machine = {key: value for key, value in report.items() if key != "commands"} | {
-        "gpus": [", ".join(gpu.values()) for gpu in report["gpus"]]
-        or "nvidia-smi is missing or reports no GPU",
-        "packages": ", ".join(
-            f"{name} {version}" for name, version in report["packages"].items() if version
-        ),
+        "gpus": report["gpus"] or "nvidia-smi is missing or reports no GPU",
         "disk": ", ".join(
             f"{name.replace('_', ' ')} {size / 1e9:,.0f} GB"
             for name, size in report["disk"].items()
         ),
     }
-    styles = {"ready": "green", "missing": "yellow"}
     text = frozenset(range(3))
     return [
-        Table("", ("command", "", "missing"), rows, text_columns=text, ruled=False, styles=styles),
+        Table("", ("command", "", "missing"), rows, text_columns=text, ruled=False),
         value_table(machine),
     ]
 

@@ -1,13 +1,12 @@
-"""`trtspec explain`: what a problem code means and what to do about it."""
+"""`trtspec explain`: what a problem code means, why it is a problem, where it is seen, and what to do."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Annotated
 
-from trtspec.data_files import documented
-from trtspec.errors import UsageError
+from trtspec.data_files import documented, load_yaml
+from trtspec.errors import UsageError, did_you_mean
 from trtspec.records import JsonOption, argument
 from trtspec.report import Result
 
@@ -19,12 +18,21 @@ class ExplainOptions:
 
 
 def explain(options: ExplainOptions) -> Result:
-    """Say what a problem code means, why it matters and what to do."""
+    """Say what a problem code means, why, and what to do."""
+    from trtspec.trtllm.schema import rule_files
+
     codes, code = documented(), options.code.upper().strip("[]`")
     if code not in codes:
-        near = get_close_matches(code, codes, n=3) or ["trtspec explain TS-ERROR-USAGE"]
-        raise UsageError(f"{options.code} is not a problem code", f"close to it: {', '.join(near)}")
-    found = codes[code]
-    return Result(
-        {"code": code, **found}, lines=[code, f"  {found['summary']}", f"  -> {found['remedy']}"]
-    )
+        page = "docs/reference/problems.md lists all"
+        raise UsageError(f"{options.code} is not a problem code", did_you_mean(code, codes, page))
+    entry = codes[code]
+    what, _, reason = entry["summary"].partition(". ")
+    lines = [code, f"  what     {what}", *([f"  why      {reason}"] if reason else [])]
+    for release_line in rule_files().values():
+        for rule in filter(None, release_line["rules"].values()):
+            if rule.get("code") == code:
+                lines.append(f"  why      {rule['message']} ({rule['source']})")
+    for example in load_yaml("examples.yaml").get(entry["area"], []):
+        lines.append(f"  example  {example}")
+    lines.append(f"  fix      {entry['remedy']}")
+    return Result({"code": code, **entry}, lines=lines)

@@ -154,14 +154,11 @@ def compare_pair(
     more = [replace(one, severity="error") if one.code == pairing.SHIFTED else one for one in more]
     more += pairing.learned_problems(resolved, other)
     more += pairing.config_problems(resolved.config(), other.config())
-    more += pairing.yarn_problems(head, target) if checkpoint is not None else []
-    own = (
-        canonical_names(checkpoint.tensors).get("embed_tokens.weight")
-        if checkpoint is not None
-        else None
-    )
-    if checkpoint is not None and own and other.path and any(other.path.glob("*.safetensors")):
-        more += embedding_problems(checkpoint, own, Checkpoint.open(other.path), target)
+    if checkpoint is not None:
+        more += pairing.yarn_problems(head, target)
+        own = canonical_names(checkpoint.tensors).get("embed_tokens.weight")
+        if own and other.path and any(other.path.glob("*.safetensors")):
+            more += embedding_problems(checkpoint, own, Checkpoint.open(other.path), target)
     sizes = pairing.tensor_parallel_sizes(head)
     return values | {"tensor_parallel_sizes": sizes}, pairing.reported_once(problems + more)
 

@@ -64,9 +64,15 @@ class LintOptions:
             "Also validate with the classes of the installed TensorRT-LLM, in a separate process."
         ),
     ] = False
-    fix: Annotated[bool, option("Apply the corrections that are certain to the file.")] = False
+    fix: Annotated[
+        bool, option("Apply the corrections that are certain to the file.", group="Corrections")
+    ] = False
     diff: Annotated[
-        bool, option("Print these corrections as a unified diff; writes nothing without --fix.")
+        bool,
+        option(
+            "Print these corrections as a unified diff; writes nothing without --fix.",
+            group="Corrections",
+        ),
     ] = False
     strict: Annotated[bool, option("Exit with status 3 on warnings too.")] = False
     json_: JsonOption = False

@@ -116,7 +116,8 @@ class JsonObject:
 
 
 ExtraBody = Annotated[
-    JsonObject, option("JSON object merged into every request, of keys that no option sets.")
+    JsonObject,
+    option("JSON object merged into every request, of keys that no option sets.", group="Requests"),
 ]
 
 

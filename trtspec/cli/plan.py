@@ -29,13 +29,19 @@ class PlanOptions:
             "--tp-size",
             "--tp",
             min=1,
+            group="Layout",
         ),
     ] = None
     ep_size: Annotated[
-        int | None, option("Expert-parallel size: 1 or all ranks.", "--ep-size", "--ep", min=1)
+        int | None,
+        option("Expert-parallel size: 1 or all ranks.", "--ep-size", "--ep", min=1, group="Layout"),
     ] = None
     attention_dp: Annotated[
-        bool, option("Consider only attention data parallelism: each rank caches its own requests.")
+        bool,
+        option(
+            "Consider only attention data parallelism: each rank caches its own requests.",
+            group="Layout",
+        ),
     ] = False
     isl: Annotated[int, option("Prompt tokens.", min=1)] = 1024
     osl: Annotated[int, option("Answer tokens.", min=1)] = 1024
@@ -51,11 +57,21 @@ class PlanOptions:
     ] = None
     ttft: Annotated[
         float | None,
-        option("Upper limit of the mean time to the first token.", metavar="MS", min=0.001),
+        option(
+            "Upper limit of the mean time to the first token.",
+            metavar="MS",
+            min=0.001,
+            group="Limits",
+        ),
     ] = None
     tpot: Annotated[
         float | None,
-        option("Upper limit of the mean time per output token.", metavar="MS", min=0.001),
+        option(
+            "Upper limit of the mean time per output token.",
+            metavar="MS",
+            min=0.001,
+            group="Limits",
+        ),
     ] = None
     max_draft: Annotated[
         int | None,
@@ -64,6 +80,7 @@ class PlanOptions:
             default="lengths whose acceptance was measured",
             min=1,
             max=LONGEST_DRAFT,
+            group="Layout",
         ),
         Needs("head"),
     ] = None
@@ -74,6 +91,7 @@ class PlanOptions:
             default="0.9; 0.75 with attention DP",
             min=0.01,
             max=1.0,
+            group="Layout",
         ),
     ] = None
     json_: JsonOption = False
@@ -88,7 +106,7 @@ def plan(options: PlanOptions) -> Result:
     from trtspec.trtllm.schema import schema_for
 
     decision = choose_layout(options)
-    tables, lines = tables_and_lines(decision)
+    tables, lines = ((), ()) if decision.refused else tables_and_lines(decision)
     setting, version = decision.setting, choose_version(None)[0]
     release = support_problems(schema_for(version), setting.model, setting.head)
     problems = _warnings(setting) + release

@@ -57,29 +57,35 @@ class ProveOptions:
         bool,
         option(
             "Measure as the head's card did: its data set, thinking, tokens per answer and draft length, unless given; "
-            "and show its figures beside."
+            "and show its figures beside.",
+            group="Questions",
         ),
     ] = False
     draft_len: Annotated[int | None, option("Tokens drafted per step. Default: 3.", min=1)] = None
-    dataset: Annotated[str | None, option("Questions, as for bench. Default: nano.")] = None
-    thinking: ThinkingOption = None
-    samples: Annotated[int, option("Questions at each concurrency.", min=3)] = 80
-    max_tokens: Annotated[
-        int | None, option("Maximum tokens per answer. Default: 256.", min=16)
+    dataset: Annotated[
+        str | None, option("Questions, as for bench. Default: nano.", group="Questions")
     ] = None
-    concurrency: Annotated[IntList, option("Numbers of parallel conversations.")] = IntList(
-        (1, 4, 16)
-    )
+    thinking: ThinkingOption = None
+    samples: Annotated[int, option("Questions at each concurrency.", min=3, group="Questions")] = 80
+    max_tokens: Annotated[
+        int | None,
+        option("Maximum tokens per answer. Default: 256.", min=16, group="Questions"),
+    ] = None
+    concurrency: Annotated[
+        IntList, option("Numbers of parallel conversations.", group="Questions")
+    ] = IntList((1, 4, 16))
     accept_unmeasured: Annotated[
         tuple[str, ...], option("Row of check that may stay unmeasured; repeatable.")
     ] = ()
     accept_slower: Annotated[
         bool, option("Status 0 also if speculation is slower at a concurrency.")
     ] = False
-    port: Annotated[int, option("Port of both servers on 127.0.0.1.", min=1, max=65535)] = 8310
-    startup_timeout: Annotated[float, option("Seconds until a server must be ready.", min=1)] = (
-        7200.0
-    )
+    port: Annotated[
+        int, option("Port of both servers on 127.0.0.1.", min=1, max=65535, group="Servers")
+    ] = 8310
+    startup_timeout: Annotated[
+        float, option("Seconds until a server must be ready.", min=1, group="Servers")
+    ] = 7200.0
     restart: RestartOption = False
     dry_run: DryRunOption = False
     json_: JsonOption = False
@@ -115,12 +121,14 @@ def prove(options: ProveOptions) -> Result:
             setup, steps, options.output, same, options.startup_timeout, options.restart
         )
     page, wrong = options.output / "report.html", None
+    lines = [found.sentence, f"page: {page}", f"evidence: {options.output / 'evidence.json'}"]
     if found.verdict != "SAFE":
         wrong = CheckFailed(f"not proved: {found.verdict}", f"see {page}")
     elif not found.proved and not options.accept_slower:
         remedy = f"see {page}; pass `accept_slower` if that load does not matter"
         wrong = CheckFailed("not proved: slower than the target alone", remedy)
-    lines = [found.sentence, f"page: {page}", f"evidence: {options.output / 'evidence.json'}"]
+    else:
+        lines.append(f"next: trtspec build-config {options.target} --head {options.head}")
     return Result(asdict(found), lines=lines, failure=wrong)
 
 
@@ -162,14 +170,14 @@ def _refuse_own_options(words: tuple[str, ...]) -> None:
 
 def _engine(backend: str) -> str | None:
     """Version of the engine that is installed here. Raises MissingDependency where it is not."""
-    from trtspec.cli.app import require_packages
+    from trtspec.cli.doctor import require
     from trtspec.trtllm.serve.command import PROGRAM, engine_version
     from trtspec.vllm import PROGRAM as VLLM
 
     if backend != "reference":
         (PROGRAM if backend == "trtllm" else VLLM).require()
         return engine_version() if backend == "trtllm" else VLLM.version()
-    require_packages("torch", "fastapi", "uvicorn")
+    require("prove --backend reference")
     return versions()["trtspec"]
 
 

@@ -21,12 +21,16 @@ class QuantizeOptions(OutputFlags):
     policy: PolicyOption = None
     kv_cache: Annotated[
         Literal["fp8", "none"],
-        option("fp8: declare an FP8 KV cache (a cast, no scales). none: let the engine decide."),
+        option(
+            "fp8: declare an FP8 KV cache (a cast, no scales). none: let the engine decide.",
+            group="Scales",
+        ),
     ] = "fp8"
     input_scales: Annotated[
         str,
         option(
-            "Activation scales: `one` for 1.0 everywhere, or the file written by `trtspec calibrate`."
+            "Activation scales: `one` for 1.0 everywhere, or the file written by `trtspec calibrate`.",
+            group="Scales",
         ),
     ] = "one"
     weight_scales: Annotated[
@@ -34,17 +38,19 @@ class QuantizeOptions(OutputFlags):
         option(
             "Block scales. max: of each block's maximum. mse: of least squared error, ModelOpt's fp8_scale_sweep.",
             default="the policy's",
+            group="Scales",
         ),
     ] = None
-    workers: Annotated[int, option("Threads; 0 starts one per core.", min=0)] = 0
+    workers: Annotated[int, option("Threads; 0 starts one per core.", min=0, group="Run")] = 0
     device: Annotated[
         str,
-        option("cpu, cuda or cuda:N. A GPU writes the same bytes, faster."),
+        option("cpu, cuda or cuda:N. A GPU writes the same bytes, faster.", group="Run"),
     ] = "cpu"
     engine: Annotated[
         Literal["stream", "modelopt"],
         option(
-            "Who packs a linear. stream: this package. modelopt: ModelOpt's own class, to the same bytes, slower."
+            "Who packs a linear. stream: this package. modelopt: ModelOpt's own class, to the same bytes, slower.",
+            group="Run",
         ),
     ] = "stream"
     json_: JsonOption = False

@@ -106,6 +106,7 @@ def _run(options: ServeOptions) -> None:
 
     target = resolve(options.target)
     head = resolve(options.head) if options.head else None
+    announce(f"trtspec: loading {target.name}")
     if head is not None:
         for line in problem_lines(learned_problems(head, target)):
             announce(line)

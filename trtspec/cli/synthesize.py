@@ -43,16 +43,20 @@ class SynthesizeOptions(OutputFlags):
         Needs("from_hub"),
     ] = None
     samples: Annotated[int, option("Use only the first N prompts; 0 uses all.", min=0)] = 0
-    max_tokens: Annotated[int, option("Maximum tokens per answer.", min=1)] = 512
+    max_tokens: Annotated[int, option("Maximum tokens per answer.", min=1, group="Requests")] = 512
     temperature: Annotated[
-        float, option("Sampling temperature; use your production value.", min=0.0)
+        float, option("Sampling temperature; use your production value.", min=0.0, group="Requests")
     ] = 1.0
-    top_p: Annotated[float, option("Nucleus sampling probability.", min=0.0, max=1.0)] = 1.0
+    top_p: Annotated[
+        float, option("Nucleus sampling probability.", min=0.0, max=1.0, group="Requests")
+    ] = 1.0
     extra_body: ExtraBody = JsonObject("{}", {})
     shard: Annotated[
         str | None, option("i/n: process only part i of n, to share the work among machines.")
     ] = None
-    timeout: Annotated[float, option("Seconds to wait for one request.", min=1.0)] = 600.0
+    timeout: Annotated[
+        float, option("Seconds to wait for one request.", min=1.0, group="Requests")
+    ] = 600.0
     json_: JsonOption = False
 
     @property

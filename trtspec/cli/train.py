@@ -8,7 +8,7 @@ import shlex
 import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from trtspec.cli.options import CountList, Gpu, OutputFlags, directory_of
 from trtspec.errors import Interrupted, UsageError
@@ -22,6 +22,7 @@ from trtspec.heads.training.options import (
     feature_source,
 )
 from trtspec.records import (
+    OUTPUT,
     JsonOption,
     Mode,
     Modes,
@@ -59,10 +60,6 @@ WITHOUT_LAYERS = Mode("--features stream or URL", "--features stream or URL")
 class TrainCommand(TrainOptions, OutputFlags):
     """What decides the loss curve, from TrainOptions, and where a run reads and writes."""
 
-    panels: ClassVar = {
-        "attention": "Head", "ttt_steps": "Training", "held_out": "Data", "init": "Head", "features": "Run"
-    }  # fmt: skip
-
     target: Annotated[str | None, argument("Target model: a checkpoint directory or a hub id.")] = (
         None
     )
@@ -73,10 +70,15 @@ class TrainCommand(TrainOptions, OutputFlags):
     output: Annotated[Path, option("Directory for the new head.", "-o")]
     aux_layers: Annotated[  # the text; TrainOptions has its numbers
         CountList | None,
-        option("Layers whose outputs the head reads, counted from 0.", default="1,L//2-1,L-4"),
+        option(
+            "Layers whose outputs the head reads, counted from 0.",
+            default="1,L//2-1,L-4",
+            group="Head",
+        ),
     ] = None  # type: ignore[assignment]
     init: Annotated[
-        Path | None, option("Start from the weights of this head, with its architecture.")
+        Path | None,
+        option("Start from the weights of this head, with its architecture.", group="Head"),
     ] = None
     features: Annotated[
         str,
@@ -88,35 +90,33 @@ class TrainCommand(TrainOptions, OutputFlags):
         Path | None,
         option("YAML file with any of these options by name; flags and variables take precedence."),
     ] = None
-    save_every: Annotated[int, option("Steps between saved states.", min=1)] = (
+    save_every: Annotated[int, option("Steps between saved states.", min=1, group="Run")] = (
         TrainingRun.save_every
     )
     max_time: Annotated[
         float | None,
         option(
-            "Hours in which the run must end; it leaves a usable head.", metavar="HOURS", min=0.01
+            "Hours in which the run must end; it leaves a usable head.",
+            metavar="HOURS",
+            min=0.01,
+            group="Run",
         ),
     ] = None
-    device: Annotated[str, option("cpu or cuda.")] = TrainingRun.device
+    device: Annotated[str, option("cpu or cuda.", group="Run")] = TrainingRun.device
     acceptance_prompts: Annotated[
         int,
-        option("Held-out prompts for the final acceptance measurement; 0 skips it.", min=0),
+        option(
+            "Held-out prompts for the final acceptance measurement; 0 skips it.", min=0, group="Run"
+        ),
         Modes(DRY_RUN, WITH_LAYERS),
     ] = 48
     gpu: Annotated[
-        Gpu, option("GPU type whose memory --dry-run compares with."), Modes(DRY_RUN)
+        Gpu, option("GPU type whose memory --dry-run compares with.", group="Run"), Modes(DRY_RUN)
     ] = "b200"
     json_: JsonOption = False
 
 
-NOT_IN_FILES = (
-    "config",
-    "dry_run",
-    "restart",
-    "force",
-    "json_",
-    "output",
-)  # they belong to one call
+NOT_IN_FILES = ("config", *OUTPUT)  # they belong to one call
 
 
 def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[str]]:
@@ -132,12 +132,11 @@ def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[
             "see `trtspec train --help`",
         )
     values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
-    recipe = {
-        key: values.pop(key) for key in [f.name for f in fields(TrainingRecipe)] if key in values
-    }
-    known = {f.name for f in fields(TrainCommand)} - set(NOT_IN_FILES)
+    counts = {field.name for field in fields(TrainingRecipe)}
+    recipe = {key: values.pop(key) for key in counts if key in values}
+    known = {field.name for field in fields(TrainCommand)} - set(NOT_IN_FILES)
     if unknown := sorted(set(values) - known):
-        allowed = ", ".join(sorted(known | {f.name for f in fields(TrainingRecipe)}))
+        allowed = ", ".join(sorted(known | counts))
         raise UsageError(
             f"{command.config}: unknown training options {', '.join(unknown)}", f"known: {allowed}"
         )
@@ -202,7 +201,11 @@ def train(command: TrainCommand) -> Result | None:
             found | {"acceptance_prompts": command.acceptance_prompts, "resumes": resumes}
         )
     asked = mode is WITH_LAYERS and "acceptance_prompts" in given(typed) | from_file
-    run = replace(run, target_dir=directory_of(command.target))
+    from trtspec.cli.doctor import require
+
+    require("train")
+    initial = directory_of(str(command.init)) if command.init else None
+    run = replace(run, target_dir=directory_of(command.target), init=initial)
     record = _train(run, command.data, features, options, command.acceptance_prompts, asked)
     repeated = words(replace(typed, restart=False, force=False, dry_run=False))
     return _result(command.output, record, shlex.join(["trtspec", "train", *repeated]))

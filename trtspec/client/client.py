@@ -177,6 +177,9 @@ async def first_model(client: httpx.AsyncClient, timeout: float = 30.0) -> dict[
             return dict(first)
     except RequestFailed as failure:
         message = f"{where} answered {failure.message}" if failure.status else failure.message
+        if failure.status == 404:
+            message = f"{where} answered 404: this is not an OpenAI-compatible server"
+            remedy = "check host and port"
         raise RequestFailed(message, remedy, failure.status) from None
     except (ValueError, LookupError, TypeError):
         pass

@@ -155,7 +155,10 @@ def bind(host: str, port: int) -> socket.socket:
         return listener
     except (OSError, OverflowError) as error:
         message = f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}"
-        raise TrtspecError(message, "stop what uses the port, or pass `port`") from None
+        raise TrtspecError(
+            message,
+            "stop what uses the port, or pass another `port`; `host` must be an address of this machine",
+        ) from None
 
 
 class AnnouncingServer(uvicorn.Server):

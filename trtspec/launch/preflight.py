@@ -23,7 +23,7 @@ from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.hub import Resolved, is_online
 from trtspec.errors import CheckFailed, MissingDependency, Problem, TrtspecError, has_errors
 from trtspec.launch.server import ServerLaunch
-from trtspec.report import problem_lines, say, write_stderr
+from trtspec.report import announce, problem_lines, write_stderr
 
 FIELDS = ("name", "memory.total", "driver_version", "compute_cap")
 TIMEOUT = 60.0  # seconds; a driver that wakes up eight GPUs takes several
@@ -129,7 +129,7 @@ class EngineProgram:
     def check(self) -> Iterator[Problem]:
         if shutil.which(self.executable) is None:
             message = f"{self.executable} is not on PATH: {self.title} is not installed here"
-            remedy = f"{self.home}, or try `trtspec serve --backend reference` on this machine"
+            remedy = f"{self.home}, or rehearse with `backend` reference"
             yield Problem("TS-SERVE-NO-ENGINE", "error", self.executable, message, remedy)
 
     def require(self) -> None:
@@ -309,7 +309,7 @@ def launch(plan: ServerPlan) -> int:
         raise CheckFailed(f"not launched:\n{listed}")
     if listed:
         write_stderr(f"{listed}\n")
-    say(f"{plan.program.title} {plan.version[0]}: {plan.version[1]}")
+    announce(f"{plan.program.title} {plan.version[0]}: {plan.version[1]}")
     with tempfile.TemporaryDirectory(prefix="trtspec-serve-") as directory:
         argv = list(plan.argv)
         if plan.writes_config:

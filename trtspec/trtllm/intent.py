@@ -54,14 +54,6 @@ class Intent:
     """
 
     target: TargetArgument
-    like: Annotated[
-        str | None,
-        option(
-            "Published checkpoint of the same shapes and formats, for a TARGET that a later job will create.",
-            metavar="HUB_ID",
-        ),
-        NOT_FRONT,
-    ] = None
     head: Annotated[HeadOption, NOT_FRONT] = None
     version: Annotated[
         str,
@@ -79,24 +71,36 @@ class Intent:
     ] = 4
     max_batch_size: Annotated[
         int | None,
-        option("Requests per step and rank. Default: set by --concurrency or --goal.", min=1),
+        option(
+            "Requests per step and rank. Default: set by --concurrency or --goal.",
+            min=1,
+            group="Load and sizes",
+        ),
         NOT_FRONT,
     ] = None
     max_num_tokens: Annotated[
-        int | None, option("Tokens per step. Default: 8192.", min=1), NOT_FRONT
+        int | None,
+        option("Tokens per step. Default: 8192.", min=1, group="Load and sizes"),
+        NOT_FRONT,
     ] = None
     max_seq_len: Annotated[
         int | None,
         option(
             "Maximum length of prompt and answer together. Default: --isl + --osl, else 8192.",
             min=1,
+            group="Load and sizes",
         ),
         NOT_FRONT,
     ] = None
     draft_len: Annotated[
-        int, option("Draft tokens per step, with --head.", min=1), NOT_FRONT, Needs("head")
+        int,
+        option("Draft tokens per step, with --head.", min=1, group="Load and sizes"),
+        NOT_FRONT,
+        Needs("head"),
     ] = DRAFT_LEN
-    nodes: Annotated[int, option("Nodes that one server spans.", min=1), NOT_FRONT] = 1
+    nodes: Annotated[
+        int, option("Nodes that one server spans.", min=1, group="Layout"), NOT_FRONT
+    ] = 1
     gpu: Annotated[
         str | None,
         option(
@@ -106,30 +110,48 @@ class Intent:
         NOT_FRONT,
     ] = None
     role: Annotated[
-        Role | None, option("One part of a disaggregated deployment."), Excludes("disaggregated")
+        Role | None,
+        option("One part of a disaggregated deployment.", group="Disaggregated servers"),
+        Excludes("disaggregated"),
     ] = None
     experts_over: Annotated[
         int | None,
-        option("Expert-parallel size. Default: set by --goal.", "--ep-size", "--ep", min=1),
+        option(
+            "Expert-parallel size. Default: set by --goal.",
+            "--ep-size",
+            "--ep",
+            min=1,
+            group="Layout",
+        ),
         NOT_FRONT,
     ] = None
-    isl: Annotated[int | None, option("Prompt tokens, with --osl.", min=1), NOT_FRONT] = None
-    osl: Annotated[int | None, option("Answer tokens, with --isl.", min=1), NOT_FRONT] = None
+    isl: Annotated[
+        int | None, option("Prompt tokens, with --osl.", min=1, group="Load and sizes"), NOT_FRONT
+    ] = None
+    osl: Annotated[
+        int | None, option("Answer tokens, with --isl.", min=1, group="Load and sizes"), NOT_FRONT
+    ] = None
     concurrency: Annotated[
-        int | None, option("Concurrent requests of the whole server.", min=1), NOT_FRONT
+        int | None,
+        option("Concurrent requests of the whole server.", min=1, group="Load and sizes"),
+        NOT_FRONT,
     ] = None
     spread_attention: Annotated[
         bool | None,
         option(
             "Attention data parallelism: each rank caches its own requests. Default: set by --goal.",
             "--attention-dp/--no-attention-dp",
+            group="Layout",
         ),
         NOT_FRONT,
     ] = None
     context_urls: Annotated[
         tuple[str, ...],
         option(
-            "A context server, for the front. Repeatable.", "--context-url", metavar="HOST:PORT"
+            "A context server, for the front. Repeatable.",
+            "--context-url",
+            metavar="HOST:PORT",
+            group="Disaggregated servers",
         ),
         OF_A_FRONT,
         FRONT_IS_YAML,
@@ -140,6 +162,7 @@ class Intent:
             "A generation server, for the front. Repeatable.",
             "--generation-url",
             metavar="HOST:PORT",
+            group="Disaggregated servers",
         ),
         OF_A_FRONT,
         FRONT_IS_YAML,
@@ -157,16 +180,28 @@ class Intent:
     format: Annotated[
         Form,
         option(
-            "The engine YAML, values of the Helm chart, a Dynamo deployment, or vLLM's configuration."
+            "The engine YAML, values of the Helm chart, a Dynamo deployment, or vLLM's configuration.",
+            group="Clusters",
         ),
         Excludes("role=front", value="helm-values"),
         Excludes(*NOT_OF_VLLM, value=VLLM),
         Excludes("role", value="dynamo"),
     ] = "yaml"
+    like: Annotated[
+        str | None,
+        option(
+            "Published checkpoint of the same shapes and formats, for a TARGET that a later job will create.",
+            metavar="HUB_ID",
+            group="Clusters",
+        ),
+        NOT_FRONT,
+    ] = None
     image: Annotated[
         str | None,
         option(
-            "Container image of a Dynamo deployment. Default: of the Dynamo release with this version, else the newest."
+            "Container image of a Dynamo deployment. Default: of the Dynamo release with this version, else "
+            "the newest.",
+            group="Clusters",
         ),
         NOT_FRONT,
         Needs("format=dynamo"),
@@ -176,6 +211,7 @@ class Intent:
         option(
             "With --format helm-values: the checkpoint that a Job quantizes into TARGET, a directory below /models.",
             metavar="HUB_ID",
+            group="Clusters",
         ),
         NOT_FRONT,
         Needs("format=helm-values"),

@@ -5,11 +5,11 @@ import os
 import subprocess
 import sys
 
-import psutil
 import pytest
 import torch
 
 from tests.command_line import ROOT, free_port
+from trtspec import machine
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.processes import World
 from trtspec.heads.training.producers import open_stream
@@ -104,7 +104,7 @@ def test_two_processes_compute_the_bits_of_one(tmp_path, target_dir, data, epoch
 def test_more_layers_than_memory_are_refused_at_the_start(target_dir, monkeypatch):
     """Each process holds a decoded layer; the message has the figures."""
     open_stream(target_dir, torch.float32, "cpu", World(0, 8, 0, local_size=8))
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1e6})())
+    monkeypatch.setattr(machine, "free_memory", lambda: 1e6)
     with pytest.raises(
         TrtspecError, match=r"TS-FEATURES-MEMORY a decoded layer .* each of 8 processes"
     ):

@@ -23,7 +23,7 @@ from typing import Any
 from trtspec import data_files
 from trtspec.checkpoint.conversations import IDS, Conversation, conversation, note_unread
 from trtspec.checkpoint.rows import CODE, DataRow, from_hub, hub_rows, read_rows
-from trtspec.errors import UsageError
+from trtspec.errors import UsageError, did_you_mean
 from trtspec.report import file_sha256
 
 NANO = "nano"
@@ -246,7 +246,7 @@ def locate(text: str) -> QuestionSource:
         return replace(found, label=text.partition("=")[0], file=file)
     if from_hub(text):
         return QuestionSource(label=text, file=text)
-    raise UsageError(f"the dataset {text} does not exist", remedy)
+    raise UsageError(f"the dataset {text} does not exist", did_you_mean(text, catalogue(), remedy))
 
 
 def rows_of(source: QuestionSource, split: str | None = None) -> Iterator[DataRow]:

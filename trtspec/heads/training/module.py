@@ -20,8 +20,10 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 from unittest.mock import patch
 
+import modelopt.torch.speculative as mtsp
 import torch
 import torch.nn.functional as F
+from modelopt.torch.speculative.plugins import hf_eagle
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, DeepseekV3Config, LlamaConfig, PreTrainedModel
@@ -179,14 +181,6 @@ def _shift_right(x: Tensor, by: int) -> Tensor:
 
 AttentionInterface.register(TTT_ATTENTION, ttt_attention)
 
-
-try:
-    import modelopt.torch.speculative as mtsp
-    from modelopt.torch.speculative.plugins import hf_eagle
-except ImportError as missing:  # pragma: no cover - needs an environment without modelopt
-    raise MissingDependency(
-        f"training needs nvidia-modelopt ({missing})", "install it: pip install 'trtspec[modelopt]'"
-    ) from None
 
 TrainingModule = (
     Any  # the target stub that ModelOpt turned into a dynamic module with `eagle_module`

@@ -37,25 +37,31 @@ PEAK_LR_TIMES_WIDTH = 0.5  # the learning rate falls with width: 2e-3 at 256, 7e
 class TrainOptions:
     """What decides the loss curve, as the command declares it. None: derived from the target or from the run."""
 
-    attention: Annotated[Attention, option("Attention of the head.")] = "mla"
-    eagle: Annotated[EagleVersion, option("EAGLE version.")] = "3"
+    attention: Annotated[Attention, option("Attention of the head.", group="Head")] = "mla"
+    eagle: Annotated[EagleVersion, option("EAGLE version.", group="Head")] = "3"
     draft_vocab_size: Annotated[
         int | None,
         option(
-            "Draft only from this many most frequent tokens.", default="the whole vocabulary", min=1
+            "Draft only from this many most frequent tokens.",
+            default="the whole vocabulary",
+            min=1,
+            group="Head",
         ),
     ] = None
     intermediate_size: Annotated[
-        int | None, option("MLP width of the head.", default="the target's", min=1)
+        int | None, option("MLP width of the head.", default="the target's", min=1, group="Head")
     ] = None
     aux_layers: tuple[int, ...] | None = None
-    ttt_steps: Annotated[int, option("Training-time-test steps.", min=1, max=16)] = 3
+    ttt_steps: Annotated[
+        int, option("Training-time-test steps.", min=1, max=16, group="Training")
+    ] = 3
     ttt_decay: Annotated[
         float,
         option(
             "Weight of each of these steps in the loss, relative to the step before.",
             min=0.01,
             max=1,
+            group="Training",
         ),
     ] = 0.9
     answer_only: Annotated[
@@ -63,17 +69,26 @@ class TrainOptions:
         option(
             "Compute the loss on the target's own tokens only, or on all tokens.",
             "--answer-only/--all-tokens",
+            group="Training",
         ),
     ] = False
     epochs: Annotated[
         int,
-        option("Passes over the data; more than a finished run had extend it.", min=1),
+        option(
+            "Passes over the data; more than a finished run had extend it.", min=1, group="Training"
+        ),
         Excludes("steps"),
     ] = 3
-    steps: Annotated[int | None, option("Optimizer steps; replaces --epochs.", min=1)] = None
-    batch_size: Annotated[int, option("Sequences per batch, across all processes.", min=1)] = 8
-    accumulation: Annotated[int, option("Batches per optimizer step.", min=1)] = 1
-    seq_len: Annotated[int, option("Maximum sequence length in tokens.", min=18)] = 2048
+    steps: Annotated[
+        int | None, option("Optimizer steps; replaces --epochs.", min=1, group="Training")
+    ] = None
+    batch_size: Annotated[
+        int, option("Sequences per batch, across all processes.", min=1, group="Training")
+    ] = 8
+    accumulation: Annotated[int, option("Batches per optimizer step.", min=1, group="Training")] = 1
+    seq_len: Annotated[
+        int, option("Maximum sequence length in tokens.", min=18, group="Training")
+    ] = 2048
     lr: Annotated[
         float | None,
         option(
@@ -81,25 +96,46 @@ class TrainOptions:
             default="by hidden size: 2e-3 at 256, 7e-5 at 7168",
             min=1e-8,
             max=1,
+            group="Training",
         ),
     ] = None
-    schedule: Annotated[Schedule, option("Learning-rate schedule after the warm-up.")] = "cosine"
+    schedule: Annotated[
+        Schedule, option("Learning-rate schedule after the warm-up.", group="Training")
+    ] = "cosine"
     warmup: Annotated[
-        float, option("Warm-up: a share of all steps, or from 1 on a number of steps.", min=0)
+        float,
+        option(
+            "Warm-up: a share of all steps, or from 1 on a number of steps.",
+            min=0,
+            group="Training",
+        ),
     ] = 0.05
-    weight_decay: Annotated[float, option("AdamW's weight decay.", min=0)] = 0.0
-    grad_clip: Annotated[float, option("Largest norm of the gradient.", min=1e-6)] = 1.0
+    weight_decay: Annotated[float, option("AdamW's weight decay.", min=0, group="Training")] = 0.0
+    grad_clip: Annotated[
+        float, option("Largest norm of the gradient.", min=1e-6, group="Training")
+    ] = 1.0
     precision: Annotated[
         Precision,
-        option("Precision of matrix products; auto: bf16 where the device supports it natively."),
+        option(
+            "Precision of matrix products; auto: bf16 where the device supports it natively.",
+            group="Training",
+        ),
     ] = "auto"
-    seed: Annotated[int, option("Random seed for weight initialisation and data order.")] = 0
+    seed: Annotated[
+        int, option("Random seed for weight initialisation and data order.", group="Training")
+    ] = 0
     held_out: Annotated[
         float,
-        option("Share of the conversations that is held out for evaluations.", min=0, max=0.99),
+        option(
+            "Share of the conversations that is held out for evaluations.",
+            min=0,
+            max=0.99,
+            group="Data",
+        ),
     ] = 0.05
     eval_every: Annotated[
-        int | None, option("Steps between evaluations.", default="a tenth of the run", min=1)
+        int | None,
+        option("Steps between evaluations.", default="a tenth of the run", min=1, group="Data"),
     ] = None
 
     def peak_lr(self, hidden_size: int) -> float:
