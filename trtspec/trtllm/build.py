@@ -127,11 +127,7 @@ def _judged(
     (nobody knows whether this release runs it). Warnings that the user's settings bring, and TOLD, are reported."""
     deployment = judged_as(intent, target, head)
     findings = tuple(lint(text, deployment))
-    plain = (
-        lint(_settings(replace(intent, settings=()), target, head, cache), deployment)
-        if intent.settings
-        else findings
-    )
+    plain = lint(_settings(replace(intent, settings=()), target, head, cache), deployment)
     ours = {(finding.code, finding.key) for finding in plain if not finding.code.startswith(TOLD)}
     refused = [
         finding.problem("(generated)")
@@ -248,8 +244,7 @@ def _capacity(intent: Intent, target: ModelSpec, deployment: Deployment, setting
     CheckFailed when the cache holds none, or not one block for each request of a batch."""
     if intent.gpu is None:
         return ""
-    document = Document.parse(settings)
-    held, batch = deployment.held_requests(document, target, gpu_spec(intent.gpu))
+    held, batch = deployment.held_requests(Document.parse(settings), target, gpu_spec(intent.gpu))
     block = deployment.schema.behaviour("transfer_in_blocks")["tokens_per_block"]
     if held * intent.seq_len < batch * block:
         message = f"{batch:,} requests of up to {intent.seq_len:,} tokens do not fit on {intent.tp_size} x "
