@@ -10,7 +10,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.json_files import read_lines
-from tests.tiny import FILES, make_tokenizer
+from tests.tiny import FILES, TEMPLATE, make_tokenizer
 from trtspec.calibrate import read_texts
 from trtspec.checkpoint.chat_parser import parse_reply
 from trtspec.checkpoint.conversations import read_conversations
@@ -22,7 +22,7 @@ from trtspec.heads.training.samples import loss_mask, read_files, read_samples, 
 
 # a folder of published templates, to be named by whoever has them
 PUBLISHED = sorted(Path(os.environ.get("KIMI_TEMPLATES", "/nowhere")).glob("*.jinja"))
-TEMPLATES = [FILES / "split_template.jinja", FILES / "chat_template.jinja", *PUBLISHED]
+TEMPLATES = [FILES / "split_template.jinja", TEMPLATE, *PUBLISHED]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 ROWS = Path(__file__).parent / "rows"
 QUESTION = {"role": "user", "content": "Add 2 and 3."}
