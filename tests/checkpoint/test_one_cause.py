@@ -107,6 +107,15 @@ def test_another_scheme_of_the_same_tool_is_no_broken_one(tmp_path, whole):
     assert "trtspec inspect" not in done.stderr.rpartition("->")[2]
 
 
+def test_a_warning_of_the_scheme_does_not_hide_what_cannot_be_read(tmp_path):
+    path = make_target(tmp_path / "target", format="nvfp4", nested=False, layers=3)
+    config = json.loads((path / "config.json").read_text())
+    del config["quantization_config"], config["hidden_size"]
+    write_json(path / "config.json", config)
+    with pytest.raises(TrtspecError, match="hidden_size"):
+        read_target(path)
+
+
 def test_a_remedy_states_no_figure_that_nobody_measured(tmp_path, whole):
     head, _ = read_head(Checkpoint.open(make_head(tmp_path / "head", whole)))
     target = read_target(whole).spec
