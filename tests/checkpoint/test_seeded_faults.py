@@ -20,7 +20,6 @@ from trtspec.heads.training.samples import read_samples
 
 FILES = ("tiktoken.model", "tokenizer_config.json", "chat_template.jinja")
 MARK = re.compile(r"\[[BE]OS\]|\[PAD\]|<\|(im|tool|media)_\w+\|>|</?think>")
-SHARE = 0.95
 
 
 def spoil_json(draw: random.Random, value: Any) -> str:
@@ -34,7 +33,7 @@ def spoil_json(draw: random.Random, value: Any) -> str:
     if draw.random() < 0.3:
         value[f"{key}s"] = old
         return f"{key} renamed"
-    value[key] = draw.choice([None, 7, "x", [], {"x": 1}])
+    value[key] = draw.choice([None, "x", [], {"x": 1}])
     return f"{key} is {value[key]!r}"
 
 
@@ -112,4 +111,4 @@ def test_a_fault_is_refused_or_named(sorts: Any, capsys: Any, count: int) -> Non
         missed += [] if named else [f"seed {seed}: {what}"]
     with capsys.disabled():
         print(f"\n{count - len(missed)} of {count} refused or named", *missed, sep="\n  ")
-    assert len(missed) <= (1 - SHARE) * count
+    assert len(missed) <= count / 20
