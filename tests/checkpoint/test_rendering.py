@@ -88,7 +88,7 @@ def five_turns(reasoning: bool) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("thinking", [True, False])
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
 def test_each_answer_stands_behind_the_prompt_of_its_moment(
-    tmp_path: Path, template: Path, thinking: bool
+    tmp_path: Path, template: Path, thinking: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = tokenizer_with(tmp_path, template)
     source = template.read_text()
@@ -111,6 +111,7 @@ def test_each_answer_stands_behind_the_prompt_of_its_moment(
 
     parts = renderings(tmp_path, tokenizer, {"messages": messages, "tools": [TOOL]})
     assert len(parts) == (5 if reasoning else 1)
+    assert ("reads tools as" in capsys.readouterr().err) == ("tools_ts_str" in source)
     learned = [answer for part in parts for answer in answers_of(part, tokenizer)]
     asked = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     assert [message for _, _, message in learned] == [messages[index] for index in asked]

@@ -12,7 +12,7 @@ from trtspec.checkpoint.target_problems import read_target, require_target
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import TrtspecError
 
-CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+CONFIG, TEMPLATE, RANKS = "tokenizer_config.json", "chat_template.jinja", "tiktoken.model"
 
 
 @pytest.fixture(scope="module")
@@ -20,16 +20,6 @@ def whole(tmp_path_factory) -> Path:
     return make_target(
         tmp_path_factory.mktemp("whole") / "target", nested=False, layers=3, shards=1
     )
-
-
-def more_ranks(path: Path) -> None:
-    with (path / "tiktoken.model").open("a") as file:
-        file.write("enp6eg== 256\n")
-
-
-def fewer_ranks(path: Path) -> None:
-    lines = (path / "tiktoken.model").read_text().splitlines()
-    (path / "tiktoken.model").write_text("\n".join(lines[:-20]) + "\n")
 
 
 def without_gaps(path: Path) -> None:
@@ -70,9 +60,11 @@ def replacing(old: str, new: str, file: str = TEMPLATE):
     return spoil
 
 
+LAST_RANK = "/w== 255\n"
+fewer_ranks = replacing(LAST_RANK, "", RANKS)
 FAULTS = [
-    (more_ranks, "error", "tiktoken.model", "are 513, and the model has 512"),
-    (fewer_ranks, "error", "tiktoken.model", "are 492, and the model has 512"),
+    (replacing(LAST_RANK, f"{LAST_RANK}enp6eg== 256\n", RANKS), "error", RANKS, "are 513, and the model has 512"),
+    (fewer_ranks, "error", RANKS, "are 511, and the model has 512"),
     (without_gaps, "error", CONFIG, "which is reserved in the model (18 tokens in all)"),
     (replacing("<|im_middle|>", "<|im_center|>", CONFIG), "error", CONFIG, "273, which is <|im_middle|> in the model"),
     (replacing("</think>", "<|end_of_thought|>", CONFIG), "error", CONFIG, "279, which is </think> in the model"),

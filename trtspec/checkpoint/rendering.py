@@ -61,7 +61,7 @@ def render(conversation: Conversation, tokenizer: KimiTokenizer) -> list[Renderi
 @cache
 def _note_tools(where: str) -> None:
     note(
-        f"{where} has tools written by the tokenizer's code, which is not run: rows have them as JSON"
+        f"{where} reads tools as the tokenizer's code writes them; it is not run, so they are JSON"
     )
 
 
