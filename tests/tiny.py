@@ -44,7 +44,6 @@ VISIBLE = (
 )  # tool calls and think tags, which a server must see in the text
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FILES = Path(__file__).with_name("tiny_files")  # published ones, scaled down
-TEMPLATE = Path(__file__).parents[1] / "tools" / "nano" / "chat_template.jinja"
 
 
 def published(name: str) -> dict[str, Any]:
@@ -303,7 +302,7 @@ def make_tokenizer(directory: Path | str, *, vocab_size: int = VOCAB) -> Path:
     }
     config |= {f"{name}_token": f"[{name.upper()}]" for name in ("bos", "eos", "pad", "unk")}
     write_json(directory / "tokenizer_config.json", config)
-    shutil.copy(TEMPLATE, directory)
+    shutil.copy(FILES / "chat_template.jinja", directory)
     return directory
 
 

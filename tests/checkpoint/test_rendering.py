@@ -11,7 +11,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.json_files import read_lines
-from tests.tiny import FILES, TEMPLATE, make_tokenizer
+from tests.tiny import FILES, make_tokenizer
 from trtspec.calibrate import read_texts
 from trtspec.checkpoint.chat_parser import parse_reply
 from trtspec.checkpoint.conversations import read_conversations
@@ -23,7 +23,7 @@ from trtspec.heads.training.samples import Sample, loss_mask, read_files, read_s
 
 # a folder of published templates, to be named by whoever has them
 PUBLISHED = sorted(Path(os.environ.get("KIMI_TEMPLATES", "/nowhere")).glob("*.jinja"))
-TEMPLATES = [FILES / "split_template.jinja", TEMPLATE, *PUBLISHED]
+TEMPLATES = [FILES / "split_template.jinja", FILES / "chat_template.jinja", *PUBLISHED]
 ADD = {"name": "add", "description": "it's <a> & b \u4e2d", "parameters": {"type": "object"}}
 TOOL = {"type": "function", "function": ADD}
 ROWS = Path(__file__).parent / "rows"

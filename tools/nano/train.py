@@ -36,8 +36,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from tools.nano import exercises, vocabulary
-from trtspec.checkpoint.conversations import Conversation
-from trtspec.checkpoint.rendering import render
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.checkpoint.writer import write_shard
 from trtspec.models.kimi import KimiModel
@@ -178,9 +176,15 @@ def prepare(output: Path) -> KimiTokenizer:
 
 def encode(tokenizer: KimiTokenizer, chat: exercises.Exercise) -> tuple[list[int], list[float]]:
     """Token ids of a conversation, and the weight of each in the loss: 1 in answers and for the mark that ends them."""
-    conversation = Conversation("", 0, tuple(chat.messages), tools=chat.task.tools)
-    (rendering,) = render(conversation, tokenizer)
-    return rendering.tokens, [1.0 if written else PROMPT_WEIGHT for written in rendering.answer]
+    ids = tokenizer.encode_chat(
+        chat.messages, list(chat.task.tools) or None, add_generation_prompt=False
+    )[1]
+    speaks, ends = tokenizer.special_id("<|im_assistant|>"), tokenizer.special_id("<|im_end|>")
+    weights, answer = [], False
+    for token in ids:
+        weights.append(1.0 if answer else PROMPT_WEIGHT)
+        answer = (answer or token == speaks) and token != ends
+    return ids, weights
 
 
 class Batches(IterableDataset[tuple[Tensor, Tensor]]):

@@ -268,8 +268,10 @@ def _calls(value: Any) -> list[dict[str, Any]]:
         if not isinstance(function, dict) or not {"name", "arguments"} <= function.keys():
             raise ValueError("has tool_calls without function.name or function.arguments")
         _text(function["name"], "function.name")
-        if not isinstance(function["arguments"], str):
-            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        arguments = function["arguments"]
+        if isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        function["arguments"] = _text(arguments, "function.arguments")
     return calls
 
 

@@ -47,7 +47,7 @@ WRITTEN: tuple[tuple[Severity, str, str], ...] = (
     ("error", SYSTEM + r"S1<\|im_end\|>.*" + QUESTION + ASSISTANT, MARKS.format("turns")),
     ("error", ASSISTANT + r"(<think>R?</think>)?A1<\|im_end\|>", MARKS.format("answers")),
     ("error", ASSISTANT + r"(<think>(</think>)?)?\s*$", "does not open the turn of the answer"),
-    ("warning", SYSTEM + "[^<]*D1", "leaves out the tools of a request"),
+    ("warning", SYSTEM + r"[^<]*D1[^<]*<\|im_end\|>", "leaves out the tools of a request"),
     (
         "warning",
         SYSTEM + rf"## Return of {CALL_ID}\s*T1<\|im_end\|>",
