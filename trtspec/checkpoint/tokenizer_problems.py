@@ -162,7 +162,7 @@ def _template(path: Path, tokenizer: dict[str, Any]) -> Iterator[Problem]:
         yield finding(code, TEMPLATE, "warning")
         return
     template = ChatTemplate.from_directory(path, tokenizer)
-    conversation = [FIRST, USER, ANSWER, USER, CALLING, RESULT]
+    conversation: list[dict[str, Any]] = [FIRST, USER, ANSWER, USER, CALLING, RESULT]
     reply = reply_text(CALLING, False, THINK in template.source) + END_OF_TURN
     form = "writes reasoning or calls in another form than the family"
     for thinking in (None, True, False):
