@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -224,9 +225,12 @@ class _Handler(LocalHandler):
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Not one that the system gives to outgoing connections: it is still free when a server has started."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            port = 20000 + secrets.randbelow(12000)
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def alive(pid: int) -> bool:

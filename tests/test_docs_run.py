@@ -278,8 +278,8 @@ def test_the_rehearsal_of_the_page(
 ) -> None:
     """Its `sh` blocks as they are, one script; the page shows the last line that they print."""
     script = rehearsed(page)
-    for port in set(re.findall(r"--port (\d+)", script)):
-        script = script.replace(port, str(free_port()))
+    ports = {port: str(free_port()) for port in re.findall(r"--port (\d+)", script)}
+    script = re.sub(r"\b\d+\b", lambda found: ports.get(found[0], found[0]), script)
     script = re.sub(r"(?<=--wait-ready )\d+", "900", script)
     program(tmp_path / "trtspec", f'exec "{sys.executable}" -m trtspec "$@"')
     program(tmp_path / "helm", f'exec "{sys.executable}" -c \'{HELM}\' "$@"')
