@@ -248,22 +248,12 @@ def make_target(
     directory.mkdir(parents=True, exist_ok=True)
     text = text_config(layers=layers, hidden=hidden, experts=experts)
     config, prefix = target_config(text, nested=nested), "language_model." if nested else ""
-    tensors = quantize_tensors(text_tensors(text, seed), format)
-    tensors = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+    tensors = {f"{prefix}{name}": tensor for name, tensor in text_tensors(text, seed).items()}
+    if nested and not vision:
+        del config["vision_config"]
+    tensors = quantized(directory, config, tensors, format)
     if vision:
         tensors |= vision_tensors(config, seed)
-    elif nested:
-        del config["vision_config"]
-    if format == "int4":
-        (config["text_config"] if nested else config)["quantization_config"] = INT4_CONFIG
-    elif format == "fp8-block":
-        config["quantization_config"] = FP8_CONFIG
-    elif format == "nvfp4":
-        config["quantization_config"] = nvfp4_config(layers, prefix)
-        write_json(
-            directory / "hf_quant_config.json", hf_quant_config(config["quantization_config"])
-        )
-    write_json(directory / "config.json", config)
     write_json(
         directory / "generation_config.json",
         {"eos_token_id": text["eos_token_id"], "max_length": text["max_position_embeddings"]},
@@ -272,6 +262,24 @@ def make_target(
     if tokenizer:
         make_tokenizer(directory, vocab_size=text["vocab_size"])
     return directory
+
+
+def quantized(
+    directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], format: str
+) -> dict[str, torch.Tensor]:
+    """The tensors in this format; writes the config.json that says so, and hf_quant_config.json."""
+    text = config.get("text_config", config)
+    if format == "int4":
+        text["quantization_config"] = INT4_CONFIG
+    elif format == "fp8-block":
+        config["quantization_config"] = FP8_CONFIG
+    elif format == "nvfp4":
+        prefix = "" if text is config else "language_model."
+        block = nvfp4_config(text["num_hidden_layers"], prefix)
+        config["quantization_config"] = block
+        write_json(directory / "hf_quant_config.json", hf_quant_config(block))
+    write_json(directory / "config.json", config)
+    return quantize_tensors(tensors, format)
 
 
 def make_tokenizer(directory: Path | str, *, vocab_size: int = VOCAB) -> Path:

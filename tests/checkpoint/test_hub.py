@@ -25,10 +25,11 @@ from trtspec.checkpoint.hub import (
     snapshot_id,
 )
 from trtspec.checkpoint.rows import from_hub
+from trtspec.checkpoint.target_config import config_problems
 from trtspec.data_files import gpu_names
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.foreign import HubId, parse_hub_id
-from trtspec.specs import gpu_spec
+from trtspec.specs import ModelSpec, gpu_spec
 
 OLDER = "fedcba9876543210fedcba9876543210fedcba98"
 
@@ -242,6 +243,13 @@ def test_the_catalogue_repeats_the_published_config(upstream_data: Path, hub_id:
     assert [
         line for line in lines if line.split(":")[0].split(".")[-1] not in entry[1]["unverified"]
     ] == []
+    assert not config_problems(published_config, ModelSpec.from_config(published_config))
+
+
+def test_the_published_config_of_kimi_k3_is_refused_by_name(upstream_data: Path) -> None:
+    config = read_json(upstream_data / "model_configs/moonshotai--Kimi-K3_config.json")
+    with pytest.raises(TrtspecError, match="'kimi_k3' is not a Kimi-K2 model"):
+        ModelSpec.from_config(config)
 
 
 def test_gpus() -> None:

@@ -107,6 +107,13 @@ def test_another_scheme_of_the_same_tool_is_no_broken_one(tmp_path, whole):
     assert "trtspec inspect" not in done.stderr.rpartition("->")[2]
 
 
+def test_a_warning_of_the_scheme_does_not_hide_what_cannot_be_read(tmp_path):
+    path = make_target(tmp_path, format="nvfp4", nested=False, layers=3)
+    write_json(path / "config.json", {"model_type": "kimi_k2"})
+    with pytest.raises(TrtspecError, match=r"config.json has no key"):
+        read_target(path)
+
+
 def test_a_remedy_states_no_figure_that_nobody_measured(tmp_path, whole):
     head, _ = read_head(Checkpoint.open(make_head(tmp_path / "head", whole)))
     target = read_target(whole).spec

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from trtspec.checkpoint.rendering import Rendering, render
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.options import TrainOptions
-from trtspec.heads.training.samples import loss_mask, read_files, read_samples, split_data
+from trtspec.heads.training.samples import Sample, loss_mask, read_files, read_samples, split_data
 
 # a folder of published templates, to be named by whoever has them
 PUBLISHED = sorted(Path(os.environ.get("KIMI_TEMPLATES", "/nowhere")).glob("*.jinja"))
 TEMPLATES = [FILES / "split_template.jinja", FILES / "chat_template.jinja", *PUBLISHED]
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+ADD = {"name": "add", "description": "it's <a> & b \u4e2d", "parameters": {"type": "object"}}
+TOOL = {"type": "function", "function": ADD}
 ROWS = Path(__file__).parent / "rows"
 QUESTION = {"role": "user", "content": "Add 2 and 3."}
 
@@ -45,12 +47,27 @@ def renderings(tmp_path: Path, tokenizer: KimiTokenizer, row: dict[str, Any]) ->
     return render(conversation, tokenizer)
 
 
+def answers_of(
+    part: Rendering | Sample, tokenizer: KimiTokenizer
+) -> Iterator[tuple[tuple[int, ...], str, dict[str, Any]]]:
+    """Each answer that is learned: the tokens before it, its text, and the message that the text is parsed to."""
+    end = tokenizer.special_id("<|im_end|>")
+    for start, written in enumerate(part.answer):
+        if written and not part.answer[start - 1]:
+            stop = part.tokens.index(end, start) + 1
+            # the name of an end mark is an answer's text, not its end
+            assert all(part.answer[start:stop]) and not any(part.answer[stop : stop + 1])
+            text = tokenizer.decode(part.tokens[start : stop - 1])
+            opened = tokenizer.decode(part.tokens[:start]).endswith("<think>")
+            yield tuple(part.tokens[:start]), text, parse_reply(text, opened)
+
+
 def five_turns(reasoning: bool) -> list[dict[str, Any]]:
     """Two of the five questions lead to a loop of calls."""
     messages: list[dict[str, Any]] = []
     calls = 0
     for turn in range(5):
-        messages.append({"role": "user", "content": f"Question {turn}, {{please}}."})
+        messages.append({"role": "user", "content": f"Question {turn}, {{please}} <b> & \u4e2d."})
         for step in range(2 if turn in (1, 3) else 0):
             asked = call(json.dumps({"a": calls}), id=f"functions.add:{calls}")
             messages.append(
@@ -68,39 +85,41 @@ def five_turns(reasoning: bool) -> list[dict[str, Any]]:
     return messages
 
 
+@pytest.mark.parametrize("thinking", [True, False])
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
-def test_each_answer_stands_behind_the_prompt_of_its_moment(tmp_path: Path, template: Path) -> None:
+def test_each_answer_stands_behind_the_prompt_of_its_moment(
+    tmp_path: Path, template: Path, thinking: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokenizer = tokenizer_with(tmp_path, template)
-    reasoning = "<think>" in template.read_text()
+    source = template.read_text()
+    reasoning = thinking and "<think>" in source
     messages = five_turns(reasoning)
-    if "tool_calls" not in template.read_text():
+    if "tool_calls" not in source:
         with pytest.raises(TrtspecError, match="does not read"):
             renderings(tmp_path, tokenizer, {"messages": messages})
         messages = [m for m in messages if m.keys() <= {"role", "content"}]
+
+    def by_transformers(part: list[dict[str, Any]], open_turn: bool = True) -> str:
+        (text,), _ = render_jinja_template(
+            [part],
+            tools=[TOOL],
+            chat_template=source,
+            add_generation_prompt=open_turn,
+            thinking=thinking,
+        )
+        return text
+
     parts = renderings(tmp_path, tokenizer, {"messages": messages, "tools": [TOOL]})
     assert len(parts) == (5 if reasoning else 1)
-    learned = {}
-    for part in parts:
-        text = tokenizer.decode(part.tokens)
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            prompts, _ = render_jinja_template(
-                [messages[:index]],
-                tools=[TOOL],
-                chat_template=template.read_text(),
-                add_generation_prompt=True,
-                thinking=True,
-            )
-            ids = tokenizer.encode(prompts[0], allow_special=True)
-            start = len(ids)
-            if text.startswith(prompts[0]) and part.answer[start : start + 1] == [1]:
-                end = part.tokens.index(tokenizer.special_id("<|im_end|>"), start)
-                assert part.tokens[:start] == ids and all(part.answer[start : end + 1])
-                written = tokenizer.decode(part.tokens[start:end])
-                assert index not in learned
-                learned[index] = parse_reply(written, prompts[0].endswith("<think>"))
-    assert learned == {i: m for i, m in enumerate(messages) if m["role"] == "assistant"}
+    assert ("reads tools as" in capsys.readouterr().err) == ("tools_ts_str" in source)
+    learned = [answer for part in parts for answer in answers_of(part, tokenizer)]
+    asked = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    assert [message for _, _, message in learned] == [messages[index] for index in asked]
+    for index, (prompt, _, _) in zip(asked, learned, strict=True):
+        expected = tokenizer.encode(by_transformers(messages[:index]), allow_special=True)
+        assert prompt == tuple(expected)
+    whole = tokenizer.template.render(messages, [TOOL], False, thinking)
+    assert whole == by_transformers(messages, open_turn=False)
     texts = read_texts(tmp_path / "row.jsonl", tokenizer, 99, 9999)
     assert texts == [tuple(part.tokens) for part in parts]
 
@@ -114,18 +133,9 @@ def test_what_is_learned_is_the_row_or_the_row_is_refused(tmp_path, line):
         with pytest.raises(TrtspecError, match=f"row.jsonl:1 .*{line['refused']}"):
             read_samples(path, tokenizer, 4096)
         return
-    end = tokenizer.special_id("<|im_end|>")
-    learned: list[list[int]] = []
-    for sample in read_samples(path, tokenizer, 4096):
-        for token, before, mine in zip(
-            sample.tokens, (0, *sample.answer), sample.answer, strict=False
-        ):
-            learned += [] if before or not mine else [[]]
-            if mine:
-                learned[-1].append(token)
-    assert [tokenizer.decode(answer) for answer in learned] == line["learned"]
-    # the name of an end mark is an answer's text, not its end
-    assert all(answer.count(end) == 1 for answer in learned)
+    samples = read_samples(path, tokenizer, 4096)
+    learned = [text for sample in samples for _, text, _ in answers_of(sample, tokenizer)]
+    assert [f"{text}<|im_end|>" for text in learned] == line["learned"]
 
 
 def test_calls_are_numbered_through_the_conversation_and_results_follow(tmp_path):

@@ -185,54 +185,6 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         KimiTokenizer(tmp_path).encode_chat([{"role": "user", "content": "hi"}])[1]
 
 
-MESSAGES = [
-    {"role": "system", "content": "Be <b>brief</b> & exact."},
-    {"role": "user", "content": "weather in 东京?"},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {"id": "functions.get:0", "function": {"name": "get", "arguments": '{"city": "东京"}'}}
-        ],
-    },
-    {"role": "tool", "tool_call_id": "functions.get:0", "content": "sunny"},
-]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "get",
-            "description": "it's <weather>",
-            "parameters": {"type": "object"},
-        },
-    }
-]
-
-
-@pytest.mark.parametrize("tools", [None, TOOLS])
-@pytest.mark.parametrize("thinking", [True, False])
-@pytest.mark.parametrize("add_generation_prompt", [True, False])
-def test_template_like_transformers(
-    tmp_path: Path, tools: list | None, thinking: bool, add_generation_prompt: bool
-) -> None:
-    tokenizer = KimiTokenizer(make_tokenizer(tmp_path))
-    expected, _ = render_jinja_template(
-        [MESSAGES],
-        tools=tools,
-        chat_template=(tmp_path / "chat_template.jinja").read_text(),
-        add_generation_prompt=add_generation_prompt,
-        thinking=thinking,
-    )
-    assert (
-        tokenizer.template.render(MESSAGES, tools, add_generation_prompt, thinking) == expected[0]
-    )
-    ids = tokenizer.encode_chat(
-        MESSAGES, tools, add_generation_prompt=add_generation_prompt, thinking=thinking
-    )[1]
-    assert tokenizer.decode(ids) == expected[0]
-    assert tokenizer.special_id("<|im_user|>") in ids
-
-
 def test_template_of_the_tokenizer_config_and_its_features(tmp_path: Path) -> None:
     """Loop controls, keyword separators and an undefined `thinking` work as in transformers."""
     source = (

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import trtspec
-from tests.tiny import FILES, make_target
+from tests.tiny import make_target
 from trtspec.checkpoint.target_problems import read_target, require_target
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import TrtspecError
 
-CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+CONFIG, TEMPLATE, RANKS = "tokenizer_config.json", "chat_template.jinja", "tiktoken.model"
 
 
 @pytest.fixture(scope="module")
@@ -20,16 +20,6 @@ def whole(tmp_path_factory) -> Path:
     return make_target(
         tmp_path_factory.mktemp("whole") / "target", nested=False, layers=3, shards=1
     )
-
-
-def more_ranks(path: Path) -> None:
-    with (path / "tiktoken.model").open("a") as file:
-        file.write("enp6eg== 256\n")
-
-
-def fewer_ranks(path: Path) -> None:
-    lines = (path / "tiktoken.model").read_text().splitlines()
-    (path / "tiktoken.model").write_text("\n".join(lines[:-20]) + "\n")
 
 
 def without_gaps(path: Path) -> None:
@@ -40,16 +30,6 @@ def without_gaps(path: Path) -> None:
         str(256 + number): entry for number, entry in enumerate(named)
     }
     (path / CONFIG).write_text(json.dumps(config))
-
-
-def nameless(path: Path) -> None:
-    text = (path / CONFIG).read_text()
-    (path / CONFIG).write_text(text.replace("<|im_middle|>", "<|im_center|>"))
-
-
-def renamed(path: Path) -> None:
-    text = (path / CONFIG).read_text()
-    (path / CONFIG).write_text(text.replace("</think>", "<|end_of_thought|>"))
 
 
 def fast(path: Path) -> None:
@@ -71,21 +51,25 @@ def llama(path: Path) -> None:
     )
 
 
-def replacing(old: str, new: str, template: str = "split_template.jinja"):
+def replacing(old: str, new: str, file: str = TEMPLATE):
     def spoil(path: Path) -> None:
-        text = (FILES / template).read_text()
+        text = (path / file).read_text()
         assert old in text
-        (path / TEMPLATE).write_text(text.replace(old, new))
+        (path / file).write_text(text.replace(old, new))
 
     return spoil
 
 
+LAST_RANK = "/w== 255\n"
+fewer_ranks = replacing(LAST_RANK, "", RANKS)
 FAULTS = [
-    (more_ranks, "error", "tiktoken.model", "are 513, and the model has 512"),
-    (fewer_ranks, "error", "tiktoken.model", "are 492, and the model has 512"),
+    (replacing(LAST_RANK, f"{LAST_RANK}enp6eg== 256\n", RANKS), "error", RANKS, "are 513, and the model has 512"),
+    (fewer_ranks, "error", RANKS, "are 511, and the model has 512"),
     (without_gaps, "error", CONFIG, "which is reserved in the model (18 tokens in all)"),
-    (nameless, "error", CONFIG, "<|im_center|> is token 273, which is <|im_middle|> in the model"),
-    (renamed, "error", CONFIG, "<|end_of_thought|> is token 279, which is </think> in the model"),
+    (replacing("<|im_middle|>", "<|im_center|>", CONFIG), "error", CONFIG, "273, which is <|im_middle|> in the model"),
+    (replacing("</think>", "<|end_of_thought|>", CONFIG), "error", CONFIG, "279, which is </think> in the model"),
+    (replacing('"<think>"', '"</think>"', CONFIG), "error", CONFIG, "278, which is <think> in the model"),
+    (replacing('"eos_token": "[EOS]"', '"eos_token": "[PAD]"', CONFIG), "error", CONFIG, "eos_token is [PAD]"),
     (fast, "error", "tokenizer.json", "<|im_middle|> is token 272, which is reserved in the model"),
     (added, "error", "added_tokens.json", "<think> is token 277, which is <|media_pad|> in the model"),
     (generation, "error", "generation_config.json", "eos_token_id is 259, and [EOS] or <|im_end|>"),
@@ -96,6 +80,7 @@ FAULTS = [
     (replacing("'## Return of ' ~ message.tool_call_id ~ '\\n'", "'' if 0"), "warning", TEMPLATE, "tool calls"),
     (replacing("message.reasoning_content or ''", "''"), "warning", TEMPLATE, "another form"),
     (replacing("<think>", "<|think|>"), "error", TEMPLATE, "answers between"),
+    (replacing("thinking -%}<think>", "thinking -%}<|im_end|>"), "error", TEMPLATE, "the turn of the answer"),
     (replacing("{%- endif -%}", "{%- end -%}"), "error", TEMPLATE, "innermost block"),
 ]  # fmt: skip
 

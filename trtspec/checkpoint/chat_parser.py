@@ -130,10 +130,8 @@ class ReplyParser:
         match = CALL.search(written)
         if match is None:
             return Delta("content", written)
-        name = CALL_ID.match(match["id"])
-        call = ToolCall(
-            match["id"], name["name"] if name else match["id"], match["arguments"].strip()
-        )
+        name = CALL_ID.sub(r"\g<name>", match["id"])
+        call = ToolCall(match["id"], name, match["arguments"].strip())
         self.calls += 1
         return Delta("tool_call", call=call, index=self.calls - 1)
 

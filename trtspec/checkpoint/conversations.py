@@ -5,7 +5,6 @@
     prompt | question                       a question, or a list of messages
       with response | answer | output | completion    ... and its answer
     text                                    raw text, without a chat template
-    a JSON string, a line of a text file    bare text, which a caller may take for a question
 
 `system` or `system_prompt` precedes a conversation. `tools` is a field of its own, a list or JSON text of one, or
 inside `metadata`. The reader counts fields that it does not know and names them in one note. It refuses, with file and
@@ -43,6 +42,7 @@ ROLES = {
 }  # fmt: skip
 LISTS = ("messages", "conversations", "conversation")
 QUESTIONS = ("prompt", "question")
+BODIES = (*LISTS, "turns", *QUESTIONS, "text")
 ANSWERS = ("response", "answer", "output", "completion")
 SYSTEM = ("system", "system_prompt")
 IDS = ("conversation_id", "question_id", "id", "prompt_id", "task_id", "uuid", "session_id")
@@ -62,14 +62,12 @@ Message = dict[str, Any]
 @dataclass(frozen=True)
 class Conversation:
     """One row in OpenAI's words. Either `messages` ({role, content}, and where set reasoning_content, tool_calls,
-    tool_call_id, name), or raw `text`; `bare` text stood alone. Content is text, or with pictures
-    a list of parts."""
+    tool_call_id, name), or raw `text`. Content is text, or with pictures a list of parts."""
 
     file: str
     line: int
     messages: tuple[Message, ...] = ()
     text: str = ""
-    bare: bool = False
     tools: tuple[dict[str, Any], ...] = ()
     id: str = ""
     category: str = ""
@@ -79,13 +77,6 @@ class Conversation:
     @property
     def where(self) -> str:
         return f"{self.file}:{self.line}"
-
-    @property
-    def chat(self) -> tuple[Message, ...]:
-        """The messages; bare text as a question. Empty for raw text."""
-        if self.bare:
-            return ({"role": "user", "content": self.text},)
-        return self.messages
 
 
 def read_conversations(source: Path | str, split: str | None = None) -> Iterator[Conversation]:
@@ -115,11 +106,9 @@ def note_unread(source: Path | str, unread: Counter[str]) -> None:
 def conversation(row: DataRow, unread: Counter[str], pictures: bool = False) -> Conversation:
     """One row read. Counts in `unread` the fields that it has and nothing honours. With `pictures` the content of a
     message may be a list of parts; without, such a row is refused."""
-    if isinstance(row.value, str):
-        return Conversation(row.file, row.line, text=row.value, bare=True)
     try:
         if not isinstance(row.value, dict):
-            raise ValueError("is neither an object nor a string")
+            raise ValueError("is not an object")
         fields = {key: value for key, value in row.value.items() if value is not None}
         return _conversation(row, fields, unread, pictures)
     except ValueError as error:
@@ -157,11 +146,9 @@ def _body(
     fields: dict[str, Any], read: set[str], unread: Counter[str]
 ) -> tuple[str, list[Message]]:
     """(raw text or "", the messages or []). Adds the keys that made them to `read`."""
-    names = [key for key in (*LISTS, "turns", *QUESTIONS, "text") if key in fields]
+    names = [key for key in BODIES if key in fields]
     if not names:
-        raise ValueError(
-            f"has none of {', '.join((*LISTS, 'turns', *QUESTIONS, 'text'))}, only {sorted(fields)}"
-        )
+        raise ValueError(f"has none of {', '.join(BODIES)}, only {sorted(fields)}")
     name = names[0]
     value = fields[name]
     read.add(name)
@@ -179,9 +166,10 @@ def _body(
     if len(answers) > 1:
         raise ValueError(f"has {' and '.join(answers)}, several answers: leave one of them")
     read.update(answers)
-    answer = fields[answers[0]] if answers else None
     if isinstance(value, list):
-        return "", _messages(value + (_items(answer, answers[0]) if answers else []), unread)
+        for key in answers:
+            value = value + _items(fields[key], key)
+        return "", _messages(value, unread)
     question = _question(value, unread)
     replies = [{"role": "assistant", "content": _text(fields[key], key)} for key in answers]
     return "", [question, *replies]
@@ -277,11 +265,13 @@ def _calls(value: Any) -> list[dict[str, Any]]:
     calls = _objects(value, "tool_calls")
     for call in calls:
         function = call.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError("has tool_calls without function.name")
-        arguments = function.get("arguments", {})
-        if not isinstance(arguments, str):
-            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+        if not isinstance(function, dict) or not {"name", "arguments"} <= function.keys():
+            raise ValueError("has tool_calls without function.name or function.arguments")
+        _text(function["name"], "function.name")
+        arguments = function["arguments"]
+        if isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        function["arguments"] = _text(arguments, "function.arguments")
     return calls
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from trtspec.checkpoint.chat_parser import (
@@ -23,6 +24,7 @@ from trtspec.checkpoint.conversations import Conversation, Message
 from trtspec.checkpoint.rows import CODE
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import TrtspecError, UsageError
+from trtspec.report import note
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ def render(conversation: Conversation, tokenizer: KimiTokenizer) -> list[Renderi
     if not conversation.messages:
         tokens = tokenizer.encode(conversation.text)
         return [Rendering(tokens, [0] * len(tokens), len(tokens))]
+    if conversation.tools and "tools_ts_str" in tokenizer.template.variables:
+        _note_tools(tokenizer.template.where)
     try:
         if conversation.failure:
             raise TrtspecError(f"has no answer: {conversation.failure:.80}", "")
@@ -52,6 +56,13 @@ def render(conversation: Conversation, tokenizer: KimiTokenizer) -> list[Renderi
     except TrtspecError as error:
         remedy = "correct the row, or leave it out"
         raise UsageError(f"{CODE} {conversation.where} {error.message}", remedy) from None
+
+
+@cache
+def _note_tools(where: str) -> None:
+    note(
+        f"{where} reads tools as the tokenizer's code writes them; it is not run, so they are JSON"
+    )
 
 
 def _require_calls(conversation: Conversation, names: frozenset[str]) -> None:

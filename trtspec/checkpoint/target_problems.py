@@ -49,9 +49,10 @@ def read_target(path: Path | str | Checkpoint) -> ReadTarget:
     try:
         spec = target_spec(checkpoint)
     except TrtspecError:
-        if scheme:  # says which word of the scheme it is
-            first = refusal(checkpoint.path, scheme)
-            raise TrtspecError(first.message, scheme[0].remedy, first.code) from None
+        errors = [problem for problem in scheme if problem.severity == "error"]
+        if errors:  # says which word of the scheme it is
+            first = refusal(checkpoint.path, errors)
+            raise TrtspecError(first.message, errors[0].remedy, first.code) from None
         raise
     tensors, formats = tensor_problems(checkpoint, spec)
     problems = [

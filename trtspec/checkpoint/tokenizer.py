@@ -86,7 +86,7 @@ class KimiTokenizer:
             value = config.get("eos_token_id")
             found.extend(value if isinstance(value, list) else [] if value is None else [value])
         if not found:
-            found = [self.special_tokens["[EOS]"]] if "[EOS]" in self.special_tokens else []
+            found = [self.special_id("[EOS]")]
         return tuple(dict.fromkeys(int(token) for token in found))
 
     @cached_property
@@ -313,11 +313,7 @@ class ChatTemplate:
                 files.read_text(path, remedy="repair or replace the chat template"), str(path)
             )
         source = tokenizer_config.get("chat_template")
-        if isinstance(source, list):  # several named templates
-            source = next(
-                (entry["template"] for entry in source if entry.get("name") == "default"), None
-            )
-        if not source:
+        if not isinstance(source, str):
             raise TrtspecError(
                 f"{directory}: neither chat_template.jinja nor chat_template in tokenizer_config.json",
                 "copy chat_template.jinja from the original checkpoint",

@@ -47,7 +47,7 @@ WRITTEN: tuple[tuple[Severity, str, str], ...] = (
     ("error", SYSTEM + r"S1<\|im_end\|>.*" + QUESTION + ASSISTANT, MARKS.format("turns")),
     ("error", ASSISTANT + r"(<think>R?</think>)?A1<\|im_end\|>", MARKS.format("answers")),
     ("error", ASSISTANT + r"(<think>(</think>)?)?\s*$", "does not open the turn of the answer"),
-    ("warning", SYSTEM + "[^<]*D1", "leaves out the tools of a request"),
+    ("warning", SYSTEM + r"[^<]*D1[^<]*<\|im_end\|>", "leaves out the tools of a request"),
     (
         "warning",
         SYSTEM + rf"## Return of {CALL_ID}\s*T1<\|im_end\|>",
@@ -65,7 +65,7 @@ def tokenizer_problems(path: Path, config: dict[str, Any], vocab_size: int) -> l
         ids = family_tokens(vocab_size)
         problems += _ranks(path, vocab_size)
         problems += _named(path, tokenizer, ids)
-        problems += _configured(path, config, ids)
+        problems += _configured(path, config, tokenizer, ids)
         problems += _template(path, tokenizer)
     except TrtspecError as error:
         where = error.message.partition(": ")[0].removeprefix(f"{path}/")
@@ -75,14 +75,14 @@ def tokenizer_problems(path: Path, config: dict[str, Any], vocab_size: int) -> l
 
 def family_tokens(vocab_size: int) -> dict[str, int]:
     """Name and id of the family's special tokens. They are the last ones of the vocabulary, as in kimi-nano."""
-    names = _declared(read_optional(DATA / "kimi-nano" / CONFIG))
+    names = dict(_declared(read_optional(DATA / "kimi-nano" / CONFIG)))
     shift = vocab_size - 1 - names[LAST_TOKEN]
     return {name: token + shift for name, token in names.items() if "reserved" not in name}
 
 
-def _declared(tokenizer: dict[str, Any]) -> dict[str, int]:
+def _declared(tokenizer: dict[str, Any]) -> list[tuple[str, int]]:
     declared = tokenizer.get("added_tokens_decoder") or {}
-    return {entry["content"]: int(token) for token, entry in declared.items()}
+    return [(entry["content"], int(token)) for token, entry in declared.items()]
 
 
 def _problem(file: str, message: str) -> Problem:
@@ -107,8 +107,8 @@ def _named(path: Path, tokenizer: dict[str, Any], ids: dict[str, int]) -> list[P
         added = read_optional(path / FAST).get("added_tokens") or ()
         named = {
             CONFIG: _declared(tokenizer),
-            FAST: {entry["content"]: int(entry["id"]) for entry in added},
-            ADDED: read_optional(path / ADDED),
+            FAST: [(entry["content"], int(entry["id"])) for entry in added],
+            ADDED: list(read_optional(path / ADDED).items()),
         }
     except (AttributeError, KeyError, TypeError, ValueError):
         return [_problem(CONFIG, "names special tokens in an unknown form")]
@@ -117,22 +117,25 @@ def _named(path: Path, tokenizer: dict[str, Any], ids: dict[str, int]) -> list[P
     for file, tokens in named.items():
         wrong = [
             f"{name} is token {token}, which is {names.get(token, 'reserved')} in the model"
-            for name, token in tokens.items()
+            for name, token in tokens
             if names.get(token, name) != name
             and "reserved" not in name
             or ids.get(name, token) != token
         ]
         if wrong:
             problems.append(_problem(file, f"{wrong[0]} ({len(wrong)} tokens in all)"))
-    absent = [name for name in ids if not any(name in tokens for tokens in named.values())]
-    marks = [name for name in absent if name.startswith("<|im_")]
+    present = {name for tokens in named.values() for name, _ in tokens}
+    marks = [name for name in ids if name.startswith("<|im_") and name not in present]
     if marks and any(named.values()) and not problems:
         problems.append(_problem(CONFIG, f"{', '.join(marks)} is not named"))
     return problems
 
 
-def _configured(path: Path, config: dict[str, Any], ids: dict[str, int]) -> Iterator[Problem]:
-    """Ids of config.json and generation_config.json that are other tokens than the family's, and no end of a text."""
+def _configured(
+    path: Path, config: dict[str, Any], tokenizer: dict[str, Any], ids: dict[str, int]
+) -> Iterator[Problem]:
+    """Ids of config.json and generation_config.json that are other tokens than the family's, and no end of a text or
+    another one."""
     generation = "generation_config.json"
     files = [("config.json", config), ("config.json", config.get("text_config") or {})]
     files.append((generation, read_optional(path / generation)))
@@ -144,6 +147,9 @@ def _configured(path: Path, config: dict[str, Any], ids: dict[str, int]) -> Iter
             if other:
                 message = f"{key} is {other[0]}, and {' or '.join(names)} is {ids[names[0]]}"
                 yield Problem(IDS, "error", f"{file}: {key}", message)
+    end = tokenizer.get("eos_token")
+    if isinstance(end, str) and end not in CONFIG_TOKENS["eos_token_id"]:
+        yield Problem(IDS, "error", f"{CONFIG}: eos_token", f"eos_token is {end}")
     if not any(values.get("eos_token_id") for _, values in files):
         message = "eos_token_id is absent: answers end only at their limit"
         yield Problem(IDS, "warning", "config.json: eos_token_id", message)
@@ -156,14 +162,19 @@ def _template(path: Path, tokenizer: dict[str, Any]) -> Iterator[Problem]:
         yield finding(code, TEMPLATE, "warning")
         return
     template = ChatTemplate.from_directory(path, tokenizer)
-    text = template.render([FIRST, USER, ANSWER, USER, CALLING, RESULT], [TOOL], thinking=None)
+    conversation: list[dict[str, Any]] = [FIRST, USER, ANSWER, USER, CALLING, RESULT]
     reply = reply_text(CALLING, False, THINK in template.source) + END_OF_TURN
     form = "writes reasoning or calls in another form than the family"
-    for severity, pattern, message in (*WRITTEN, ("warning", re.escape(reply), form)):
-        if not re.search(pattern, text, re.DOTALL):
-            where = Path(template.where).name
-            yield Problem(code, severity, where, message, FETCH.format(TEMPLATE))
-            return
+    for thinking in (None, True, False):
+        text = template.render(conversation, [TOOL], thinking=thinking)
+        checks = [*WRITTEN, ("warning", re.escape(reply), form)]
+        if thinking is False:
+            checks.pop()  # some leave out the reasoning then
+        for severity, pattern, message in checks:
+            if not re.search(pattern, text, re.DOTALL):
+                where = Path(template.where).name
+                yield Problem(code, severity, where, message, FETCH.format(TEMPLATE))
+                return
 
 
 def require_tokenizer(path: Path) -> None:

@@ -58,7 +58,7 @@ SYNTHESIS_OWNED = {
     "stream": "leave it out: answers are not streamed",
     "stream_options": "leave it out: answers are not streamed",
 }
-REMEDY = "each row has prompt, messages, conversations or turns, or is a JSON string"
+REMEDY = "each row has prompt, messages, conversations or turns"
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def prompt_of(conversation: Conversation) -> Prompt:
 def _turns(conversation: Conversation) -> Iterator[list[dict[str, Any]]]:
     """The user's side of a conversation, cut into what precedes each answer."""
     pending: list[dict[str, Any]] = []
-    for message in conversation.chat:
+    for message in conversation.messages:
         message = {key: value for key, value in message.items() if key != "reasoning_content"}
         answered = message["role"] == "assistant" and not message.get("tool_calls")
         if answered and pending and pending[-1]["role"] in ("user", "tool"):
@@ -296,23 +296,20 @@ async def converse(
     if prompt.category:
         record["category"] = prompt.category
     messages: list[dict[str, Any]] = []
+    tools = {"tools": list(prompt.tools)} if prompt.tools else {}
     total = 0
     choice: dict[str, Any] = {}
     for number, turn in enumerate(prompt.turns):
         messages += turn
-        body: dict[str, Any] = {"messages": messages}
-        if prompt.tools:
-            body["tools"] = list(prompt.tools)
+        body = {"messages": messages, **tools}
         choice, tokens = await _ask(client, body, prompt.seed + number, sampling, endpoint)
         total += tokens
         messages = with_call_ids([*messages, _answer(choice)])
         if choice.get("finish_reason") == "length":
             break
-    if prompt.tools:
-        record["tools"] = list(prompt.tools)
     if choice.get("finish_reason"):
         record["finish_reason"] = choice["finish_reason"]
-    return record | {"conversations": messages}, total
+    return record | tools | {"conversations": messages}, total
 
 
 def _answer(choice: dict[str, Any]) -> dict[str, Any]:

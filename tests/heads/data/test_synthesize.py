@@ -82,7 +82,7 @@ def test_answers_come_in_the_order_of_the_prompts(tmp_path, server):
     assert rows(tmp_path / "again.jsonl") == made
 
 
-def test_every_shape_of_prompt_is_read(tmp_path, server, target_dir):
+def test_every_shape_of_prompt_is_read(tmp_path, server):
     url, _ = server
     shapes = [
         {"prompt": "one"},
@@ -99,7 +99,6 @@ def test_every_shape_of_prompt_is_read(tmp_path, server, target_dir):
             ]
         },
         {"turns": ["four", "five"]},
-        "six",
     ]
     run(write(tmp_path / "prompts.jsonl", shapes), tmp_path / "data.jsonl", url.removesuffix("/v1"))
     turns = [
@@ -111,10 +110,7 @@ def test_every_shape_of_prompt_is_read(tmp_path, server, target_dir):
         [("system", "be"), ("user", "two"), ("assistant", "TWO")],
         [("user", "three"), ("assistant", "THREE")],
         [("user", "four"), ("assistant", "FOUR"), ("user", "five"), ("assistant", "FIVE")],
-        [("user", "six"), ("assistant", "SIX")],
     ]
-    samples = read_samples(tmp_path / "data.jsonl", KimiTokenizer(target_dir), 512)
-    assert len(samples) == 5
 
 
 TOOL = {
@@ -178,22 +174,6 @@ def test_the_same_prompts_from_every_container(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("message", "reasoning"),
-    [
-        ({"content": "Yes.", "reasoning_content": "hm"}, "hm"),
-        ({"content": "<think>hm</think>Yes."}, "hm"),
-        ({"content": "hm, or\nno</think>Yes."}, "hm, or\nno"),
-    ],
-)
-def test_thinking_is_kept(message, reasoning):
-    from trtspec.heads.synthesis import _answer
-
-    choice = {"message": {"role": "assistant", **message}}
-    answer = {"role": "assistant", "content": "Yes."}
-    assert _answer(choice) == answer | {"reasoning_content": reasoning}
-
-
 def spoken(message: dict, finish: str | None = "stop") -> dict:
     """A prompt that makes the server answer so."""
     return {
@@ -210,7 +190,7 @@ def test_what_is_written_is_what_the_reader_reads(tmp_path, server, capsys):
         {"content": "Yes.", "reasoning": "hm", "reasoning_content": None, "refusal": None},
         {"content": None, "tool_calls": [CALL], "function_call": None, "annotations": []},
         {"content": "one\u2028two\x85three\0 and a few words more, none of them noise"},
-        {"content": "<think>hm</think>Yes."},
+        {"content": "hm</think>Yes."},
         {"content": None, "reasoning": "cut off while thinking"},
     ]
     prompts = [
@@ -229,11 +209,8 @@ def test_what_is_written_is_what_the_reader_reads(tmp_path, server, capsys):
     assert [list(item.messages) for item in read] == [row["conversations"] for row in made]
     assert [item.finish_reason for item in read] == [row.get("finish_reason", "") for row in made]
     assert [item.id for item in read] == [row["conversation_id"] for row in made]
-    assert read[1].messages[-1] == {
-        "role": "assistant",
-        "content": "Yes.",
-        "reasoning_content": "hm",
-    }
+    answer = {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
+    assert read[1].messages[-1] == read[4].messages[-1] == answer
     assert read[2].messages[-1]["tool_calls"] == [CALL | WRITTEN]
     assert read[6].tools == (TOOL,)
     assert judge_answers(made)[0] == {"answers": 7, "empty": 0, "noise": 0, "loop": 0, "cut off": 1}

@@ -138,7 +138,7 @@ def question_of(
 
     An answer in the file behind it is dropped. Raises UsageError where nobody asks, or nothing that can be sent.
     """
-    where, messages = conversation.where, list(conversation.chat)
+    where, messages = conversation.where, list(conversation.messages)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     first = len(messages)

@@ -1,9 +1,8 @@
 """Training text: conversations answered by the target, as the token ids that the target saw and wrote, and which of
 them make up which step of a run.
 
-Messages go through the target's chat template; a prompt with its completion is text that no template surrounds.
-Duplicates are left out and some samples are held out: a pure function of the seed, so a resumed run continues the
-sequence.
+Messages go through the target's chat template. Duplicates are left out and some samples are held out: a pure function
+of the seed, so a resumed run continues the sequence.
 """
 
 from __future__ import annotations
