@@ -121,7 +121,7 @@ async def _check(options: CheckOptions) -> Result:
         "seconds": round(time.monotonic() - began, 1),
     }
     if options.record and not options.score and options.against is None:
-        failed = sum(bool(one.error) and one.run != "withheld" for one in got)
+        failed = sum(not (one.answered or one.refused) for one in got if one.run != "withheld")
         lines = [
             f"{_cost(cost)}; {failed} without an answer",
             f"recorded {len(got)} answers in {options.record}",
