@@ -29,7 +29,7 @@ SCORE = Mode("--score", "--score")
 SIZES = ("dataset", "samples", "max_tokens", "context_tokens")  # options that decide the requests
 MAIN = "the URL"  # of the server whose answers are recorded
 LIMIT = 4096  # tokens of prompt and answer, if the server names no limit
-MARKS = {"pass": "pass", "fail": "FAIL", "unmeasured": "?"}
+MARKS = {"pass": "pass", "fail": "FAIL", "unmeasured": "-"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ def check(options: CheckOptions) -> Result:
 async def _check(options: CheckOptions) -> Result:
     import time
 
-    from trtspec.bench.check.rows import CheckVerdict, coverage, judge
+    from trtspec.bench.check.rows import CheckVerdict, answers, coverage, judge
 
     began = time.monotonic()
     with report.progress_bar("asking", None, "requests") as bar:
@@ -141,7 +141,7 @@ async def _check(options: CheckOptions) -> Result:
         "seconds": round(time.monotonic() - began, 1),
     }
     if options.record and not options.score and options.against is None:
-        failed = sum(bool(one.error) and one.run != "withheld" for one in got)
+        failed = sum(bool(look.fault) for look in answers(got))
         lines = [
             f"{_cost(cost)}; {failed} without an answer",
             f"recorded {len(got)} answers in {options.record}",
@@ -281,7 +281,7 @@ def _tokenizer(name: str) -> KimiTokenizer:
 def _lines(verdict: CheckVerdict) -> Iterator[str]:
     """Each row with its first faults."""
     for row in verdict.rows:
-        mark = MARKS[row.status]
+        mark = "?" if row in verdict.missing else MARKS[row.status]
         yield f"{mark:5} {row.name:11} {row.seen:4} of {row.of:<4} {as_typed(row.why)}".rstrip()
         yield from (f"      {fault}" for fault in row.faults[:3])
         if row.faults:

@@ -101,7 +101,7 @@ CHOICES = 3
 SEED_TOKENS = 6  # few, so that rounding seldom parts two answers of one seed
 ODD_TOKENS = 8
 FORCED_TOKENS = 512
-LONG_ANSWER = 768  # tokens
+LONG_ANSWER = 512  # tokens
 MAX_CONTEXT = 16_384  # tokens of a prompt near the limit; more costs a busy server minutes
 THINKING_TOKENS = 2048  # of calls, JSON and stops if the template cannot turn thinking off
 
