@@ -40,7 +40,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty directory with a file of prompts."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "prompts.jsonl").write_text('"Why?"\n')
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Why?"}\n')
     return tmp_path
 
 

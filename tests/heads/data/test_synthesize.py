@@ -320,7 +320,7 @@ def test_an_extra_body_does_not_override_what_the_provenance_names(
     tmp_path: Path, key: str, remedy: str
 ) -> None:
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "data.jsonl"
-    prompts.write_text('"Why?"\n')
+    prompts.write_text('{"prompt": "Why?"}\n')
     body = json.dumps({"top_k": 5, key: None})
     done = trtspec("synthesize", prompts, "-o", output, "--extra-body", body, "--dry-run")
     assert (

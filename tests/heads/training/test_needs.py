@@ -27,7 +27,7 @@ def test_a_recipe_is_read_and_reckoned_without_target_or_data(path, gpu, holding
     spec, data = resolved.target_spec(), str(*typed.data)
     sizes = plan_without_data(spec, options, recipe, Path(data), feature_source(typed.features))
     plan = sizes.to_dict()
-    found = needs(sizes, spec, options, resolved.known["bytes"], gpu_spec(gpu), typed.target, data)
+    found = needs(sizes, spec, options, resolved.known.bytes, gpu_spec(gpu), typed.target, data)
     assert (plan["samples"], plan["aux_layers"]) == (112_000, [1, 29, 57])
     assert plan["feature_bytes"] == 112_000 * 2000 * 4 * 7168 * 2  # the 13 TB of a real run
     assert plan["parameters"] - 1_841_199_104 == (
@@ -47,7 +47,7 @@ def test_a_recipe_is_read_and_reckoned_without_target_or_data(path, gpu, holding
         sizes,
         spec,
         options,
-        resolved.known["bytes"],
+        resolved.known.bytes,
         replace(gpu_spec(gpu), memory_bytes=2**30),
         "x",
         data,
