@@ -118,6 +118,8 @@ def check(options: CheckOptions) -> Result:
             f"--accept-unmeasured {min(unknown)} is no row of check",
             f"the rows are {', '.join(CODES)}",
         )
+    if options.against:
+        server_url(options.against, "--against")  # before anything is asked
     if options.record is not None:
         if options.record == options.score:
             raise UsageError(
