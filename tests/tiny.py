@@ -384,18 +384,14 @@ def make_head(
     *,
     attention: str = "mha",
     eagle: str = "3",
-    dialect: str = "modelopt",
     draft_vocab: int | None = None,
     aux_layers: tuple[int, ...] | None = None,
     seed: int = 0,
 ) -> Path:
     """Writes a random Eagle3 head for the target and returns its directory.
 
-    `dialect` modelopt names the layer `layers.0.`; midlayer names it `midlayer.` as SafeAILab, SpecForge and
-    TorchSpec do. EAGLE-3.1 adds one `fc_norm.{i}.weight` per captured state and `norm_output` feedback.
+    EAGLE-3.1 adds one `fc_norm.{i}.weight` per captured state and `norm_output` feedback.
     """
-    if dialect not in ("modelopt", "midlayer"):
-        raise ValueError(f"tiny heads are written as modelopt or midlayer, not {dialect!r}")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     target = read_json(Path(target_dir) / "config.json")
@@ -409,10 +405,6 @@ def make_head(
         random = _Random(seed + 200)
         tensors |= {
             f"fc_norm.{i}.weight": random.gain(text["hidden_size"]) for i in range(len(aux))
-        }
-    if dialect == "midlayer":
-        tensors = {
-            name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()
         }
     write_json(directory / "config.json", config)
     write_tensors(directory, tensors)

@@ -180,13 +180,8 @@ def test_speed_of_one_earlier_run_is_not_judged_and_of_four_is() -> None:
 
 
 def test_comparison_in_small() -> None:
-    """The same in 60 runs, for the default suite; and a gate that allows 10 % lets 5 % pass."""
+    """The same in 60 runs, for the default suite."""
     assert alarms(40, 0.0, 60, seed=4) <= 6 and alarms(60, 0.08, 40, seed=5) >= 36
-    rng = np.random.default_rng(6)
-    names, ease = [str(i) for i in range(80)], rng.normal(0, 0.35, 80)
-    old, new = run_of(rng, names, ease, 0.0), run_of(rng, names, ease, 0.05)
-    assert any(p.code == "TS-BENCH-REGRESSION" for p in comparing.compare(new, [old]).problems)
-    assert not any(p.severity == "error" for p in comparing.compare(new, [old], 0.15).problems)
 
 
 def test_more_spread_needs_more_pairs() -> None:

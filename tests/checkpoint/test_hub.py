@@ -60,13 +60,6 @@ def published(cache: Path, hub_id: str, source: Path, leave_out: str = "") -> Pa
     return snapshot
 
 
-def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
-    path = make_target(tmp_path / "model")
-    resolved = resolve(str(path))
-    assert (resolved.path, resolved.hub_id, resolved.kind) == (path, None, "target")
-    assert resolved.target_spec().num_hidden_layers == 7
-
-
 SHIPPED = [
     ("inspect", "kimi-nano-eagle3", "--against", "kimi-nano"),
     ("quantize", "kimi-nano", "-o", "OUT", "--dry-run"),
@@ -161,13 +154,6 @@ def test_a_file_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x")
     with pytest.raises(UsageError, match="is a file"):
         resolve(str(tmp_path / "model.safetensors"))
-
-
-def test_a_cached_checkpoint_is_used(tmp_path: Path, empty_cache: Path) -> None:
-    snapshot = published(empty_cache, "someone/kimi-tune", make_target(tmp_path / "model"))
-    resolved = resolve("someone/kimi-tune")
-    assert resolved.path == snapshot
-    assert resolved.target_spec().num_hidden_layers == 7
 
 
 def test_a_partly_cached_checkpoint_is_not_whole(tmp_path: Path, empty_cache: Path) -> None:

@@ -118,14 +118,6 @@ def test_every_reporting_command_answers_in_json_when_it_is_typed_wrongly(comman
     assert done.json["error"]["remedy"] == f"see `trtspec {command} --help`"
 
 
-def test_a_report_is_never_followed_by_a_second_object(tmp_path: Path) -> None:
-    """A check that fails has printed its own object already."""
-    engine = tmp_path / "engine.yml"
-    engine.write_text("no_such_key: 1\n")
-    done = trtspec("lint", engine, "--trtllm-version", "1.2.1", "--json")
-    assert done.status == 3 and done.json["ok"] is False
-
-
 def test_a_missing_optional_package_names_its_extra(tmp_path: Path) -> None:
     """An interpreter in which torch cannot be imported, as after installing the base package alone."""
     target = make_target(tmp_path / "target")

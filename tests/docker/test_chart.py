@@ -20,7 +20,6 @@ from tests.docker.chart import (
     VALUES,
     chart,
     golden,
-    kind,
     load,
     named,
     objects,
@@ -276,38 +275,6 @@ def test_pods_are_unprivileged_and_fit_the_checkpoint(path: Path) -> None:
             container["livenessProbe"].get("timeoutSeconds", 0)
             < container["livenessProbe"]["periodSeconds"]
         )
-
-
-def test_quantities_digests_and_devices_reach_the_pod() -> None:
-    (throughput,) = engines(named("one-node-throughput"))
-    assert throughput["resources"]["requests"]["memory"] == "0.5Ti"
-    assert throughput["resources"]["requests"]["cpu"] == "500m"
-    (placed,) = engines(named("placed"))
-    assert placed["image"] == "registry.example.com/trtspec@sha256:" + 64 * "a"
-    (leader,) = engines(named("two-nodes-rdma"))
-    assert leader["resources"]["limits"] == {"nvidia.com/gpu": "8", "rdma/ib": "8"}
-    assert leader["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
-    (domain,) = kind(load(named("two-nodes")), "ComputeDomain")
-    template = domain["spec"]["channel"]["resourceClaimTemplate"]["name"]
-    specs = [spec for spec in pod_specs(objects_of(named("two-nodes"))) if "resourceClaims" in spec]
-    claim = {"name": "compute-domain-channel", "resourceClaimTemplateName": template}
-    assert [spec["resourceClaims"] for spec in specs] == [[claim], [claim]]
-    assert all(
-        c["resources"]["claims"] == [{"name": claim["name"]}]
-        for s in specs
-        for c in s["containers"]
-    )
-
-
-def test_prometheus_is_sent_where_prometheus_text_is() -> None:
-    values = load(named("monitored"))
-    (monitor,), (pods,) = kind(values, "ServiceMonitor"), kind(values, "PodMonitor")
-    assert monitor["spec"]["endpoints"] == [
-        {"port": "http", "path": "/prometheus/metrics", "interval": "15s"}
-    ]
-    assert pods["spec"]["podMetricsEndpoints"] == [
-        {"port": "http", "path": "/prometheus/metrics", "interval": "30s"}
-    ]
 
 
 def test_what_watch_brings_fits_the_chart() -> None:

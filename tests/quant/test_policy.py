@@ -5,7 +5,6 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from tests.command_line import trtspec
 from tests.json_files import read_json
 from tests.package_copy import copy_package, run_copy
 from tests.tiny import make_target, target_config, text_config
@@ -83,11 +82,6 @@ def test_quantized_and_excluded_never_overlap(tmp_path, name, nested):
 )
 def test_default_by_the_name(name, expected):
     assert default_policy(name).name == expected
-
-
-def test_a_name_that_no_policy_has_is_refused(out, new_target):
-    done = trtspec("quantize", new_target(layers=2), "-o", out, "--policy", "k3")
-    assert done.status == 2 and "k2.7-code" in done.stderr and not out.exists()
 
 
 def test_the_scales_are_the_publishers():

@@ -72,6 +72,7 @@ DAMAGES: list[tuple[str, Changed, str]] = [
     (f"{MODULE}.extra", lambda _: torch.ones(2), "TS-QUANT-TENSOR-NEW"),
     (NORM, lambda norm: norm.float(), "TS-QUANT-DTYPE"),
     (NORM, lambda norm: norm.index_fill(0, torch.tensor(3), 7), "TS-QUANT-CHANGED"),
+    (f"{MODULE}.weight", lambda _: None, "TS-TARGET-WEIGHT-MISSING"),
     (f"{MODULE}.input_scale", lambda _: None, "TS-TARGET-SCALE-MISSING"),
     (f"{MODULE}.weight_scale", lambda scale: scale[:, :1].contiguous(), "TS-TARGET-SCALE-SHAPE"),
     (f"{MODULE}.weight_scale", nan_at_one_place, "TS-TARGET-BAD-SCALE"),
@@ -106,13 +107,9 @@ def test_the_exclude_list_must_fit_the_tensors(pair, tmp_path, change):
     config = read_json(good / "config.json")
     config["quantization_config"]["ignore"] = change(config["quantization_config"]["ignore"])
     write_json(tmp_path / "config.json", config)
-    (tmp_path / "model.safetensors").symlink_to(good / "model.safetensors")
-    assert codes(tmp_path, source, 1) == {"TS-TARGET-EXCLUDE"}
-
-
-def test_another_source_is_noticed(pair, tmp_path):
-    other = make_target(tmp_path / "other", format="int4", layers=2, shards=1, vision=True, seed=9)
-    assert {"TS-QUANT-ERROR", "TS-QUANT-CHANGED"} <= codes(pair[1], other)
+    for name in ("model.safetensors", "hf_quant_config.json"):
+        (tmp_path / name).symlink_to(good / name)
+    assert codes(tmp_path, source, 1) == {"TS-TARGET-EXCLUDE", "TS-TARGET-QUANT-CONFIGS"}
 
 
 def flipped(good: Path, directory: Path, name: str, bit: int) -> Path:

@@ -1,6 +1,5 @@
 """A stand-in trtllm-serve on PATH, upstream's own manifests, and a tiny pair to serve."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -32,19 +31,6 @@ def tiny_head(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Pat
     from tests.tiny import make_head
 
     return make_head(tmp_path_factory.mktemp("head"), target_dir, attention="mla")
-
-
-@pytest.fixture(scope="session")
-def coded_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target with code of its own, as every published Kimi has."""
-    from tests.tiny import make_target
-
-    directory = make_target(tmp_path_factory.mktemp("coded"))
-    config = json.loads((directory / "config.json").read_text())
-    config["auto_map"] = {"AutoConfig": "configuration_kimi_k25.KimiK25Config"}
-    (directory / "config.json").write_text(json.dumps(config))
-    (directory / "configuration_kimi_k25.py").write_text("print('ran')\n")
-    return directory
 
 
 @pytest.fixture(scope="session")

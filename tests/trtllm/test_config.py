@@ -74,18 +74,6 @@ def test_the_model_cards_configuration_and_command(
     assert extra == ["--reasoning_parser", "kimi_k25", "--tool_parser", "kimi_k2", "--no-telemetry"]
 
 
-def test_capture_layers_are_written_when_the_head_needs_them() -> None:
-    intent = an_intent("nvidia/Kimi-K2.6-NVFP4", "1.4.0rc1", "nvidia/Kimi-K2.6-Eagle3")
-    target, head = load_target(intent.target).spec, load_head(intent.head or "").spec
-    other = replace(head, aux_layers=(2, 30, 57))
-    assert build(intent, target, other).values["speculative_config"][
-        "eagle3_layers_to_capture"
-    ] == [2, 30, 57]
-    assert (
-        "eagle3_layers_to_capture" not in build(intent, target, head).values["speculative_config"]
-    )
-
-
 def test_a_version_that_cannot_run_it_is_refused_with_every_reason() -> None:
     with pytest.raises(CheckFailed) as refused:
         built(an_intent("nvidia/Kimi-K2.6-NVFP4", "1.2.1", "lightseekorg/kimi-k2.6-eagle3.1-mla"))

@@ -265,21 +265,6 @@ def test_a_head_with_values_that_are_no_numbers_is_not_launched(
     assert not (tmp_path / "record").exists()
 
 
-def test_code_of_the_target_is_refused_by_name_and_hash(
-    start: Start, tmp_path: Path, coded_target: Path
-) -> None:
-    import hashlib
-
-    digest = hashlib.sha256((coded_target / "configuration_kimi_k25.py").read_bytes()).hexdigest()
-    process = start(target=coded_target, head=None)
-    _, log = process.communicate(timeout=300)
-    assert process.returncode == 3 and f"configuration_kimi_k25.py sha256:{digest}" in log
-    assert not (tmp_path / "record").exists()
-    trusted = start("--trust-remote-code", target=coded_target, head=None)
-    until_ready(trusted)
-    assert "--trust_remote_code" in recorded(tmp_path)["argv"]
-
-
 def test_a_taken_port_and_forced_acceptance_are_refused(
     start: Start, tmp_path: Path, free_port: int
 ) -> None:

@@ -31,17 +31,6 @@ def head(**changes: Any) -> HeadSpec:
     return replace(load_head("nvidia/Kimi-K2.6-Eagle3").spec, **changes)
 
 
-def test_a_clean_file_has_no_errors_and_no_warnings() -> None:
-    decided = (
-        GOOD + "kv_cache_config: {enable_block_reuse: false}\n"
-    )  # on by default, at the cost of acceptance
-    for version in (NEW, "1.3.0rc22"):
-        findings = lint(
-            decided, Deployment(schema_for(version), k26(), "nvidia/Kimi-K2.6-NVFP4", head(), "")
-        )
-        assert [f for f in findings if f.severity != "info"] == []
-
-
 BUFFER = "cache_transceiver_config: {{backend: NIXL, max_tokens_in_buffer: {}{}}}\n"
 
 

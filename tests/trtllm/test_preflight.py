@@ -24,22 +24,13 @@ from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.schema import parse_version, schema_for
 from trtspec.trtllm.serve import command
-from trtspec.trtllm.serve.command import check_driver, check_hardware, engine_version
+from trtspec.trtllm.serve.command import check_driver, check_hardware
 
 PATTERNS = LogPatterns.load(Path(command.__file__).with_name("log_patterns.yaml"))
 
 
 def smi(directory: Path, gpus: int) -> None:
     program(directory / "nvidia-smi", "echo 'NVIDIA B200, 183359, 580.95.05, 10.0'\n" * gpus)
-
-
-def test_gpus_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    smi(tmp_path, 4)
-    assert list(check_gpus(4, read_gpus())) == []
-    assert [problem.code for problem in check_gpus(8, read_gpus())] == ["TS-SERVE-NO-GPU"]
-    assert [problem.code for problem in check_gpus(8, None)] == ["TS-SERVE-GPUS-UNSEEN"]
 
 
 def seen(
@@ -96,9 +87,10 @@ def test_the_driver_is_judged_by_the_release() -> None:
     assert list(check_driver("580.95.05", parse_version("1.4.0rc1"))) == []
 
 
-def test_hidden_gpus_are_told() -> None:
+def test_hidden_and_unseen_gpus_are_told() -> None:
     assert codes(seen(4), kimi(4), 4, {"CUDA_VISIBLE_DEVICES": "0,1"}) >= {"TS-SERVE-NO-GPU"}
     assert codes(seen(4), kimi(4), 4, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) == set()
+    assert [problem.code for problem in check_gpus(8, None)] == ["TS-SERVE-GPUS-UNSEEN"]
 
 
 def test_host_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,13 +132,6 @@ def test_a_dry_run_only_mentions_what_is_wrong_with_this_machine(
 def test_a_free_port_is_free(free_port: int) -> None:
     for host in ("localhost", "0.0.0.0", "127.0.0.1"):
         assert list(check_port(host, free_port)) == []
-
-
-def test_the_executable_tells_its_version(
-    standin_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STANDIN_VERSION", "1.4.0rc1")
-    assert engine_version() == "1.4.0rc1"
 
 
 @pytest.mark.parametrize(

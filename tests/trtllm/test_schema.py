@@ -157,12 +157,3 @@ def test_kinds_follow_the_classes() -> None:
         for kind in ("dsa", "deepseek_v4")
     }
     assert defaults == {"dsa": None, "deepseek_v4": 512}
-
-
-def test_a_dated_rule_holds_or_not_or_nobody_knows() -> None:
-    wanted = {"1.2.1": [True], "1.3.0rc5": [True], "1.3.0rc6": [True, False], "1.3.0rc7": [False]}
-    states = {
-        version: [rule is not None for rule in schema_for(version).rules["kimi_k25_does_not_load"]]
-        for version in wanted
-    }
-    assert states == wanted

@@ -159,7 +159,6 @@ def test_a_setting_in_file_and_option_is_refused(tmp_path: Path) -> None:
     ("words", "status", "says"),
     [
         (["serve", K25[0]], 4, "trtllm-serve is not on PATH"),
-        (["serve", K25[2], "--dry-run"], 2, "draft head"),
         (["serve", K25[0], "--head", K25[0], "--dry-run"], 2, "TS-HEAD-FULL-MODEL"),
         (
             ["serve", K25[0], "--backend", "reference", "--head", K25[0], "--dry-run"],
@@ -176,7 +175,6 @@ def test_a_setting_in_file_and_option_is_refused(tmp_path: Path) -> None:
         (["serve", "moonshotai/Kimi-K3", "--dry-run"], 1, "K3"),
         (["serve", K25[2], "--backend", "reference"], 2, "is a draft head, not a target"),
         (["serve", K25[0], "--port", "0", "--dry-run"], 2, "port"),
-        (["lint", "/nowhere.yml"], 2, "cannot be read"),
         (["build-config", K25[0], "--set", "max_batch_size=3"], 2, "--max-batch-size"),
         (
             ["build-config", "nvidia/Kimi-K2.6-NVFP4", "--trtllm-version", "1.2.1"],
@@ -213,14 +211,6 @@ def test_build_config_refuses_to_overwrite_and_dry_run_writes_nothing(tmp_path: 
     assert refused.status == 2 and file.read_text() == "mine\n"
     assert trtspec("build-config", *K25, "-o", str(file), "--force").status == 0
     assert file.read_text().startswith("# TensorRT-LLM ")
-
-
-def test_lint_judges_a_written_file_without_more_words(tmp_path: Path) -> None:
-    file = tmp_path / "c.yml"
-    trtspec("build-config", *K25, "--trtllm-version", "1.3.0rc22", "-o", str(file))
-    report = json.loads(trtspec("lint", str(file), "--json").stdout)
-    assert report["ok"] and report["version"] == "1.3.0rc22"
-    assert [problem for problem in report["problems"] if problem["severity"] != "info"] == []
 
 
 WORLD = ["--tp-size", "8", "--trust-remote-code"]
@@ -326,13 +316,7 @@ def test_options_that_contradict_each_other_are_refused(
     assert answer.status == 2 and says in answer.stderr, answer.stderr
 
 
-def test_json_is_printed_for_a_failure_too(tmp_path: Path) -> None:
-    for words, code in (
-        (["--dtype", "float32"], "TS-ERROR-USAGE"),
-        (["--config", str(tmp_path)], "TS-ERROR-FILE"),
-    ):
-        answer = trtspec("serve", K25[0], "--json", *words)
-        assert answer.status == 2 and json.loads(answer.stdout)["error"]["code"] == code
+def test_json_is_printed_for_a_failure_too() -> None:
     launched = trtspec("serve", K25[0], "--json", PATH="/usr/bin:/bin")
     assert launched.status == 4 and json.loads(launched.stdout)["argv"][0] == "trtllm-serve"
 

@@ -251,15 +251,6 @@ def test_states_of_other_servers_do_not_mix(tmp_path, target_dir, target, plan, 
         assert "`restart`" in refused.value.remedy
 
 
-def test_urls_are_told_from_directories(tmp_path):
-    assert feature_source("http://a:8000, http://b:8000/").urls == (
-        "http://a:8000",
-        "http://b:8000",
-    )
-    with pytest.raises(TrtspecError, match="does not name its model"):
-        state_servers((f"http://127.0.0.1:{free_port()}",), 8)
-
-
 def test_without_nixl_the_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl", None)  # as where it is not installed
     with pytest.raises(MissingDependency, match="nixl"):
