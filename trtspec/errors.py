@@ -151,5 +151,9 @@ class Problem:
         return asdict(self)
 
 
+def errors_in(problems: Iterable[Problem]) -> list[Problem]:
+    return [problem for problem in problems if problem.severity == "error"]
+
+
 def has_errors(problems: Iterable[Problem]) -> bool:
-    return any(problem.severity == "error" for problem in problems)
+    return bool(errors_in(problems))

@@ -145,6 +145,10 @@ class RopeSpec:
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
 
+    @property
+    def is_yarn(self) -> bool:
+        return self.rope_type == "yarn"
+
     @staticmethod
     def from_config(config: dict[str, Any]) -> RopeSpec:
         """Reads `rope_parameters` (transformers 5), else `rope_scaling` + `rope_theta`; both spellings of the type."""
@@ -354,9 +358,18 @@ class HeadSpec:
         return "3.1" if self.fc_norm or self.norm_output else "3"
 
     @property
+    def is_mla(self) -> bool:
+        return self.attention == "mla"
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether it drafts from a part of the vocabulary."""
+        return self.draft_vocab_size != self.vocab_size
+
+    @property
     def kv_elements_per_token(self) -> int:
         """KV cache elements per token of the one draft layer: latent for MLA, K and V for MHA."""
-        if self.attention == "mla":
+        if self.is_mla:
             return self.kv_lora_rank + self.qk_rope_head_dim
         return 2 * self.num_key_value_heads * self.head_dim
 

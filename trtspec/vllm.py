@@ -26,7 +26,7 @@ from trtspec.checkpoint.hub import (
 )
 from trtspec.checkpoint.published import PublishedHead, known_target
 from trtspec.data_files import DATA, load_yaml
-from trtspec.errors import Problem, Severity, UsageError
+from trtspec.errors import Problem, Severity, UsageError, errors_in
 from trtspec.files import load_file
 from trtspec.launch import preflight
 from trtspec.launch.options import ServeOptions
@@ -144,9 +144,8 @@ def with_file(options: ServeOptions) -> ServeOptions:
         raise UsageError(
             f"{options.config} is not a mapping of vLLM's options", "write `option: value` lines"
         )
-    for problem in unknown_options(values):
-        if problem.severity == "error":
-            raise UsageError(f"{options.config}: {problem.message}", problem.remedy)
+    for problem in errors_in(unknown_options(values)):
+        raise UsageError(f"{options.config}: {problem.message}", problem.remedy)
     own, found, others = _releases()["own_options"], dict[str, Any](), dict[str, Any]()
     if "revision" in values:  # of the model beside it
         revision, model = values.pop("revision"), values.get("model", options.target)

@@ -27,7 +27,7 @@ from trtspec.bench.results import BenchResults, LevelResult, SpeedUp, read_resul
 from trtspec.checkpoint.hub import resolve
 from trtspec.checkpoint.identity import identity_digest
 from trtspec.checkpoint.writer import Journal
-from trtspec.errors import TrtspecError, UsageError
+from trtspec.errors import TrtspecError, UsageError, errors_in
 from trtspec.foreign import PlainName
 from trtspec.launch.preflight import read_gpus
 from trtspec.launch.processes import duration, require_free_ports, run_trtspec, served
@@ -303,12 +303,7 @@ def gathered(
     spec, plain = (read_results(directory / launch) for launch in (SPECULATING, PLAIN))
     ups = [up for up in speedups([spec, plain]) if up.of == spec.name]
     verdict, message = found["score"]["verdict"], found["score"]["message"]
-    invalid = {
-        problem.code
-        for run in (spec, plain)
-        for problem in run.problems
-        if problem.severity == "error"
-    }
+    invalid = {problem.code for problem in errors_in([*spec.problems, *plain.problems])}
     if verdict == "SAFE" and (invalid or not ups):
         said = f"bench: {', '.join(sorted(invalid))}" if invalid else "the same output"
         verdict, message = "NOT PROVEN", f"NOT PROVEN: {said}"

@@ -125,6 +125,10 @@ def _conversation(
     if messages:
         messages = _with_system(fields, messages)
         read.update(SYSTEM)
+    # Nemotron's sets keep tools inside `metadata`, which may also be a remark
+    metadata = _parsed(fields.get("metadata"))
+    inner = metadata.get("tools") if isinstance(metadata, dict) else None
+    tools = fields.get("tools") or inner or []
     shown = [message for message in messages if not isinstance(message["content"], str)]
     if shown and not pictures:
         raise ValueError(f"has content with {' or '.join(PICTURES)}, and only text is read")
@@ -134,7 +138,7 @@ def _conversation(
         row.line,
         tuple(with_call_ids(messages)),
         text,
-        tools=_tools(fields),
+        tools=tuple(_objects(tools, "tools")),
         id=next((str(fields[key]) for key in IDS if key in fields), ""),
         category=str(fields.get("category", "")),
         finish_reason=str(fields.get("finish_reason", "")),
@@ -312,13 +316,6 @@ def _joined(value: Any, key: str) -> str | list[dict[str, Any]]:
     texts = [_text(part.get("text"), f"{key} with a part of the type {part['type']!r}") for part in parts
              if part["type"] not in PICTURES]  # fmt: skip
     return "".join(texts) if len(texts) == len(parts) else parts
-
-
-def _tools(fields: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    """A list, or JSON text of one; Nemotron's sets keep it inside `metadata`, which may also be a remark."""
-    metadata = _parsed(fields.get("metadata"))
-    inner = metadata.get("tools") if isinstance(metadata, dict) else None
-    return tuple(_objects(fields.get("tools") or inner or [], "tools"))
 
 
 def _objects(value: Any, key: str) -> list[dict[str, Any]]:

@@ -96,8 +96,8 @@ def describe(
     `unverified` fields are repeated. Small tensors of a target are read, and `sample` large ones (0: all); of a head
     pieces of each, or `all_values`. `hashes` reads every byte and compares it with the recorded SHA-256.
     """
-    if resolved.path is not None and any(resolved.path.glob("*.safetensors")):
-        checkpoint = Checkpoint.open(resolved.path)
+    if resolved.weights is not None:
+        checkpoint = Checkpoint.open(resolved.weights)
         report = _from_checkpoint(checkpoint, resolved, all_values, sample)
         if hashes:
             verified, problems = hash_problems(checkpoint.path, checkpoint.shards)

@@ -68,6 +68,12 @@ class Resolved:
         return self.known.kind if self.known else config_kind(self.config(), self.name)
 
     @property
+    def weights(self) -> Path | None:
+        """The directory, if its tensors are in it."""
+        here = self.path is not None and any(self.path.glob("*.safetensors"))
+        return self.path if here else None
+
+    @property
     def fetch(self) -> str:
         """The remedy where its files are needed and are not here."""
         directory = "pass the directory that holds its weights"
@@ -102,8 +108,8 @@ class Resolved:
         from trtspec.checkpoint.heads.dialects import DIALECTS
         from trtspec.checkpoint.heads.read import head_spec, head_spec_from_config
 
-        if self.path is not None and any(self.path.glob("*.safetensors")):
-            return head_spec(Checkpoint.open(self.path), values=values)
+        if self.weights is not None:
+            return head_spec(Checkpoint.open(self.weights), values=values)
         if isinstance(self.known, PublishedHead):
             dialect = DIALECTS[self.known.dialect]
             return head_spec_from_config(self.config(), dialect=dialect, owns=self.known.owns)
@@ -355,9 +361,9 @@ def _no_head(resolved: Resolved) -> Problem:
         "TS-HEAD-FULL-MODEL", "error", "config.json", "this is a whole model, not a draft head",
         "pass the target first and an Eagle3 head with `head`",
     )  # fmt: skip
-    if resolved.path is None or not any(resolved.path.glob("*.safetensors")):
+    if resolved.weights is None:
         return whole
-    checkpoint = Checkpoint.open(resolved.path)
+    checkpoint = Checkpoint.open(resolved.weights)
     return no_eagle3_head(checkpoint.config, checkpoint.tensors) or whole
 
 

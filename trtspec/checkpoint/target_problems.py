@@ -18,7 +18,7 @@ from trtspec.checkpoint.remote_code import read_code
 from trtspec.checkpoint.target_config import config_problems, scheme_problems
 from trtspec.checkpoint.target_tensors import coverage_problems, tensor_problems
 from trtspec.checkpoint.tokenizer_problems import tokenizer_problems
-from trtspec.errors import Problem, Severity, TrtspecError, UsageError
+from trtspec.errors import Problem, Severity, TrtspecError, UsageError, errors_in, has_errors
 from trtspec.formats import WeightFormat
 from trtspec.specs import ModelSpec
 
@@ -49,7 +49,7 @@ def read_target(path: Path | str | Checkpoint) -> ReadTarget:
     try:
         spec = target_spec(checkpoint)
     except TrtspecError:
-        errors = [problem for problem in scheme if problem.severity == "error"]
+        errors = errors_in(scheme)
         if errors:  # says which word of the scheme it is
             first = refusal(checkpoint.path, errors)
             raise TrtspecError(first.message, errors[0].remedy, first.code) from None
@@ -71,14 +71,14 @@ def read_target(path: Path | str | Checkpoint) -> ReadTarget:
 def require_target(path: Path | str | Checkpoint) -> ReadTarget:
     """A target without errors; raises TrtspecError with the code of the first one."""
     target = read_target(path)
-    if any(problem.severity == "error" for problem in target.problems):
+    if has_errors(target.problems):
         raise refusal(target.checkpoint.path, target.problems)
     return target
 
 
 def refusal(path: Path, problems: list[Problem]) -> TrtspecError:
     """The first error, and how to see the others."""
-    errors = [problem for problem in problems if problem.severity == "error"]
+    errors = errors_in(problems)
     first, others = errors[0], errors[1 : 1 + SHOWN]
     named = ", ".join(f"{problem.code} {problem.where}" for problem in others)
     more = f" (and {len(errors) - 1} more: {named})" if others else ""

@@ -219,7 +219,7 @@ def vision_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
 
 
 LAYER_NUMBER, EXPERT_NUMBER = re.compile(r"\.layers\.\d+\."), re.compile(r"\.experts\.\d+\.")
-SCALES = (*SIDE_PARTS, "k_scale", "v_scale")
+SCALES = (*SIDE_PARTS, *KV_SCALES)
 
 
 def logical_parameters(info: TensorInfo) -> int:

@@ -17,7 +17,7 @@ from trtspec.checkpoint.tokenizer import (
     read_ranks,
 )
 from trtspec.data_files import DATA
-from trtspec.errors import Problem, Severity, TrtspecError
+from trtspec.errors import Problem, Severity, TrtspecError, errors_in
 
 TOKENIZER, IDS = "TS-TARGET-TOKENIZER", "TS-TARGET-TOKEN-IDS"
 CONFIG, FAST, ADDED = "tokenizer_config.json", "tokenizer.json", "added_tokens.json"
@@ -183,6 +183,5 @@ def require_tokenizer(path: Path) -> None:
     text = config.get("text_config") or config
     if not isinstance(text.get("vocab_size"), int):
         return
-    for problem in tokenizer_problems(path, config, text["vocab_size"]):
-        if problem.severity == "error":
-            raise TrtspecError(f"{problem.where}: {problem.message}", problem.remedy, problem.code)
+    for problem in errors_in(tokenizer_problems(path, config, text["vocab_size"])):
+        raise TrtspecError(f"{problem.where}: {problem.message}", problem.remedy, problem.code)

@@ -177,7 +177,7 @@ def vocabulary_values(
         np.flatnonzero(read_values(checkpoint, tensors["t2d"])), targets
     ):
         problems.append(finding("TS-HEAD-T2D-VALUES", "t2d"))
-    if spec.draft_vocab_size != spec.vocab_size and "lm_head.weight" in tensors:
+    if spec.is_pruned and "lm_head.weight" in tensors:
         problems += _rows_by_offset(checkpoint, tensors["lm_head.weight"], offsets)
     return problems
 

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from importlib import import_module
+from itertools import takewhile
 from typing import Annotated, Any
 
 import typer
@@ -257,7 +258,7 @@ def _answer(error: TrtspecError) -> None:
 
 
 def _wants_json(words: list[str]) -> bool:
-    own = words[: words.index("--")] if "--" in words else words
+    own = list(takewhile("--".__ne__, words))
     command = next((word for word in own if not word.startswith("-")), "")
     value = os.environ.get(variable(command.replace("_", "-"), "--json"), "")
     return "--json" in own or value.lower() in ("1", "true", "t", "yes", "y", "on")

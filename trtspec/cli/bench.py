@@ -23,6 +23,7 @@ from trtspec.errors import (
     Interrupted,
     TrtspecError,
     UsageError,
+    errors_in,
     has_errors,
     listed,
     termination_as_interrupt,
@@ -195,7 +196,7 @@ def bench(options: BenchOptions) -> report.Result:
         except UsageError as error:
             failure = error  # what was measured is written and shown before
     if failure is None and has_errors(results.problems):
-        wrong = listed(p.code for p in results.problems if p.severity == "error")
+        wrong = listed(problem.code for problem in errors_in(results.problems))
         failure = CheckFailed(
             f"the measurement is not valid: {wrong}, see above", "fix them and run bench again"
         )

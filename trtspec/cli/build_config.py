@@ -116,7 +116,7 @@ def build_config(options: BuildConfigOptions) -> Result:
 
 def _vllm(options: BuildConfigOptions) -> Result:
     """vLLM's configuration for the pair; refused where the checks of `trtspec serve --backend vllm` find an error."""
-    from trtspec.errors import CheckFailed, UsageError
+    from trtspec.errors import CheckFailed, UsageError, errors_in
     from trtspec.launch.options import ServeOptions
     from trtspec.report import problem_lines
     from trtspec.trtllm.intent import COMMAND
@@ -129,11 +129,7 @@ def _vllm(options: BuildConfigOptions) -> Result:
         max_batch_size=options.max_batch_size, max_num_tokens=options.max_num_tokens, max_seq_len=options.max_seq_len,
         draft_len=options.draft_len if options.head else None, trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
-    problems = [
-        problem
-        for problem in plan_vllm(served, launching=False).problems
-        if problem.severity == "error"
-    ]
+    problems = errors_in(plan_vllm(served, launching=False).problems)
     if problems:
         raise CheckFailed("vLLM cannot serve this:\n" + "\n".join(problem_lines(problems)))
     text = vllm_file(served, f"# vLLM: {COMMAND} {shlex.join(words(fill(Intent, options)))}")

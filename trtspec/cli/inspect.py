@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from trtspec.cli.options import directory_of
-from trtspec.errors import CheckFailed, Problem, UsageError
+from trtspec.errors import CheckFailed, Problem, UsageError, errors_in
 from trtspec.records import JsonOption, Mode, Modes, argument, checked, option
 from trtspec.report import Result, Table, value_table
 
@@ -89,12 +89,13 @@ def inspect(options: InspectOptions) -> Result:
             result = compare_derived(
                 report.kind, directory_of(resolved), directory_of(other), options.sample
             )
-            values["comparison"] = result.to_dict()
+            compared = asdict(result).items()
+            values["comparison"] = {name: value for name, value in compared if name != "problems"}
             problems += result.problems
         else:
             remedy = "turn them around: inspect HEAD --against TARGET"
             raise UsageError(f"{resolved.name} is a target and {other.name} a head", remedy)
-    errors = sum(problem.severity == "error" for problem in problems)
+    errors = len(errors_in(problems))
     message = f"{options.path} has {errors} error{'s' * (errors != 1)}"
     wrong = CheckFailed(message, "follow the remedy of each above") if errors else None
     clean = [] if problems else ["no problems found"]
@@ -146,9 +147,7 @@ def compare_pair(
     if report.spec is None:
         return values, problems
     target = other.target_spec()
-    checkpoint = (
-        Checkpoint.open(resolved.path) if report.source == "files" and resolved.path else None
-    )
+    checkpoint = Checkpoint.open(resolved.weights) if resolved.weights else None
     head = read_head(checkpoint)[0] if checkpoint is not None else resolved.head_spec()
     more = pairing.pair_problems(head, target, head_id=resolved.name, target_id=other.name)
     more = [replace(one, severity="error") if one.code == pairing.SHIFTED else one for one in more]
@@ -157,8 +156,8 @@ def compare_pair(
     if checkpoint is not None:
         more += pairing.yarn_problems(head, target)
         own = canonical_names(checkpoint.tensors).get("embed_tokens.weight")
-        if own and other.path and any(other.path.glob("*.safetensors")):
-            more += embedding_problems(checkpoint, own, Checkpoint.open(other.path), target)
+        if own and other.weights:
+            more += embedding_problems(checkpoint, own, Checkpoint.open(other.weights), target)
     sizes = pairing.tensor_parallel_sizes(head)
     return values | {"tensor_parallel_sizes": sizes}, pairing.reported_once(problems + more)
 

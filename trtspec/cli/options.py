@@ -144,7 +144,7 @@ def directory_of(checkpoint: str | Resolved) -> Path:
     from trtspec.checkpoint.hub import resolve
 
     found = resolve(checkpoint) if isinstance(checkpoint, str) else checkpoint
-    if found.path is None or (found.hub_id and not any(found.path.glob("*.safetensors"))):
+    if found.path is None or (found.hub_id and found.weights is None):
         raise UsageError(f"the weights of {found.name} are not on this machine", found.fetch)
     return found.path
 

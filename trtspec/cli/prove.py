@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -161,7 +162,7 @@ def _setup(options: ProveOptions) -> ProveSetup:
 def _refuse_own_options(words: tuple[str, ...]) -> None:
     """Raises UsageError for the first of a user's words for `serve` that would change what is proved. What follows a
     `--` among them is the engine's."""
-    for word in words[: words.index("--")] if "--" in words else words:
+    for word in takewhile("--".__ne__, words):
         flag = word.partition("=")[0]
         if flag in OWN_OPTIONS:
             remedy = "leave it out; a proof sets head, draft length, GPUs and address of its servers by its own options"

@@ -240,7 +240,7 @@ def like_initial(command: TrainCommand, chosen: set[str]) -> TrainCommand:
     from trtspec.checkpoint.hub import load_head
 
     head = load_head(str(command.init)).spec
-    pruned = head.draft_vocab_size != head.vocab_size
+    pruned = head.is_pruned
     theirs: dict[str, Any] = {
         "attention": head.attention,
         "eagle": head.eagle,

@@ -110,18 +110,19 @@ def prompt_of(conversation: Conversation) -> Prompt:
 def _turns(conversation: Conversation) -> Iterator[list[dict[str, Any]]]:
     """The user's side of a conversation, cut into what precedes each answer."""
     pending: list[dict[str, Any]] = []
+    asked = False  # whether `pending` ends in what an answer follows
     for message in conversation.messages:
         message = {key: value for key, value in message.items() if key != "reasoning_content"}
         answered = message["role"] == "assistant" and not message.get("tool_calls")
-        if answered and pending and pending[-1]["role"] in ("user", "tool"):
+        # in a source without answers, each question gets one
+        if asked and (answered or message["role"] == "user"):
             yield pending
             pending = []
-        elif not answered and (message["role"] != "system" or message["content"]):
-            if message["role"] == "user" and pending and pending[-1]["role"] in ("user", "tool"):
-                yield pending  # a source without answers: each question gets one
-                pending = []
+            asked = False
+        if not answered and (message["role"] != "system" or message["content"]):
             pending.append(message)
-    if pending and pending[-1]["role"] in ("user", "tool"):
+            asked = message["role"] in ("user", "tool")
+    if asked:
         yield pending
 
 

@@ -18,10 +18,16 @@ from typing import Any
 
 from packaging.version import Version
 
-from trtspec import machine
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.hub import Resolved, is_online
-from trtspec.errors import CheckFailed, MissingDependency, Problem, TrtspecError, has_errors
+from trtspec.errors import (
+    CheckFailed,
+    MissingDependency,
+    Problem,
+    TrtspecError,
+    errors_in,
+    has_errors,
+)
 from trtspec.launch.server import ServerLaunch
 from trtspec.report import announce, problem_lines, write_stderr
 
@@ -206,9 +212,7 @@ def check_files(resolved: Resolved) -> Iterator[Problem]:
     if resolved.path is not None:
         try:
             if resolved.kind == "target":
-                yield from (
-                    one for one in read_target(resolved.path).problems if one.severity == "error"
-                )
+                yield from errors_in(read_target(resolved.path).problems)
             else:
                 Checkpoint.open(resolved.path)
         except TrtspecError as error:
@@ -234,7 +238,7 @@ def remote_code_problem(model: Resolved) -> Problem:
 
 
 def check_shared_memory(place: Path) -> Iterator[Problem]:
-    if place.is_dir() and (total := machine.disk_size(place)) < SHARED_MEMORY_RECIPE:
+    if place.is_dir() and (total := shutil.disk_usage(place).total) < SHARED_MEMORY_RECIPE:
         message = f"{place} has {total / GIB:.1f} GiB; a load can die with a bus error (published recipes give it "
         message += f"{SHARED_MEMORY_RECIPE // GIB} GiB, the engine's guide for Kimi-K2-Thinking about 640 GB)"
         remedy = "docker: --ipc=host or --shm-size; Kubernetes: an emptyDir of medium Memory"

@@ -91,7 +91,7 @@ class Eagle3Head(nn.Module):
             self.input_norm = RMSNorm(captured, spec.rms_norm_eps)
         self.input_layernorm = RMSNorm(hidden, spec.rms_norm_eps)
         self.hidden_norm = RMSNorm(hidden, spec.rms_norm_eps)
-        self.mla = spec.attention == "mla"
+        self.mla = spec.is_mla
         if (
             self.mla
         ):  # TensorRT-LLM and vLLM give a head's latent norms the config's eps, not the class's

@@ -13,7 +13,7 @@ from trtspec.checkpoint.heads.problems import uncomputed
 from trtspec.checkpoint.heads.read import read_head
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.values import compare_embeddings, embedding_rows, head_value_problems
-from trtspec.errors import Problem, TrtspecError
+from trtspec.errors import Problem, TrtspecError, errors_in
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.layers import Linear
@@ -40,10 +40,7 @@ def open_head(path: Path | str, target: ModelSpec) -> tuple[Checkpoint, HeadSpec
     """A head that can draft for `target`, unread. Raises as `load_head` does, except for its embedding."""
     checkpoint = Checkpoint.open(Path(path))
     spec, found = read_head(checkpoint)
-    found = [
-        problem for problem in found + pair_problems(spec, target) if problem.severity == "error"
-    ]
-    found += uncomputed(checkpoint.config)
+    found = errors_in(found + pair_problems(spec, target)) + uncomputed(checkpoint.config)
     _refuse(path, found or head_value_problems(checkpoint, checkpoint.tensors))
     return checkpoint, spec
 
@@ -67,7 +64,7 @@ def _embedding(checkpoint: Checkpoint, target: KimiModel) -> list[Problem]:
         ours, theirs = (
             weight[rows].double().numpy() for weight in (own, target.embed.weight.detach().cpu())
         )
-    return [problem for problem in compare_embeddings(ours, theirs) if problem.severity == "error"]
+    return errors_in(compare_embeddings(ours, theirs))
 
 
 def assemble(
@@ -107,7 +104,7 @@ def assemble(
     if "embed_tokens.weight" in tensors:
         own = tensors["embed_tokens.weight"].to(device=device, dtype=dtype)
         head.embed = nn.Embedding.from_pretrained(own)
-    if "d2t" in tensors and spec.draft_vocab_size != spec.vocab_size:
+    if "d2t" in tensors and spec.is_pruned:
         # an offset in every Eagle3 format: target id = draft id + d2t[draft id]
         offsets = tensors["d2t"].long().to(device)
         head.target_ids = offsets + torch.arange(len(offsets), device=device)
@@ -126,7 +123,7 @@ def layout(spec: HeadSpec) -> dict[str, tuple[str, ...]]:
         "post_attention_layernorm",
         "mlp.down_proj",
     ]
-    if spec.attention == "mla":
+    if spec.is_mla:
         fused = {"self_attn.qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa")}
         plain += [
             f"self_attn.{name}"

@@ -91,7 +91,7 @@ def inverse_frequencies(rope: RopeSpec, dim: int) -> Tensor:
     """Rotary inverse frequencies, float32 [dim/2]; with YaRN low frequencies are stretched by `factor`."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     plain = 1.0 / (rope.theta**exponents)
-    if rope.rope_type == "default":
+    if not rope.is_yarn:
         return plain
 
     def correction_dim(rotations: float) -> float:
@@ -112,7 +112,7 @@ def rope_tables(rope: RopeSpec, dim: int, max_len: int, interleaved: bool) -> tu
     """cos and sin tables, float32 [max_len, dim], laid out for `apply_rope`: the sine carries the rotation's sign."""
     angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inverse_frequencies(rope, dim))
     gain = 1.0
-    if rope.rope_type == "yarn":
+    if rope.is_yarn:
         gain = yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
     cos, sin = angles.cos() * gain, angles.sin() * gain
     if interleaved:
@@ -173,7 +173,7 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(heads * self.v_head_dim, spec.hidden_size)
         self.folded: tuple[Tensor, Tensor] | None = None  # set by `fold`
         self.scale = (self.nope + self.rope_dim) ** -0.5
-        if rope.rope_type == "yarn" and rope.mscale_all_dim:
+        if rope.is_yarn and rope.mscale_all_dim:
             self.scale *= yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
 
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:

@@ -64,15 +64,8 @@ class PackedWeight:
 
     def product(self, x: Tensor) -> Tensor:
         """x float32 or bfloat16 [..., in] -> [..., out] of x's type."""
-        if x.dtype == torch.float32:
-            return torch.ops.quantized.linear_dynamic_fp16.default(x, self.packed).mul_(
-                self.unscale
-            )
-        return (
-            torch.ops.quantized.linear_dynamic_fp16.default(x.float(), self.packed)
-            .mul_(self.unscale)
-            .to(x.dtype)
-        )
+        product = torch.ops.quantized.linear_dynamic_fp16.default(x.float(), self.packed)
+        return product.mul_(self.unscale).to(x.dtype)
 
 
 def pack(weight: Tensor) -> PackedWeight | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtspec.checkpoint.heads.pairing import pair_problems
-from trtspec.errors import Problem
+from trtspec.errors import Problem, errors_in
 from trtspec.planning.layout import Layout, refusals
 from trtspec.planning.points import (
     EXTRAPOLATED,
@@ -181,7 +181,7 @@ def route_refusals(layout: Layout, setting: Setting) -> list[Problem]:
     """Why TensorRT-LLM would not run such a server: the target, the GPU, the layout, or a head of another target."""
     model, head = setting.model, setting.head
     pair = pair_problems(head, model, tp_size=layout.attention_tp) if head is not None else []
-    return [problem for problem in pair if problem.severity == "error"] + refusals(
+    return errors_in(pair) + refusals(
         model,
         gpu=setting.gpu,
         tp_size=layout.gpus,

@@ -108,7 +108,7 @@ def kv_elements_per_token(model: ModelSpec, head: HeadSpec | None, layout: Layou
     if head is None:
         return model.kv_elements_per_token
     own: float = head.kv_elements_per_token
-    if head.attention == "mha":
+    if not head.is_mla:
         own /= min(layout.attention_tp, head.num_key_value_heads)
     return model.kv_elements_per_token + own
 

@@ -115,7 +115,7 @@ class StepModel:
         """Microseconds. MLA: the target's module plus its down-projection once more, as its input is twice as wide.
         MHA: the products of its own widths, and the cache at the bandwidth that kernels reach."""
         ranks, kernels = self.layout.attention_tp, self.kernels
-        if head.attention == "mla":
+        if head.is_mla:
             once_more = kernels.from_hidden(
                 tokens, head.q_lora_rank + head.kv_lora_rank + head.qk_rope_head_dim
             )
@@ -195,16 +195,19 @@ class Kernels:
     routing: str = ROUTING
 
     @property
+    def experts(self) -> dict[str, Any]:
+        """What was measured of the MoE kernel, by routing, and its `source`."""
+        found: dict[str, Any] = self.tables["moe"][self.format][self.moe_kernel]
+        return found
+
+    @property
     def sources(self) -> list[str]:
-        return [
-            self.tables["source"],
-            f"MoE: {self.tables['moe'][self.format][self.moe_kernel]['source']}",
-        ]
+        return [self.tables["source"], f"MoE: {self.experts['source']}"]
 
     def has(self, moe_layout: str, attention_ranks: int, ranks: int) -> bool:
         """Whether all kernels of such a layout were measured. Links of another GPU count for an all-reduce, but not for
         the exchange of tokens with attention DP, which between trays takes other kernels."""
-        moe = self.tables["moe"][self.format][self.moe_kernel][self.routing]
+        moe = self.experts[self.routing]
         attention = f"tp{attention_ranks}" in self.tables["mla_decode"]
         own = self.tables["allreduce"].row(ranks)
         collective = own if attention_ranks < ranks else allreduce_row(self.tables, ranks)
@@ -212,9 +215,7 @@ class Kernels:
 
     def moe(self, layout: str, tokens: int) -> float:
         """The routed experts of one layer on one rank, for `tokens` tokens of the whole group."""
-        return interpolate(
-            self.tables["moe"][self.format][self.moe_kernel][self.routing][layout], tokens
-        )
+        return interpolate(self.experts[self.routing][layout], tokens)
 
     def attention(
         self, ranks: int, sequences: int, tokens: int, context: int, cache_bytes: int = 1

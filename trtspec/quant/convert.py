@@ -254,21 +254,19 @@ def _amax(weight: Weight, rows: Rows, packer: Packer) -> float:
     return amax
 
 
+CLASSES = {
+    ".mlp.experts.": "routed experts ",
+    ".mlp.shared_experts.": "shared experts ",
+    ".mlp.": "dense MLP ",
+    ".self_attn.": "attention ",
+}
+
+
 def weight_class(name: str) -> str:
     """The kind of linear, for figures by class: `routed experts down_proj`, `shared experts up_proj`, `dense ...`."""
     module = name.removesuffix(".weight")
-    leaf = module.rpartition(".")[2]
-    if ".mlp.experts." in module:
-        return f"routed experts {leaf}"
-    if ".mlp.shared_experts." in module:
-        return f"shared experts {leaf}"
-    return (
-        f"dense MLP {leaf}"
-        if ".mlp." in module
-        else f"attention {leaf}"
-        if ".self_attn." in module
-        else leaf
-    )
+    title = next((title for part, title in CLASSES.items() if part in module), "")
+    return title + module.rpartition(".")[2]
 
 
 def _pack(

@@ -6,9 +6,8 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -52,10 +51,6 @@ class CheckpointComparison:
     zero_blocks: int
     repacked_alike: int
     problems: list[Problem] = field(repr=False)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The key `comparison` of the JSON contract, which has the problems elsewhere."""
-        return {name: value for name, value in asdict(self).items() if name != "problems"}
 
 
 def compare(out: Path, src: Path, sample: int = 64) -> CheckpointComparison:

@@ -337,9 +337,7 @@ def _facts(
         "other_layers": intent.head is not None and sorted(layers) != sorted(default),
         "greedy": schema.sampling_key is not None,
         "wide": intent.tp_size > WIDE,
-        "trays": intent.nodes > 1
-        and intent.gpu is not None
-        and gpu_spec(intent.gpu).nvlink_joins_nodes,
+        "trays": intent.nvlink_joins_nodes,
         "fp4": target.quant.format.is_fp4,
         "cutedsl": all(schema.behaviours["cutedsl_experts"]),
         "blind": bool(reuse_blinds_draft(schema)),

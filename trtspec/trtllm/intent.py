@@ -222,6 +222,11 @@ class Intent:
         return self.tp_size // self.nodes
 
     @property
+    def nvlink_joins_nodes(self) -> bool:
+        """Whether NVLink joins the nodes of the server; a cluster must then know that they belong together."""
+        return self.nodes > 1 and self.gpu is not None and gpu_spec(self.gpu).nvlink_joins_nodes
+
+    @property
     def attention_dp(self) -> bool:
         if self.spread_attention is not None:
             return self.spread_attention

@@ -20,7 +20,6 @@ from packaging.version import Version
 from trtspec.checkpoint.hub import engine_path, load_head, load_target
 from trtspec.errors import Problem, UsageError
 from trtspec.planning.memory import checkpoint_bytes, head_parameters
-from trtspec.specs import gpu_spec
 from trtspec.trtllm.build import EngineConfig
 from trtspec.trtllm.deployment import dynamo_options, dynamo_releases
 from trtspec.trtllm.intent import CACHES, WEIGHTS, Intent, Role
@@ -67,7 +66,7 @@ def helm_values(*configs: EngineConfig, quantize_from: str | None = None) -> str
         values |= _quantize(quantize_from, size)
     if intent.gpu:
         values["gpuProduct"] = intent.gpu.upper()
-    if any(_joined(config.intent) for config in configs):
+    if any(config.intent.nvlink_joins_nodes for config in configs):
         values["computeDomain"] = {"enabled": True}
     if intent.role is None:
         values |= _server(configs[0])
@@ -124,7 +123,8 @@ def dynamo(configs: list[EngineConfig], image: str | None = None) -> str:
     for config in configs:
         part = PARTS[config.intent.role]
         services[part] = _worker(config, f"{name}-engine", image, f"{name}-{part}")
-        domains += [_compute_domain(f"{name}-{part}")] if _joined(config.intent) else []
+        if config.intent.nvlink_joins_nodes:
+            domains.append(_compute_domain(f"{name}-{part}"))
     engines = {f"{PARTS[config.intent.role]}.yaml": _Text(config.text) for config in configs}
     objects = [
         _object("v1", "ConfigMap", f"{name}-engine", {"data": engines}),
@@ -186,11 +186,6 @@ def _object(version: str, kind: str, name: str, rest: dict[str, Any]) -> dict[st
     return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, **rest}
 
 
-def _joined(intent: Intent) -> bool:
-    """Whether NVLink joins the nodes of one server; the cluster must then know that they belong together."""
-    return intent.nodes > 1 and intent.gpu is not None and gpu_spec(intent.gpu).nvlink_joins_nodes
-
-
 def _template(name: str) -> dict[str, Any]:
     template: dict[str, Any] = copy.deepcopy(read_beside("dynamo.yaml")[name])
     return template
@@ -217,7 +212,7 @@ def _worker(config: EngineConfig, config_map: str, image: str, name: str) -> dic
         service["subComponentType"] = part
     if intent.nodes > 1:
         service["multinode"] = {"nodeCount": intent.nodes}
-    if _joined(intent):
+    if intent.nvlink_joins_nodes:
         pod["resourceClaims"] = [{"name": CHANNEL, "resourceClaimTemplateName": f"{name}-channel"}]
         service["resources"]["claims"] = [{"name": CHANNEL}]
     return service

@@ -24,7 +24,7 @@ from trtspec.bench.check.prompts import (
     repeated,
     request_of,
 )
-from trtspec.bench.check.rows import CERTAIN, PROBES, faulty, is_greedy, is_sampled, speculates
+from trtspec.bench.check.rows import CERTAIN, PROBES, form_looks, is_greedy, is_sampled, speculates
 from trtspec.checkpoint.chat_parser import END_OF_TURN
 from trtspec.checkpoint.writer import Journal
 from trtspec.client.client import RAW, RequestFailed, complete, finite
@@ -164,7 +164,8 @@ async def score_answers(
         if one.kind == "sampled"
     ]
     own = await asker.all([*texts, *other[::2]])
-    faults = faulty(got)
+    # the requests whose faults count unless the plain server shows them too
+    faults = {look.name for look in form_looks(got, got) if look.fault}
     again = [request_of(one) for one in got if one.name in faults or one.kind in ASKED_AGAIN]
     own += await asker.all(one for one in again if one not in texts)
     both = [*got, *own]

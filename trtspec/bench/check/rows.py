@@ -91,7 +91,7 @@ def judge(
     # a refusal counts where the plain server honours the request
     unknown = [] if plain else [one for one in got if one.refused]
     excused = {
-        (look.probe, look.name) for look in _form_looks([*theirs, *unknown], known) if look.fault
+        (look.probe, look.name) for look in form_looks([*theirs, *unknown], known) if look.fault
     }
     skipped = not_asked(got)
     return [_row(name, looks, why, excused, skipped) for name, (looks, why) in looks.items()]
@@ -130,12 +130,7 @@ def not_asked(got: Sequence[Exchange]) -> dict[str, str]:
     return skipped | {one.kind: one.error or "" for one in got if one.run == "withheld"}
 
 
-def faulty(got: Sequence[Exchange]) -> set[Name]:
-    """The requests whose faults count unless the plain server shows them too."""
-    return {look.name for look in _form_looks(got, got) if look.fault}
-
-
-def _form_looks(exchanges: Sequence[Exchange], known: Sequence[Exchange]) -> list[Look]:
+def form_looks(exchanges: Sequence[Exchange], known: Sequence[Exchange]) -> list[Look]:
     """Looks at what needs no other server."""
     return [
         *answers(exchanges),

@@ -144,9 +144,7 @@ def _speculators_config(
 def rope_scaling(rope: RopeSpec) -> dict[str, Any]:
     """The rope as a config dict with both spellings of the type, because readers differ in which one they look at."""
     names = (
-        ("factor", "original_max_position_embeddings", *YARN_NUMBERS[1:])
-        if rope.rope_type == "yarn"
-        else ()
+        ("factor", "original_max_position_embeddings", *YARN_NUMBERS[1:]) if rope.is_yarn else ()
     )
     found = {"rope_type": rope.rope_type, "type": rope.rope_type, "rope_theta": rope.theta}
     return found | {name: getattr(rope, name) for name in names}
@@ -154,14 +152,14 @@ def rope_scaling(rope: RopeSpec) -> dict[str, Any]:
 
 def architecture_config(spec: HeadSpec) -> dict[str, Any]:
     """The layer's dimensions under the names that ModelOpt, transformers and the servers share."""
-    latent = spec.attention == "mla"
+    latent = spec.is_mla
     sizes = {name: getattr(spec, name) for name in (*SIZES, *(LATENT if latent else ("head_dim",)))}
     return sizes | LAYER | ({"first_k_dense_replace": 1} if latent else {})
 
 
 def class_config(spec: HeadSpec) -> dict[str, Any]:
     """The names by which every project but SafeAILab and speculators knows a head of this attention."""
-    mla = spec.attention == "mla"
+    mla = spec.is_mla
     return {
         "architectures": ["Eagle3DeepseekV2ForCausalLM" if mla else "LlamaForCausalLMEagle3"],
         "model_type": "kimi_k2" if mla else "llama",
@@ -171,6 +169,7 @@ def class_config(spec: HeadSpec) -> dict[str, Any]:
 def rope_config(rope: RopeSpec) -> dict[str, Any]:
     """Rope in each place that some reader looks at."""
     found = rope_scaling(rope)
-    plain = rope.rope_type == "default"
-    scaling = None if plain else {key: value for key, value in found.items() if key != "rope_theta"}
+    scaling: dict[str, Any] | None = None
+    if rope.is_yarn:
+        scaling = {key: value for key, value in found.items() if key != "rope_theta"}
     return {"rope_theta": rope.theta, "rope_scaling": scaling, "rope_parameters": found}

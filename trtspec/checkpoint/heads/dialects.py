@@ -43,11 +43,7 @@ class HeadEngine:
 
     def cannot_load(self, spec: HeadSpec) -> str:
         """Why this engine fails on such a head, whatever its layout; "" where it does not."""
-        return (
-            self.pruned_mla
-            if spec.attention == "mla" and spec.draft_vocab_size != spec.vocab_size
-            else ""
-        )
+        return self.pruned_mla if spec.is_mla and spec.is_pruned else ""
 
     def start(self, head: str, target: str, capture: list[int] | None) -> str:
         """The shell command that serves a pair. `capture`: the layer outputs that TensorRT-LLM needs in its

@@ -66,9 +66,9 @@ def learned_problems(head: Resolved, target: Resolved) -> list[Problem]:
     source = record.get("source")
     if not isinstance(source, dict) or not isinstance(source.get("target_samples"), list):
         return []
-    if target.path is None or not any(target.path.glob("*.safetensors")):
+    if target.weights is None:
         return []
-    here = target_record(target.path)
+    here = target_record(target.weights)
     if any(sample in source["target_samples"] for sample in here["target_samples"]):
         return []
     name, commit = source.get("target"), source.get("commit")
@@ -122,7 +122,7 @@ def yarn_problems(head: HeadSpec, target: ModelSpec) -> list[Problem]:
         {name: getattr(rope, name) for name in names} for rope in (head.rope, target.rope)
     )
     other = [name for name in names if ours[name] != theirs[name]]
-    if head.attention != "mla" or not other:
+    if not head.is_mla or not other:
         return []
     values = ", ".join(f"{name} {ours[name]} against {theirs[name]}" for name in other)
     message = f"the head's rope scaling is not the target's: {values}"
@@ -162,7 +162,7 @@ def _shapes(head: HeadSpec, target: ModelSpec) -> Iterator[Problem]:
         target.hidden_size,
     ):
         yield finding("TS-PAIR-LM-HEAD", "lm_head.weight")
-    if head.attention == "mha":
+    if not head.is_mla:
         yield finding("TS-PAIR-MHA-CACHE", "attention", "info")
 
 
@@ -203,7 +203,7 @@ def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
 
 
 def _rope(head: HeadSpec, target: ModelSpec) -> Iterator[Problem]:
-    if head.attention == "mla" and head.rope.theta != target.rope.theta:
+    if head.is_mla and head.rope.theta != target.rope.theta:
         message = (
             f"rope_theta is {head.rope.theta:g} in the head and {target.rope.theta:g} in the target"
         )

@@ -129,7 +129,7 @@ def _stated(
 ) -> Iterator[Problem]:
     """Keys of config.json that engines obey and that the tensors contradict. Converting rewrites them."""
     found = {**(config.get("eagle_config") or {}), **flat_config(config)}
-    pruned, dtype = spec.draft_vocab_size != spec.vocab_size, DTYPES.get(tensors["fc.weight"].dtype)
+    pruned, dtype = spec.is_pruned, DTYPES.get(tensors["fc.weight"].dtype)
     dtype_key = "dtype" if "dtype" in found and "torch_dtype" not in found else "torch_dtype"
 
     def wrong(key: str, wanted: Any, effect: str, severity: Severity = "error") -> Problem:
@@ -183,7 +183,7 @@ def _stated(
 
 def _names_class(value: Any, spec: HeadSpec) -> bool:
     """Whether `architectures` or `model_type` is a name by which engines know a head of this attention."""
-    text, other = str(value).lower(), "mha" if spec.attention == "mla" else "mla"
+    text, other = str(value).lower(), "mha" if spec.is_mla else "mla"
     return any(word in text for word in KNOWN_WORDS) and not any(
         word in text for word in CLASS_WORDS[other]
     )
@@ -279,7 +279,7 @@ def uncomputed(config: dict[str, Any]) -> list[Problem]:
 
 
 def _vocabulary(spec: HeadSpec) -> Iterator[Problem]:
-    pruned = spec.draft_vocab_size != spec.vocab_size
+    pruned = spec.is_pruned
     if pruned and not spec.has_d2t:
         yield finding("TS-HEAD-D2T-MISSING", "d2t")
     if pruned and not spec.has_lm_head:
@@ -299,7 +299,7 @@ def unloadable(spec: HeadSpec) -> Iterator[Problem]:
 
 def _rope(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
     flat, rope = flat_config(config), spec.rope
-    dialect, yarn = DIALECTS[spec.dialect], rope.rope_type == "yarn"
+    dialect, yarn = DIALECTS[spec.dialect], rope.is_yarn
     injected = dialect.injected_rope
     if yarn and injected and injected[1:] == (rope.factor, rope.original_max_position_embeddings):
         yield finding("TS-HEAD-ROPE-INJECTED", "config.json:rope_scaling", "warning")
@@ -316,14 +316,14 @@ def _rope(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
             f"{DEFAULT_THETA:g}"
         )
         yield finding("TS-HEAD-ROPE-THETA", "config.json", remedy=remedy)
-    if spec.attention == "mla" and not yarn and not twice:
+    if spec.is_mla and not yarn and not twice:
         yield finding("TS-HEAD-ROPE-MLA", "config.json:rope_scaling")
     scaling = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
     unscaled = yarn and not (scaling.get("mscale") and scaling.get("mscale_all_dim"))
-    if spec.attention == "mha" and unscaled and not injected:
+    if not spec.is_mla and unscaled and not injected:
         yield finding("TS-HEAD-ROPE-MSCALE", "config.json:rope_scaling", "warning")
     if (
-        spec.attention == "mla"
+        spec.is_mla
         and yarn
         and dialect.fixed_rope_base
         and rope.theta != dialect.fixed_rope_base[1]

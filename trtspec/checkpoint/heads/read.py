@@ -222,10 +222,6 @@ class HeadComparison:
     absent: list[str]
     problems: list[Problem] = field(repr=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The key `comparison` of the JSON contract, which has the problems elsewhere."""
-        return {name: value for name, value in vars(self).items() if name != "problems"}
-
 
 def compare_heads(derived: Checkpoint, source: Checkpoint) -> HeadComparison:
     """Compares every tensor that both hold byte by byte, and every field of the two records."""

@@ -94,7 +94,7 @@ def expected_shapes(spec: HeadSpec) -> Shapes:
 
 def _attention_shapes(spec: HeadSpec) -> Shapes:
     hidden, heads = spec.hidden_size, spec.num_attention_heads
-    if spec.attention == "mha":
+    if not spec.is_mla:
         queries, keys = heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
         return {
             "q_proj": (queries, 2 * hidden), "k_proj": (keys, 2 * hidden), "v_proj": (keys, 2 * hidden),

@@ -24,7 +24,7 @@ from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.output import HEAD_FILES, OutputDirectory, carried_names, carry_files
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.values import embedding_problems, head_value_problems
-from trtspec.errors import CheckFailed, Problem, UsageError, has_errors
+from trtspec.errors import CheckFailed, Problem, UsageError, errors_in, has_errors
 from trtspec.heads.card import conversion_card, serving_commands
 from trtspec.heads.convert.tensors import (
     EMBED,
@@ -176,9 +176,7 @@ def _plan(
     if spec.aux_layers is None and model is not None and spec.num_aux == 3:
         spec = replace(spec, aux_layers=model.default_aux_layers)
     if model is not None:
-        problems += [
-            problem for problem in pair_problems(spec, model) if problem.severity == "error"
-        ]
+        problems += errors_in(pair_problems(spec, model))
     lender = _lender(target, model)
     entries, about_tensors = plan_tensors(checkpoint, spec, dialect, lender, options.embed_tokens)
     if not has_errors(problems):
@@ -192,7 +190,7 @@ def _plan(
         own = entries.get(EMBED)
         if own and own.info and own.checkpoint is checkpoint and lender:
             against = embedding_problems(checkpoint, own.info, lender.checkpoint, lender.spec)
-            problems += [problem for problem in against if problem.severity == "error"]
+            problems += errors_in(against)
     problems += refusals(spec, dialect, model)
     config: dict[str, Any] = {}
     if not has_errors(problems):
@@ -246,14 +244,9 @@ def _left(
 
 
 def _lender(target: Resolved | None, model: ModelSpec | None) -> Lender | None:
-    if (
-        target is None
-        or model is None
-        or target.path is None
-        or not any(target.path.glob("*.safetensors"))
-    ):
+    if target is None or model is None or target.weights is None:
         return None
-    return Lender(require_target(target.path).checkpoint, model)
+    return Lender(require_target(target.weights).checkpoint, model)
 
 
 # problems of the source that conversion itself fixes, and those that only matter to some destinations
@@ -280,14 +273,14 @@ LIMITS = {name: Limit(**row) for name, row in DIALECT_TABLE["features"].items()}
 def features(spec: HeadSpec) -> list[str]:
     """What a dialect must be able to express for this head."""
     mla, yarn, layers = (
-        spec.attention == "mla",
-        spec.rope.rope_type == "yarn",
+        spec.is_mla,
+        spec.rope.is_yarn,
         spec.aux_layers or (),
     )
     needs: dict[str, bool] = {
         "mla": mla,
         "mla without yarn": mla and not yarn,
-        "pruned mla": mla and spec.draft_vocab_size != spec.vocab_size,
+        "pruned mla": mla and spec.is_pruned,
         "yarn": yarn,
         "fc_norm": spec.fc_norm,
         "norm_output": spec.norm_output,
@@ -350,12 +343,12 @@ def cautions(spec: HeadSpec, dialect: Dialect) -> list[Problem]:
             problems.append(
                 Problem("TS-CONVERT-VERSION", "info", feature, message, "check the version")
             )
-    if dialect.mha_needs and spec.attention == "mha":
+    if dialect.mha_needs and not spec.is_mla:
         message = f"{dialect.title} needs {dialect.mha_needs}"
         remedy = "install transformers below 5 there, or train the head on elsewhere"
         problems.append(Problem("TS-CONVERT-VERSION", "warning", "rope_theta", message, remedy))
     trainer, base = dialect.fixed_rope_base or ("", spec.rope.theta)
-    if spec.attention == "mla" and spec.rope.theta != base:
+    if spec.is_mla and spec.rope.theta != base:
         message = (
             f"{trainer} would train this head on with YaRN base {base:g}, not {spec.rope.theta:g}"
         )

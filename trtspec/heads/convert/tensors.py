@@ -124,7 +124,7 @@ def _maps(
     source: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec, dialect: Dialect
 ) -> dict[str, OutputTensor]:
     """d2t int64 [Vd] and t2d bool [V], made here: t2d follows from d2t and an unpruned map is the identity."""
-    pruned = spec.draft_vocab_size != spec.vocab_size
+    pruned = spec.is_pruned
     if not pruned and dialect.d2t != "always":
         return {}
     targets = vocabulary_targets(source, tensors) if pruned else np.arange(spec.vocab_size)
@@ -145,7 +145,7 @@ def _lm_head(
     where, code = LM_HEAD, "TS-CONVERT-LM-HEAD"
     if own is not None or not dialect.needs_lm_head:
         return own, []
-    if spec.draft_vocab_size != spec.vocab_size:
+    if spec.is_pruned:
         message = (
             "the target's lm_head has a row for each of its tokens, and this head drafts from fewer"
         )

@@ -222,7 +222,7 @@ def build(
     """
     stub = TargetStub(_stub_config(spec, target), embed, lm_head)
     options = {
-        "eagle_decoder_type": "kimik2" if spec.attention == "mla" else "llama",
+        "eagle_decoder_type": "kimik2" if spec.is_mla else "llama",
         "eagle_offline": True,
         "eagle_use_torch_compile": False,
         "eagle_export_rope_scaling": {},
@@ -242,7 +242,7 @@ def build(
 
 
 def _stub_config(spec: HeadSpec, target: ModelSpec) -> Any:
-    config_class = DeepseekV3Config if spec.attention == "mla" else LlamaConfig
+    config_class = DeepseekV3Config if spec.is_mla else LlamaConfig
     return config_class(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
@@ -298,9 +298,7 @@ def _finish_head(
         None
     )  # the layer has its own; ModelOpt would compute a second one for nothing
     attention = head.layers[0].self_attn
-    if (
-        spec.attention == "mla"
-    ):  # servers use the config's eps here; the transformers module has a constant
+    if spec.is_mla:  # servers use the config's eps here; the transformers module has a constant
         attention.q_a_layernorm.variance_epsilon = spec.rms_norm_eps
         attention.kv_a_layernorm.variance_epsilon = spec.rms_norm_eps
     if spec.fc_norm:

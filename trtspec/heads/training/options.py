@@ -252,11 +252,7 @@ def new_head_spec(target: ModelSpec, options: TrainOptions) -> HeadSpec:
     mla = options.attention == "mla"
     rope = RopeSpec(theta=target.rope.theta)
     if mla:  # TensorRT-LLM computes YaRN for every MLA draft; factor 1 is plain rope
-        rope = (
-            target.rope
-            if target.rope.rope_type == "yarn"
-            else replace(rope, rope_type="yarn", factor=1.0)
-        )
+        rope = target.rope if target.rope.is_yarn else replace(rope, rope_type="yarn", factor=1.0)
     return HeadSpec(
         attention=options.attention,
         dialect=DEFAULT.name,
