@@ -412,9 +412,13 @@ def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
     kept = [{key: layer[key] for key in ("scales", "dead", "unreached")} for layer in layers]
     text = {"name": calibration.data.name, "sha256": header["data"]}
     record = provenance("calibrate", source, header["options"], data=text, layers=kept)
-    write_json(output.with_name(f"{output.name}.provenance.json"), record)
+    write_json(_provenance_path(output), record)
     write_shard(output, tensors, {"format": "pt", METADATA_KEY: json.dumps(about, sort_keys=True)})
     calibration.work.finish()
+
+
+def _provenance_path(output: Path) -> Path:
+    return output.with_name(f"{output.name}.provenance.json")
 
 
 def _scales(calibration: Calibration, layers: list[dict[str, Any]]) -> dict[str, float]:

@@ -65,6 +65,10 @@ def read_bytes(path: str | Path, most: int = MOST_JSON, remedy: str = "") -> byt
         if size > most:
             raise unreadable(path, f"it has {size} bytes, more than {most}", remedy)
         data = stream.read(most + 1)  # /proc and growing files say another size
+    return _within(most, data, path, remedy)
+
+
+def _within(most: int, data: bytes, path: str | Path, remedy: str) -> bytes:
     if len(data) > most:
         raise unreadable(path, f"it has more than {most} bytes", remedy)
     return data
@@ -123,9 +127,7 @@ def read_yaml_text(path: str | Path, remedy: str = YAML_REMEDY, most: int = MOST
     if sys.stdin is None:
         raise unreadable(STDIN, "standard input is closed", remedy)
     data = sys.stdin.buffer.read(most + 1)
-    if len(data) > most:
-        raise unreadable(path, f"it has more than {most} bytes", remedy)
-    return decoded(data, path, remedy)
+    return decoded(_within(most, data, path, remedy), path, remedy)
 
 
 class _Loader(yaml.SafeLoader):

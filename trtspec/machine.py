@@ -58,6 +58,11 @@ def free_disk(path: Path) -> int:
     return shutil.disk_usage(existing(path)).free
 
 
+def disk_size(path: Path) -> int:
+    """Bytes of the file system on which `path` is."""
+    return shutil.disk_usage(path).total
+
+
 def _cgroups(root: Path, membership: Path) -> Iterator[Path]:
     """This process's group and those above it. In a container the root is its own group, whatever the path says."""
     with contextlib.suppress(OSError):

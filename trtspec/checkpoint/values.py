@@ -362,8 +362,10 @@ def _zero(info: TensorInfo) -> Fault:
 def _chosen(checkpoint: Checkpoint, sample: int | None) -> list[TensorInfo]:
     """The same choice each time."""
     large = [info for info in checkpoint.tensors.values() if info.nbytes > SMALL]
-    if sample is None or sample == 0 or sample >= len(large):
-        return [] if sample is None else large
+    if sample is None:
+        return []
+    if sample == 0 or sample >= len(large):
+        return large
     return random.Random(0).sample(large, sample)
 
 

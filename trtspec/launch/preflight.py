@@ -18,6 +18,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from trtspec import machine
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.hub import Resolved, is_online
 from trtspec.errors import (
@@ -238,7 +239,7 @@ def remote_code_problem(model: Resolved) -> Problem:
 
 
 def check_shared_memory(place: Path) -> Iterator[Problem]:
-    if place.is_dir() and (total := shutil.disk_usage(place).total) < SHARED_MEMORY_RECIPE:
+    if place.is_dir() and (total := machine.disk_size(place)) < SHARED_MEMORY_RECIPE:
         message = f"{place} has {total / GIB:.1f} GiB; a load can die with a bus error (published recipes give it "
         message += f"{SHARED_MEMORY_RECIPE // GIB} GiB, the engine's guide for Kimi-K2-Thinking about 640 GB)"
         remedy = "docker: --ipc=host or --shm-size; Kubernetes: an emptyDir of medium Memory"

@@ -33,8 +33,8 @@ UNSETTLED = {
     "TS-LINT-REMOVED-KEY",
     "TS-LINT-DOTTED-KEY",
 }
-REFUSED_VALUE = {VALUE_CODES["type"], VALUE_CODES["value"], VALUE_CODES["range"]}
-ABOUT_KEYS = {*UNSETTLED, *VALUE_CODES.values(), "TS-LINT-MISSING-KEY", "TS-LINT-WRONG-VARIANT"}
+REFUSED_VALUE = {*VALUE_CODES.values()}
+ABOUT_KEYS = {*UNSETTLED, *REFUSED_VALUE, "TS-LINT-MISSING-KEY", "TS-LINT-WRONG-VARIANT"}
 
 
 def lint(document: Document | str, deployment: Deployment) -> list[Finding]:

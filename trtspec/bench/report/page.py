@@ -124,7 +124,7 @@ class Point:
     high: float | None
 
 
-def bars(series: Mapping[str, Mapping[str, Value]], baseline: float = 0.0) -> dict[str, list[Bar]]:
+def bars(series: Mapping[str, Mapping[str, Value]], baseline: float) -> dict[str, list[Bar]]:
     """Horizontal bars from `baseline` on by label, a colour for each name of `series`."""
     longest = max(
         (high or value for values in series.values() for value, _, high in values.values()),

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.curve import Curve, CurvePoint
-from trtspec.heads.training.options import TrainingRun, TrainOptions, learning_rate
+from trtspec.heads.training.options import EVALUATIONS, TrainingRun, TrainOptions, learning_rate
 from trtspec.heads.training.plan import SavedRun, load_state, save_state
 from trtspec.heads.training.processes import ALONE, Stop, World
 from trtspec.heads.training.samples import MAX_HELD_OUT, counted_positions, split_data
@@ -73,6 +73,7 @@ def train_head(
     result = Result(saved.step, total)
     began, slowest, saving = time.monotonic(), 0.0, 0.0
     plan = list(data.steps())[saved.step :]
+    evaluated_every = options.eval_every or max(1, total // EVALUATIONS)
     for place, (step, window) in enumerate(plan):
         for _, coming in plan[place : place + 2]:
             for batch in coming:
@@ -80,7 +81,7 @@ def train_head(
         point = stepper.step(step, window)
         result.tokens += point.tokens
         point.tokens_per_second = result.tokens / (time.monotonic() - began)
-        if data.held and options.evaluates(step, total):
+        if data.held and (step == total or step % evaluated_every == 0):
             point.held_out = stepper.evaluate(data.held[:MAX_HELD_OUT])
         if curve:
             curve.add(point)

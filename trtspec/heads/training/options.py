@@ -156,10 +156,6 @@ class TrainOptions:
             return self
         return replace(self, precision="bf16" if has_native_bf16(device) else "fp32")
 
-    def evaluates(self, step: int, total: int) -> bool:
-        """Whether the held-out samples are looked at after this step."""
-        return step == total or step % (self.eval_every or max(1, total // EVALUATIONS)) == 0
-
 
 @dataclass(frozen=True)
 class FeatureSource:
