@@ -24,7 +24,7 @@ def cores(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
 
 def physical_cores() -> int:
     """`cores`, two hardware threads of a core counted once."""
-    import psutil  # here, because only the reference backend needs it
+    import psutil  # here, because plan and lint do without it
 
     found = cores()
     return min(found, psutil.cpu_count(logical=False) or found)
@@ -32,8 +32,9 @@ def physical_cores() -> int:
 
 def free_memory(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
     """Bytes that this process may still take: the machine's, and what the limits of its cgroups leave."""
-    words = _words(Path("/proc/meminfo"))
-    free = 1024 * int(words[words.index("MemAvailable:") + 1])
+    import psutil
+
+    free = psutil.virtual_memory().available
     for directory in _cgroups(cgroup, membership):
         match _words(directory / "memory.max"), _words(directory / "memory.current"):
             case [limit], [used] if limit.isdigit():
