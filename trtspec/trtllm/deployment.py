@@ -141,9 +141,9 @@ class Deployment:
     def held_requests(self, document: Document, target: ModelSpec, gpu: GpuSpec) -> tuple[int, int]:
         """Requests of full length that the cache holds, and those of a full batch of every rank that has its own."""
         room = self.memory(document, target, gpu)
-        batch = self.size(document, "max_batch_size")
-        if room.layout.attention_dp:
-            batch *= room.layout.gpus
+        batch, layout = self.size(document, "max_batch_size"), room.layout
+        if layout.attention_dp:
+            batch *= layout.gpus
         return room.sequences(self.size(document, "max_seq_len")), batch
 
     def size(self, document: Document, path: str, default: int = 0) -> int:
