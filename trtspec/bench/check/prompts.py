@@ -157,7 +157,7 @@ class Prompts:
                 said = {"role": "assistant", "content": content}
                 more = [*messages, said, _user("Now say the same again, shorter.")]
                 yield from self.twins(f"turn-2 {index}", "turn-2", more)
-        for index, messages in enumerate(texts[: 1 + self.few // 3]):
+        for index, messages in enumerate(texts[:2]):
             if content := _content(known.get(f"stop {index}")):
                 yield from self._stops(f"stop {index}", messages, content)
         yield from self._parameters(known)
