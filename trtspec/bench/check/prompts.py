@@ -96,7 +96,7 @@ PENALTIES = {
     "presence_penalty": {"presence_penalty": 2.0},
     "repetition_penalty": {"repetition_penalty": 1.5},
 }
-PENALTY_TOKENS = 64
+PENALTY_TOKENS = 128
 CHOICES = 3
 SEED_TOKENS = 6  # few, so that rounding seldom parts two answers of one seed
 ODD_TOKENS = 8
