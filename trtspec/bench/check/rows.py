@@ -582,7 +582,7 @@ def acceptance(got: Sequence[Exchange], floor: float | None) -> tuple[list[Look]
     for run in REPEATS:
         again = [one for one in got if one.run == run and _identity(one) in first]
         faults[run] = _slower(again, [first[_identity(one)] for one in again], KEPT_DRAFTS)
-    long = [one for one in got if one.kind == "long"]
+    long = [one for one in got if one.kind == "long" and one.run == "ids"]
     faults["long"] = _slower(long, asked, COLLAPSE)
     faults["forced"] = forced_sizes(sizes) and f"every step brought {forced_sizes(sizes)} tokens"
     return [Look(probe, ("text", probe), fault) for probe, fault in faults.items()], why
