@@ -254,9 +254,10 @@ class Prompts:
         for index in range(max(MIN_LONG, self.few)):
             messages = self._document(texts, index, self.context)
             yield from self.twins(f"long {index}", "long", messages)
+        last = MIN_LONG + self.few
         room = min(self.limit, MAX_CONTEXT) - self._limit(None)
-        spare = 2 * len(self._prompt(self._document(texts, -1, 0)))
-        yield from self.twins("limit", "limit", self._document(texts, -1, room - spare))
+        spare = 2 * len(self._prompt(self._document(texts, last, 0)))
+        yield from self.twins("limit", "limit", self._document(texts, last, room - spare))
         asked = self.raw("answer", "answer", texts[0], ignore_eos=True)
         tokens = min(LONG_ANSWER, self.limit - len(asked.body["prompt"]))
         yield replace(asked, body=asked.body | {"max_tokens": tokens})
