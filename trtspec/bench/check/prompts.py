@@ -82,6 +82,7 @@ PICTURE = (
     "AAAABJRU5ErkJggg=="
 )
 NEVER = "\u2405"  # a character that no answer holds
+MIN_LONG = 4  # prompts, so that a collapse of drafts shows
 MIN_SAMPLED = 32  # answers, so that enough tokens are unsure
 HOT: dict[str, Any] = {"temperature": 2.0, "top_p": 1.0, "top_k": 0}  # no target is sure at it
 HOT_TOKENS = 24
@@ -96,7 +97,7 @@ PENALTIES = {
     "presence_penalty": {"presence_penalty": 2.0},
     "repetition_penalty": {"repetition_penalty": 1.5},
 }
-PENALTY_TOKENS = 64
+PENALTY_TOKENS = 128
 CHOICES = 3
 SEED_TOKENS = 6  # few, so that rounding seldom parts two answers of one seed
 ODD_TOKENS = 8
@@ -157,7 +158,7 @@ class Prompts:
                 said = {"role": "assistant", "content": content}
                 more = [*messages, said, _user("Now say the same again, shorter.")]
                 yield from self.twins(f"turn-2 {index}", "turn-2", more)
-        for index, messages in enumerate(texts[: 1 + self.few // 3]):
+        for index, messages in enumerate(texts[:2]):
             if content := _content(known.get(f"stop {index}")):
                 yield from self._stops(f"stop {index}", messages, content)
         yield from self._parameters(known)
@@ -250,12 +251,13 @@ class Prompts:
 
     def _lengths(self, texts: Sequence[list[Message]]) -> Iterator[Exchange]:
         """Long prompts, a prompt near the server's limit, and a long answer."""
-        for index in range(self.few):
+        for index in range(max(MIN_LONG, self.few)):
             messages = self._document(texts, index, self.context)
             yield from self.twins(f"long {index}", "long", messages)
+        last = MIN_LONG + self.few
         room = min(self.limit, MAX_CONTEXT) - self._limit(None)
-        spare = 2 * len(self._prompt(self._document(texts, self.few, 0)))
-        yield from self.twins("limit", "limit", self._document(texts, self.few, room - spare))
+        spare = 2 * len(self._prompt(self._document(texts, last, 0)))
+        yield from self.twins("limit", "limit", self._document(texts, last, room - spare))
         asked = self.raw("answer", "answer", texts[0], ignore_eos=True)
         tokens = min(LONG_ANSWER, self.limit - len(asked.body["prompt"]))
         yield replace(asked, body=asked.body | {"max_tokens": tokens})
