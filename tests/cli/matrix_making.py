@@ -93,9 +93,10 @@ SLOWLY = (
 CHECK = line("check {url} --samples 2 --max-tokens 8 --context-tokens 8 --tokenizer kimi-nano")
 SCORED = line("check {url} --score {recording} --tokenizer kimi-nano")
 CHECKED = effects(
-    "--record {out} --min-acceptance 9 --accept-unmeasured sampled --timeout 0.001 --model other "
+    "--record {out} --accept-unmeasured greedy --timeout 0.001 --model other "
     "--tokenizer {missing} --json",
     concurrency=Effect(line("--concurrency 1"), base=(*CHECK, "--samples", "6")),
+    min_acceptance=Effect(line("--min-acceptance 9"), base=(*CHECK, "--samples", "6")),
 )
 LOOK = effects("--hashes --json")
 MAKING: dict[str, dict[str, Situation]] = {
