@@ -48,7 +48,7 @@ REPEATS = ("warm", "crowd", "later")  # runs that are probes of their own
 
 
 class Look(NamedTuple):
-    """One look at one exchange. `fault`: "" if nothing is wrong, None if it could not be judged."""
+    """What one exchange shows of one kind. `fault`: "" if nothing is wrong, None if it could not be judged."""
 
     probe: str
     name: Name
@@ -406,7 +406,7 @@ def _call_id_fault(one: Exchange, ids: Counter[str]) -> str:
     if not all(own) or len({*own}) < len(own):
         return "calls without an id of their own"
     shared = [name for name in own if ids[name] > 1 and not name.startswith("functions.")]
-    return f"the id {shared[0]} stands in several answers" if shared else ""
+    return f"the id {shared[0]} is that of several answers" if shared else ""
 
 
 def _message(one: Exchange, raws: Sequence[Exchange]) -> Iterator[Look]:
