@@ -567,10 +567,11 @@ def acceptance(got: Sequence[Exchange], floor: float | None) -> tuple[list[Look]
     runs = ("ids", "stream")
     asked = [one for one in got if one.kind == "text" and one.run in runs and one.answered]
     tokens, steps = _tokens_and_steps(asked)
+    wanted = f", {floor:g} tokens per step are wanted" if floor else ""
     if steps < MIN_STEPS:
-        return [], f"{steps} steps are shown, {MIN_STEPS} are needed"
+        return [], f"{steps} steps are shown, {MIN_STEPS} are needed{wanted}"
     length = tokens / steps
-    why = f"{length:.2f}{f' of {floor:g}' if floor else ''} tokens per step"
+    why = f"{length:.2f} tokens per step{wanted}"
     low = length < (floor or 0)
     if not (speculates(asked) or low):
         return [], f"{why}: no draft was accepted"
