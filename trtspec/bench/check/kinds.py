@@ -49,7 +49,7 @@ TABLE = """\
 | TS-CHECK-TRANSPORT | begun stop | the end of a text is lost that begins a stop string | begun |
 | TS-CHECK-TRANSPORT | finish reason | length for stop, or stop for length | finish |
 | TS-CHECK-TRANSPORT | usage | a wrong bill | usage |
-| TS-CHECK-TRANSPORT | ids of calls | results that reach another call | ids |
+| TS-CHECK-TRANSPORT | ids of calls | calls that share an id or have none | ids |
 | TS-CHECK-TRANSPORT | picture | no answer to a picture | picture |
 | TS-CHECK-PARAMETERS | max_tokens | no effect | max_tokens |
 | TS-CHECK-PARAMETERS | min_tokens | no effect | min_tokens |

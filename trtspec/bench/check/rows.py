@@ -48,7 +48,7 @@ REPEATS = ("warm", "crowd", "later")  # runs that are probes of their own
 
 
 class Look(NamedTuple):
-    """What was seen in one exchange. `fault`: "" if nothing is wrong, None if it could not be judged."""
+    """What one exchange shows of one kind. `fault`: "" if nothing is wrong, None if it could not be judged."""
 
     probe: str
     name: Name
@@ -401,7 +401,7 @@ def _call_id_fault(one: Exchange, ids: Counter[str]) -> str:
     if not all(own) or len({*own}) < len(own):
         return "calls without an id of their own"
     shared = [name for name in own if ids[name] > 1 and not name.startswith("functions.")]
-    return f"the id {shared[0]} is in several answers" if shared else ""
+    return f"the id {shared[0]} is that of several answers" if shared else ""
 
 
 def _message(one: Exchange, raws: Sequence[Exchange]) -> Iterator[Look]:
@@ -562,10 +562,11 @@ def acceptance(got: Sequence[Exchange], floor: float | None) -> tuple[list[Look]
     runs = ("ids", "stream")
     asked = [one for one in got if one.kind == "text" and one.run in runs and one.answered]
     tokens, steps = _tokens_and_steps(asked)
+    wanted = f", {floor:g} tokens per step are wanted" if floor else ""
     if steps < MIN_STEPS:
-        return [], f"{steps} steps are shown, {MIN_STEPS} are needed"
+        return [], f"{steps} steps are shown, {MIN_STEPS} are needed{wanted}"
     length = tokens / steps
-    why = f"{length:.2f}{f' of {floor:g}' if floor else ''} tokens per step"
+    why = f"{length:.2f} tokens per step{wanted}"
     low = length < (floor or 0)
     if not (speculates(asked) or low):
         return [], f"{why}: no draft was accepted"
