@@ -33,6 +33,7 @@ MOVED = 1.0  # nats by which a parameter must move an answer from the target's o
 EFFECT = 4  # times as far as that of a server that ignores it
 KEPT_DRAFTS = 0.8  # accepted drafts over those of the same texts before: below it is a regression
 COLLAPSE = 0.05  # the same for long prompts, which are other texts, over short ones
+COLLAPSE_STEPS = 8  # in which a drafter that accepts next to nothing shows
 MIN_STEPS = 50  # below, acceptance says nothing
 RARE = 0.02  # share of the steps below which a size is that of last steps, which the end of an answer cuts
 SPECULATES = 1.1  # tokens per step; a busy server without speculation joins a few chunks as well
@@ -577,9 +578,10 @@ def acceptance(got: Sequence[Exchange], floor: float | None) -> tuple[list[Look]
     first = {_identity(one): one for one in got if one.run == "ids" and one.steps}
     for run in REPEATS:
         again = [one for one in got if one.run == run and _identity(one) in first]
-        faults[run] = _slower(again, [first[_identity(one)] for one in again], KEPT_DRAFTS)
+        before = [first[_identity(one)] for one in again]
+        faults[run] = _slower(again, before, KEPT_DRAFTS, MIN_STEPS // 2)
     long = [one for one in got if one.kind == "long" and one.run == "ids"]
-    faults["long"] = _slower(long, asked, COLLAPSE)
+    faults["long"] = _slower(long, asked, COLLAPSE, COLLAPSE_STEPS)
     faults["forced"] = forced_sizes(sizes) and f"every step brought {forced_sizes(sizes)} tokens"
     return [Look(probe, ("text", probe), fault) for probe, fault in faults.items()], why
 
@@ -604,11 +606,14 @@ def forced_sizes(sizes: Counter[int]) -> str:
     return " or ".join(map(str, sorted(common))) if forced else ""
 
 
-def _slower(now: Sequence[Exchange], before: Sequence[Exchange], kept: float) -> str | None:
-    """A fault where a step accepted fewer drafts than `kept` of those before, and beyond chance. None for too few."""
+def _slower(
+    now: Sequence[Exchange], before: Sequence[Exchange], kept: float, least: int
+) -> str | None:
+    """A fault where a step accepted fewer drafts than `kept` of those before, and beyond chance. None for fewer than
+    `least` steps."""
     tokens, steps = _tokens_and_steps(now)
     tokens_before, steps_before = _tokens_and_steps(before)
-    if min(steps, steps_before) < MIN_STEPS / 2:
+    if min(steps, steps_before) < least:
         return None
     length, earlier = tokens / steps, tokens_before / steps_before
     fell = length - 1 < kept * (earlier - 1)
