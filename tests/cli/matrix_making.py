@@ -93,7 +93,7 @@ SLOWLY = (
 CHECK = line("check {url} --samples 2 --max-tokens 8 --context-tokens 8 --tokenizer kimi-nano")
 SCORED = line("check {url} --score {recording} --tokenizer kimi-nano")
 CHECKED = effects(
-    "--record {out} --accept-unmeasured greedy --timeout 0.001 --model other "
+    "--record {out} --accept-unmeasured answers --timeout 0.001 --model other "
     "--tokenizer {missing} --json",
     concurrency=Effect(line("--concurrency 1"), base=(*CHECK, "--samples", "6")),
     min_acceptance=Effect(line("--min-acceptance 9"), base=(*CHECK, "--samples", "6")),
