@@ -13,7 +13,7 @@ import socket
 import socketserver
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,32 +45,20 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def serve() -> Iterator[Callable[..., str]]:
-    """serve("fault", "--head", ...) -> URL of a running reference server on kimi-nano."""
-    with contextlib.ExitStack() as running:
-
-        def start(fault: str, *options: str) -> str:
-            port = free_port()
-            words = (
-                fault,
-                "serve",
-                "kimi-nano",
-                "--backend",
-                "reference",
-                "--dtype",
-                "bfloat16",
-                "--port",
-                port,
-            )
-            return running.enter_context(served(port, sys.executable, FAULTY, *words, *options))[0]
-
-        yield start
+@contextlib.contextmanager
+def serving(fault: str, *options: str) -> Iterator[str]:
+    """The URL of a reference server on kimi-nano with this fault; one takes 1.6 GiB."""
+    port = free_port()
+    words = ("serve", "kimi-nano", "--backend", "reference", "--dtype", "bfloat16")
+    command = (sys.executable, FAULTY, fault, *words, "--port", port, *options)
+    with served(port, *command) as (url, _):
+        yield url
 
 
 @pytest.fixture(scope="module")
-def plain(serve: Callable[..., str]) -> str:
-    return serve("")
+def plain() -> Iterator[str]:
+    with serving("") as url:
+        yield url
 
 
 HEAD = ("--head", "kimi-nano-eagle3", "--draft-len", "3")
@@ -114,17 +102,18 @@ def passed(client: socket.socket, port: int) -> None:
 
 
 @pytest.mark.timeout(7200)
-def test_honest_servers_raise_no_alarm(
-    serve: Callable[..., str], plain: str, tmp_path: Path
-) -> None:
+def test_honest_servers_raise_no_alarm(plain: str, tmp_path: Path) -> None:
     lines = (
         (kimi_nano_dir() / "prompts_heldout.jsonl")
         .read_text(encoding="utf-8")
         .splitlines(keepends=True)
     )
-    workers = [serve("", *HEAD), serve("", *HEAD)]
-    with in_turn(workers) as both:
-        servers = {"head": workers[0], "plain": plain, "two workers in turn": both}
+    with (
+        serving("", *HEAD) as head,
+        serving("", *HEAD) as other,
+        in_turn([head, other]) as both,
+    ):
+        servers = {"head": head, "plain": plain, "two workers in turn": both}
         for number in range(CHECKS):
             name, questions = list(servers)[number % 3], tmp_path / f"{number}.jsonl"
             questions.write_text(
@@ -141,11 +130,12 @@ def test_honest_servers_raise_no_alarm(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("faults", [*FAULTS, ",".join([*FAULTS][3:])])
 def test_faults_of_the_engine_are_named_by_row_and_kind(
-    serve: Callable[..., str], plain: str, tmp_path: Path, faults: str
+    plain: str, tmp_path: Path, faults: str
 ) -> None:
     # kimi-nano is sure of most tokens; a wrong residual does not show on it at all, and is left to the corpus
     samples = ("--samples", 40) if faults == "drafts_kept" else ()
-    verdict = checked(serve(faults, *HEAD), plain, tmp_path / "spec.jsonl", *samples)
+    with serving(faults, *HEAD) as spec:
+        verdict = checked(spec, plain, tmp_path / "spec.jsonl", *samples)
     named = {
         f"{row['name']} {fault.partition(':')[0]}"
         for row in verdict["results"]
@@ -155,12 +145,11 @@ def test_faults_of_the_engine_are_named_by_row_and_kind(
 
 
 @pytest.mark.timeout(3600)
-def test_resampled_checks_raise_no_alarm(
-    serve: Callable[..., str], plain: str, tmp_path: Path
-) -> None:
+def test_resampled_checks_raise_no_alarm(plain: str, tmp_path: Path) -> None:
     """1,000 checks of 8 questions each, drawn from one recording and its scores."""
     spec, tokenizer = tmp_path / "spec.jsonl", KimiTokenizer(kimi_nano_dir())
-    assert trtspec("check", serve("", *HEAD), *SMALL, "--samples", 24, "--record", spec).status == 0
+    with serving("", *HEAD) as url:
+        assert trtspec("check", url, *SMALL, "--samples", 24, "--record", spec).status == 0
 
     async def scored() -> tuple[list[Exchange], list[Exchange]]:
         async with new_client(plain) as client:
