@@ -1,15 +1,16 @@
 """Runs TensorRT-LLM's own weight loaders on a CPU, from a folder of its sources, as judges of checkpoints and heads.
 
-    python tests/oracles/engine_loaders.py SOURCES CHECKPOINT > JSON
+    python tests/oracles/engine_loaders.py SOURCES CHECKPOINT ... > JSON
 
 SOURCES holds the files of REAL, or their classes that build and load a model. Whatever else they import is a stand-in:
 what has the same name here, or takes anything. The layers among the stand-ins record what they are given. No kernel is
 imitated, and the vision tower is left out.
 
-The checkpoint of a target is loaded by every rank of tensor parallel 1, 2 and 4. An answer in the JSON has `places`
+Each checkpoint of a target is loaded by every rank of tensor parallel 1, 2 and 4. The JSON has a list of answers for
+each, or the text of what the loader raised. An answer has `places`
 (tensor, module, position among the module's matrices; no module where the loader itself splits or fuses the tensor),
 `quantized` (modules built for NVFP4), `kv_cache`, and `auto`: what the model class prefers where the YAML says auto.
-Names are without `language_model.`, which the Kimi wrapper strips. What the loader raises ends it.
+Names are without `language_model.`, which the Kimi wrapper strips.
 """
 
 import enum
@@ -295,6 +296,16 @@ class Loaders:
             ],
         }
 
+    def answers(self, checkpoint: str) -> list[dict[str, Any]] | str:
+        try:
+            return [
+                self.answer(checkpoint, Mapping(ranks, rank))
+                for ranks in (1, 2, 4)
+                for rank in range(ranks)
+            ]
+        except Exception as error:  # whatever the engine raises is the answer
+            return f"{type(error).__name__}: {error}"
+
 
 def found_in(module: str, layer: nn.Module, files: Tensors) -> Iterator[Place]:
     """The tensors that a module was given, or that its parameters are copies of."""
@@ -309,11 +320,10 @@ def found_in(module: str, layer: nn.Module, files: Tensors) -> Iterator[Place]:
 
 
 @torch.no_grad()
-def main(sources: str, checkpoint: str) -> None:
+def main(sources: str, *checkpoints: str) -> None:
     torch.set_num_threads(1)
     loaders = Loaders(Path(sources))
-    mappings = [Mapping(ranks, rank) for ranks in (1, 2, 4) for rank in range(ranks)]
-    print(json.dumps([loaders.answer(checkpoint, mapping) for mapping in mappings]))
+    print(json.dumps([loaders.answers(checkpoint) for checkpoint in checkpoints]))
 
 
 if __name__ == "__main__":
