@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from engine_classes import Anything, Finder
 from engine_classes import StrictBaseModel as StrictBaseModel
-from head_loaders import GatedMlp, GroupedAttention, Make, MultiLatentAttention, Norm, linear
+from head_loaders import GatedMlp, GroupedAttention, Make, MultiLatentAttention, linear
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -133,9 +133,10 @@ class Embedding(Linear):
         super().__init__(columns, rows, **settings)
 
 
-class RMSNorm(Norm):
+class RMSNorm(nn.RMSNorm):
     def __init__(self, *, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps)
+        self.weight.data.fill_(math.nan)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         if residual is None:
@@ -166,7 +167,7 @@ class Experts(Recorder):
         self.register_parameter("w3_w1_weight", None)  # a module that loads has one
 
 
-def rope(settings: Any) -> tuple[float, dict[str, Any]]:
+def rope_of(settings: Any) -> tuple[float, dict[str, Any]]:
     scaling = vars(settings.rope) | {
         "rope_type": settings.rope.scale_type.replace("none", "default"),
         "factor": settings.rope.scale,
@@ -178,7 +179,7 @@ def rope(settings: Any) -> tuple[float, dict[str, Any]]:
 class Attention(GroupedAttention):
     def __init__(self, *, pos_embd_params: Any, dtype: Any, config: Any, **sizes: Any) -> None:
         sizes["head_dim"] = config.pretrained_config.head_dim
-        super().__init__(sizes, *rope(pos_embd_params), linears(config, dtype))
+        super().__init__(sizes, *rope_of(pos_embd_params), linears(config, dtype))
         self.hidden_size = sizes["hidden_size"]
         self.q_size = self.heads * self.size
         self.kv_size = self.kv_heads * self.size
@@ -190,7 +191,7 @@ class MLA(MultiLatentAttention):
     def __init__(self, *, pos_embd_params: Any, dtype: Any, config: Any, **sizes: Any) -> None:
         sizes["rms_norm_eps"] = config.pretrained_config.rms_norm_eps
         make = linears(config, dtype)
-        super().__init__(sizes, *rope(pos_embd_params), "kv_a_proj_with_mqa", make)
+        super().__init__(sizes, *rope_of(pos_embd_params), "kv_a_proj_with_mqa", make)
         self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim = self.ranks
         heads = self.heads // config.mapping.tp_size
         for name, shape in (
