@@ -244,18 +244,19 @@ class Loaders:
 
         self.weights.__getitem__ = note
 
-    def two_steps(self, request: dict[str, Any], tensors: Tensors) -> tuple[Tensor, ...]:
+    def two_steps(
+        self, head: Path, captured: int, tensors: Tensors, inputs: Tensors
+    ) -> tuple[Tensor, ...]:
         """The logits of two draft steps and the target's id of each draft id."""
         spec = SimpleNamespace(
-            num_capture_layers=request["captured"], tokens_per_gen_step=4, max_total_draft_tokens=3
+            num_capture_layers=captured, tokens_per_gen_step=4, max_total_draft_tokens=3
         )
-        config = self.config.from_pretrained(request["head"], mapping=Mapping(), spec_config=spec)
+        config = self.config.from_pretrained(head, mapping=Mapping(), spec_config=spec)
         config.pretrained_config.torch_dtype = torch.float32
         model = self.classes["EAGLE3LlamaForCausalLM"](config)
         mapper = self.mapper.HfWeightMapper()
         mapper.init_model_and_config(model, config)
         model.load_weights(tensors, mapper)
-        inputs = load_file(request["inputs"])
         embedding = nn.Embedding.from_pretrained(inputs["embed_tokens.weight"])
         lm_head = linear(1, 1)
         lm_head.weight.data = inputs["lm_head.weight"]

@@ -148,7 +148,7 @@ class Layer(nn.Module):
 
 
 class Draft(nn.Module):
-    """The module that the engine calls `model`. `captured` is how many states it hands over."""
+    """A head as the engine holds it, with the target's id of each draft id. `captured` states come in."""
 
     def __init__(
         self, config: Config, layer: nn.Module, captured: int, norms: tuple[bool, bool, bool]
@@ -156,6 +156,7 @@ class Draft(nn.Module):
         super().__init__()
         hidden, eps = config["hidden_size"], config["rms_norm_eps"]
         inputs = config.get("target_hidden_size", hidden)
+        vocabulary = config.get("draft_vocab_size") or config["vocab_size"]
         before, each, self.norm_output = norms
         self.fc = linear(captured * inputs, hidden)
         self.input_norm = nn.RMSNorm(captured * inputs, eps) if before else None
@@ -163,7 +164,9 @@ class Draft(nn.Module):
             nn.ModuleList(nn.RMSNorm(inputs, eps) for _ in range(captured)) if each else None
         )
         self.midlayer, self.norm = layer, nn.RMSNorm(hidden, eps)
-        self.embedding: Tensor | None = None
+        self.lm_head = linear(hidden, vocabulary)
+        self.ids = torch.arange(vocabulary)
+        self.embedding = torch.empty(0)
 
     def fuse(self, states: Tensor) -> Tensor:
         if self.fc_norm is not None:
@@ -176,24 +179,10 @@ class Draft(nn.Module):
         return self.fc(states)
 
     def forward(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(what lm_head sees, what the next step gets), [T, H] each."""
-        assert self.embedding is not None
+        """(logits, what the next step gets), [T, Vd] and [T, H]."""
         y = self.midlayer(self.embedding[tokens], x)
         normed = self.norm(y)
-        return normed, normed if self.norm_output else y
-
-
-class Loaded(nn.Module):
-    """A head as the engine holds it: `model`, `lm_head`, and the target's id of each draft id."""
-
-    def __init__(self, model: Draft, lm_head: nn.Linear) -> None:
-        super().__init__()
-        self.model, self.lm_head = model, lm_head
-        self.ids = torch.arange(lm_head.out_features)
-
-    def two_steps(self, states: Tensor, tokens: Tensor, again: Tensor) -> tuple[Tensor, Tensor]:
-        normed, feedback = self.model(self.model.fuse(states), tokens)
-        return self.lm_head(normed), self.lm_head(self.model(feedback, again)[0])
+        return self.lm_head(normed), normed if self.norm_output else y
 
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -207,7 +196,7 @@ def _sglang_rope(config: Config) -> tuple[float, Config | None]:
     return parameters.get("rope_theta", 10000), None if plain else parameters
 
 
-def load_sglang(config: Config, tensors: Tensors, target: Tensors, captured: int) -> Loaded:
+def load_sglang(config: Config, tensors: Tensors, target: Tensors, captured: int) -> Draft:
     """The class by the architecture's name. Unknown names are dropped; nothing says which parameter was not filled.
     `captured` is what the engine hands over: as many states as the config lists layers, else three."""
     mla = config["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]
@@ -227,20 +216,13 @@ def load_sglang(config: Config, tensors: Tensors, target: Tensors, captured: int
         )
     else:
         attention = GroupedAttention(config, theta, scaling)
-    stated = config.get("draft_vocab_size")
-    loaded = Loaded(
-        Draft(config, Layer(config, attention), states, norms),
-        linear(config["hidden_size"], stated or config["vocab_size"]),
-    )
+    loaded = Draft(config, Layer(config, attention), states, norms)
     for parameter in loaded.parameters():
         parameter.data.fill_(torch.nan)  # what no rule fills shows
     named = {}
     for name, value in tensors.items():
-        if name == "d2t":
-            loaded.ids = value + torch.arange(len(value))
-        elif name != "t2d":
-            plain = re.sub(r"^(model\.)?(layers\.0|midlayer)\.", "midlayer.", name)
-            named[plain if plain.startswith("lm_head") else f"model.{plain}"] = value
+        named[re.sub(r"^(model\.)?(layers\.0|midlayer)\.", "midlayer.", name)] = value
+    loaded.ids += named.get("d2t", torch.zeros_like(loaded.ids))
     more = {**FUSED, "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")}
     for name, parameter in loaded.named_parameters():
         parent, last = name.removesuffix(".weight").rpartition(".")[::2]
@@ -249,10 +231,8 @@ def load_sglang(config: Config, tensors: Tensors, target: Tensors, captured: int
         ]
         if all(part is not None for part in parts):
             parameter.data.copy_(torch.cat(parts))  # type: ignore[arg-type]
-    if stated is None:
+    if config.get("draft_vocab_size") is None:
         loaded.lm_head.weight.data.copy_(target["lm_head.weight"])
     different = (config.get("target_hidden_size") or config["hidden_size"]) != config["hidden_size"]
-    loaded.model.embedding = (
-        named["model.embed_tokens.weight"] if different else target["embed_tokens.weight"]
-    )
+    loaded.embedding = (named if different else target)["embed_tokens.weight"]
     return loaded

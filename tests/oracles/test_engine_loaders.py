@@ -11,7 +11,7 @@ among the files. The older commit has its own modeling_speculative.py and modeli
 
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from tests.checkpoint.target_faults import make_drafts, scheme_faults, tensor_fa
 from tests.checkpoint.test_target_faults import INVISIBLE, spoiled
 from tests.checkpoint.test_target_faults import inspected as target_problems
 from tests.command_line import inspected, printed_json, problem_codes, trtspec
-from tests.heads.convert.foreign_heads import store, stored
+from tests.heads.convert.foreign_heads import store, stored, write_head
 from tests.json_files import write_json
 from tests.oracles.test_head_loaders import (
     ENGINES,
@@ -117,11 +117,10 @@ def lint(directory: Path, head: str, room: Room, release: str) -> list[str]:
 
 def of_each_kind(all_faults: Iterable[Any]) -> list[Any]:
     """The first and the last fault of each kind."""
-    kinds: dict[str, list[Any]] = defaultdict(list)
-    for fault in all_faults:
-        kinds[fault.kind].append(fault)
-    firsts = [members[0] for members in kinds.values()]
-    return firsts + [members[-1] for members in kinds.values() if len(members) > 1]
+    every = list(all_faults)
+    first = {fault.kind: fault for fault in reversed(every)}
+    last = {fault.kind: fault for fault in every}
+    return list(dict.fromkeys([*first.values(), *last.values()]))
 
 
 def missed(who: str, rows: list[tuple[Any, str, set[str]]]) -> set[str]:
@@ -145,8 +144,9 @@ def head_codes(head: Path | str, target: Path) -> set[str]:
 @pytest.mark.parametrize("name", ["mla 3.1 full", "mha 3 pruned"])
 def test_faults_of_heads(room: Room, tmp_path: Path, name: str) -> None:
     kind = next(kind for kind in KINDS if kind.name == name)
-    clean = stored(room.source(kind))
-    usual = head_codes(room.source(kind), room.target)
+    options = {"attention": kind.attention, "eagle": kind.eagle, "draft_vocab": kind.draft_vocab}
+    head = write_head(tmp_path / "clean", room.target, "modelopt", **options)
+    clean, usual = stored(head), head_codes(head, room.target)
     spoilt, requests, rows = of_each_kind(faults(*clean)), [], []
     for number, fault in enumerate(spoilt):
         path = tmp_path / str(number)

@@ -128,14 +128,11 @@ class Room:
         torch.manual_seed(3)
         states = torch.randn(9, len(kind.layers or (1, 2, 3)) * 64)
         tokens = {name: torch.randint(0, 512, (9,)) for name in ("tokens", "again")}
-        weights = {
-            "embed_tokens.weight": self.model.embed.weight,
-            "lm_head.weight": self.model.lm_head.weight,
-        }
         return {
             "states": states,
             **tokens,
-            **{name: value.detach().clone() for name, value in weights.items()},
+            "embed_tokens.weight": self.model.embed.weight.detach(),
+            "lm_head.weight": self.model.lm_head.weight.detach(),
         }
 
     def ours(self, head: Path, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
