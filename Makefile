@@ -58,7 +58,7 @@ test-all: lint .oracles/.made  ## also the tests that take minutes each, and tho
 		$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow or not slow" --timeout=1800
 
 # TRTSPEC_ORACLE_SOURCES=DIR: checkouts of TorchSpec, SpecForge and EAGLE, which are no packages; skipped without
-# TRTSPEC_TRTLLM_LOADERS=DIR: sources of TensorRT-LLM, for tests/oracles/engine_loaders.py; skipped without
+# TRTSPEC_TRTLLM_LOADERS=DIR[:DIR]: sources of TensorRT-LLM, the newest first, for tests/oracles/engine_loaders.py; skipped without
 test-oracles: .oracles/.made  ## against code that others wrote: vLLM, speculators, ModelOpt 0.47 and 0.48, clients, promtool and more in environments of their own
 	@TRTSPEC_ORACLE_PYTHON=.oracles/transformers4/bin/python TRTSPEC_VLLM_PYTHON=.oracles/vllm/bin/python \
 		TRTSPEC_VLLM_STARTS=30 TRTSPEC_SPECULATORS_PYTHON=.oracles/vllm/bin/python \

@@ -1,15 +1,16 @@
 """Runs TensorRT-LLM's own weight loaders on a CPU, from a folder of its sources, as judges of checkpoints and heads.
 
-    python tests/oracles/engine_loaders.py SOURCES CHECKPOINT > JSON
+    python tests/oracles/engine_loaders.py SOURCES CHECKPOINT ... > JSON
 
 SOURCES holds the files of REAL, or their classes that build and load a model. Whatever else they import is a stand-in:
 what has the same name here, or takes anything. The layers among the stand-ins record what they are given. No kernel is
 imitated, and the vision tower is left out.
 
-The checkpoint of a target is loaded by every rank of tensor parallel 1, 2 and 4. An answer in the JSON has `places`
+Each checkpoint of a target is loaded by every rank of tensor parallel 1, 2 and 4. The JSON has a list of answers for
+each, or the text of what the loader raised. An answer has `places`
 (tensor, module, position among the module's matrices; no module where the loader itself splits or fuses the tensor),
 `quantized` (modules built for NVFP4), `kv_cache`, and `auto`: what the model class prefers where the YAML says auto.
-Names are without `language_model.`, which the Kimi wrapper strips. What the loader raises ends it.
+Names are without `language_model.`, which the Kimi wrapper strips.
 """
 
 import enum
@@ -29,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from engine_classes import Anything, Finder
 from engine_classes import StrictBaseModel as StrictBaseModel
-from head_loaders import GatedMlp, GroupedAttention, Make, MultiLatentAttention, Norm, linear
+from head_loaders import GatedMlp, GroupedAttention, Make, MultiLatentAttention, linear
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -132,9 +133,10 @@ class Embedding(Linear):
         super().__init__(columns, rows, **settings)
 
 
-class RMSNorm(Norm):
+class RMSNorm(nn.RMSNorm):
     def __init__(self, *, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps)
+        self.weight.data.fill_(math.nan)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         if residual is None:
@@ -165,7 +167,7 @@ class Experts(Recorder):
         self.register_parameter("w3_w1_weight", None)  # a module that loads has one
 
 
-def rope(settings: Any) -> tuple[float, dict[str, Any]]:
+def rope_of(settings: Any) -> tuple[float, dict[str, Any]]:
     scaling = vars(settings.rope) | {
         "rope_type": settings.rope.scale_type.replace("none", "default"),
         "factor": settings.rope.scale,
@@ -177,7 +179,7 @@ def rope(settings: Any) -> tuple[float, dict[str, Any]]:
 class Attention(GroupedAttention):
     def __init__(self, *, pos_embd_params: Any, dtype: Any, config: Any, **sizes: Any) -> None:
         sizes["head_dim"] = config.pretrained_config.head_dim
-        super().__init__(sizes, *rope(pos_embd_params), linears(config, dtype))
+        super().__init__(sizes, *rope_of(pos_embd_params), linears(config, dtype))
         self.hidden_size = sizes["hidden_size"]
         self.q_size = self.heads * self.size
         self.kv_size = self.kv_heads * self.size
@@ -189,7 +191,7 @@ class MLA(MultiLatentAttention):
     def __init__(self, *, pos_embd_params: Any, dtype: Any, config: Any, **sizes: Any) -> None:
         sizes["rms_norm_eps"] = config.pretrained_config.rms_norm_eps
         make = linears(config, dtype)
-        super().__init__(sizes, *rope(pos_embd_params), "kv_a_proj_with_mqa", make)
+        super().__init__(sizes, *rope_of(pos_embd_params), "kv_a_proj_with_mqa", make)
         self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim = self.ranks
         heads = self.heads // config.mapping.tp_size
         for name, shape in (
@@ -242,18 +244,19 @@ class Loaders:
 
         self.weights.__getitem__ = note
 
-    def two_steps(self, request: dict[str, Any], tensors: Tensors) -> tuple[Tensor, ...]:
+    def two_steps(
+        self, head: Path, captured: int, tensors: Tensors, inputs: Tensors
+    ) -> tuple[Tensor, ...]:
         """The logits of two draft steps and the target's id of each draft id."""
         spec = SimpleNamespace(
-            num_capture_layers=request["captured"], tokens_per_gen_step=4, max_total_draft_tokens=3
+            num_capture_layers=captured, tokens_per_gen_step=4, max_total_draft_tokens=3
         )
-        config = self.config.from_pretrained(request["head"], mapping=Mapping(), spec_config=spec)
+        config = self.config.from_pretrained(head, mapping=Mapping(), spec_config=spec)
         config.pretrained_config.torch_dtype = torch.float32
         model = self.classes["EAGLE3LlamaForCausalLM"](config)
         mapper = self.mapper.HfWeightMapper()
         mapper.init_model_and_config(model, config)
         model.load_weights(tensors, mapper)
-        inputs = load_file(request["inputs"])
         embedding = nn.Embedding.from_pretrained(inputs["embed_tokens.weight"])
         lm_head = linear(1, 1)
         lm_head.weight.data = inputs["lm_head.weight"]
@@ -295,6 +298,16 @@ class Loaders:
             ],
         }
 
+    def answers(self, checkpoint: str) -> list[dict[str, Any]] | str:
+        try:
+            return [
+                self.answer(checkpoint, Mapping(ranks, rank))
+                for ranks in (1, 2, 4)
+                for rank in range(ranks)
+            ]
+        except Exception as error:  # whatever the engine raises is the answer
+            return f"{type(error).__name__}: {error}"
+
 
 def found_in(module: str, layer: nn.Module, files: Tensors) -> Iterator[Place]:
     """The tensors that a module was given, or that its parameters are copies of."""
@@ -309,11 +322,10 @@ def found_in(module: str, layer: nn.Module, files: Tensors) -> Iterator[Place]:
 
 
 @torch.no_grad()
-def main(sources: str, checkpoint: str) -> None:
+def main(sources: str, *checkpoints: str) -> None:
     torch.set_num_threads(1)
     loaders = Loaders(Path(sources))
-    mappings = [Mapping(ranks, rank) for ranks in (1, 2, 4) for rank in range(ranks)]
-    print(json.dumps([loaders.answer(checkpoint, mapping) for mapping in mappings]))
+    print(json.dumps([loaders.answers(checkpoint) for checkpoint in checkpoints]))
 
 
 if __name__ == "__main__":

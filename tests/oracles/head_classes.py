@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 Steps = tuple[Tensor, Tensor, Tensor]
+Tensors = dict[str, Tensor]
 
 
 def floats(head: Path) -> dict[str, Tensor]:
@@ -61,15 +62,14 @@ def package(place: Path, name: str, *folders: str) -> None:
         sys.modules.setdefault(module.__name__, module)
 
 
-def sglang(request: dict[str, Any]) -> Steps:
+def sglang(request: dict[str, Any], head: Path, inputs: Tensors) -> Steps:
     """Its rules, written anew in head_loaders.py."""
     from head_loaders import load_sglang
 
-    head, inputs = Path(request["head"]), load_file(request["inputs"])
     config = read_config(head)
-    loaded = load_sglang(config, floats(head), inputs, request["captured"])
-    first, second = loaded.two_steps(inputs["states"], inputs["tokens"], inputs["again"])
-    return first, second, loaded.ids
+    model = load_sglang(config, floats(head), inputs, request["captured"])
+    first, feedback = model(model.fuse(inputs["states"]), inputs["tokens"])
+    return first, model(feedback, inputs["again"])[0], model.ids
 
 
 @functools.cache
@@ -79,11 +79,12 @@ def trtllm_loaders(sources: str) -> Any:
     return Loaders(Path(sources))
 
 
-def trtllm(request: dict[str, Any]) -> Steps:
-    return trtllm_loaders(request["sources"]).two_steps(request, floats(Path(request["head"])))
+def trtllm(request: dict[str, Any], head: Path, inputs: Tensors) -> Steps:
+    loaders = trtllm_loaders(request["sources"])
+    return loaders.two_steps(head, request["captured"], floats(head), inputs)
 
 
-def torchspec(request: dict[str, Any]) -> Steps:
+def torchspec(request: dict[str, Any], head: Path, inputs: Tensors) -> Steps:
     package(
         Path(request["sources"]) / "TorchSpec",
         "torchspec",
@@ -96,7 +97,6 @@ def torchspec(request: dict[str, Any]) -> Steps:
         "torchspec.utils.wandb", ModuleType("torchspec.utils.wandb")
     )  # a service it reports to
     auto = importlib.import_module("torchspec.models.draft.auto")
-    head, inputs = Path(request["head"]), load_file(request["inputs"])
     config = auto.AutoDraftModelConfig.from_file(str(head / "config.json"))
     model = auto.AutoEagle3DraftModel.from_config(config).float()
     model.load_state_dict(floats(head), strict=True)
@@ -112,12 +112,11 @@ def torchspec(request: dict[str, Any]) -> Steps:
     return model.compute_logits(y)[0], model.compute_logits(again)[0], ids
 
 
-def specforge(request: dict[str, Any]) -> Steps:
+def specforge(request: dict[str, Any], head: Path, inputs: Tensors) -> Steps:
     package(Path(request["sources"]) / "SpecForge", "specforge", "modeling", "modeling.draft")
     from transformers import LlamaConfig
 
     draft = importlib.import_module("specforge.modeling.draft.llama3_eagle")
-    head, inputs = Path(request["head"]), load_file(request["inputs"])
     config = LlamaConfig.from_pretrained(head)
     model = draft.LlamaForCausalLMEagle3(config, attention_backend="sdpa").float()
     model.load_state_dict(floats(head), strict=True)
@@ -137,12 +136,11 @@ def specforge(request: dict[str, Any]) -> Steps:
     )
 
 
-def safeailab(request: dict[str, Any]) -> Steps:
+def safeailab(request: dict[str, Any], head: Path, inputs: Tensors) -> Steps:
     package(Path(request["sources"]) / "EAGLE", "eagle", "model")
     from transformers import LlamaConfig
 
     nets = importlib.import_module("eagle.model.cnets")
-    head, inputs = Path(request["head"]), load_file(request["inputs"])
     config = LlamaConfig.from_pretrained(head)
     config.pretraining_tp, config.rope_scaling = 1, None  # as its own config class has them
     config.rope_theta = read_config(head)["rope_theta"]
@@ -160,10 +158,9 @@ def safeailab(request: dict[str, Any]) -> Steps:
     return logits[0], logits[1], ids_of(floats(head), config.vocab_size)
 
 
-def speculators(request: dict[str, Any]) -> Steps:
+def speculators(request: dict[str, Any], head: Path, inputs: Tensors) -> Steps:
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 
-    head, inputs = Path(request["head"]), load_file(request["inputs"])
     config = Eagle3SpeculatorConfig.from_pretrained(head)
     config.transformer_layer_config._attn_implementation = "eager"
     model = Eagle3DraftModel(config).float()
@@ -247,12 +244,11 @@ class PlainLatentAttention(torch.nn.Module):
         return attend(q.view(-1, heads, q.shape[-1]), k, kv[..., nope:], self.settings["scale"])
 
 
-def vllm(request: dict[str, Any]) -> Steps:
+def vllm(request: dict[str, Any], head: Path, inputs: Tensors) -> Steps:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
     from vllm.model_executor.models import ModelRegistry
 
-    head, inputs = Path(request["head"]), load_file(request["inputs"])
     settings = _vllm_settings(request["target"], str(head))
     with set_current_vllm_config(settings):
         _vllm_parallel()
@@ -303,7 +299,7 @@ def _vllm_parallel() -> None:
         parallel_state.initialize_model_parallel(1, 1)
 
 
-LOADERS: dict[str, Callable[[dict[str, Any]], Steps]] = {
+LOADERS: dict[str, Callable[[dict[str, Any], Path, Tensors], Steps]] = {
     "trtllm": trtllm, "sglang": sglang, "torchspec": torchspec, "specforge": specforge,
     "safeailab": safeailab, "speculators": speculators, "vllm": vllm,
 }  # fmt: skip
@@ -312,7 +308,8 @@ LOADERS: dict[str, Callable[[dict[str, Any]], Steps]] = {
 @torch.no_grad()
 def answer(request: dict[str, Any]) -> dict[str, str]:
     try:
-        first, second, ids = LOADERS[request["loader"]](request)
+        inputs = load_file(request["inputs"])
+        first, second, ids = LOADERS[request["loader"]](request, Path(request["head"]), inputs)
     except Exception as error:  # whatever another project raises is the answer
         return {"why": f"{type(error).__name__}: {error}"[:2000]}
     tensors = {"first": first, "second": second, "ids": ids}

@@ -6,7 +6,6 @@ is taken from trtspec, and nothing here was compared with a running engine. The 
 it over: the keys of the file. engine_loaders.py puts the layers in place of TensorRT-LLM's.
 """
 
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,50 +13,38 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers import LlamaConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_get_mscale
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 Config = dict[str, Any]
 Make = Callable[..., Any]  # of a linear
 Tensors = dict[str, Tensor]
 
 
-class Norm(nn.Module):
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.full((width,), torch.nan)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
 def linear(inputs: int, outputs: int, split: str = "") -> nn.Linear:
     """`split`: how it is dealt to ranks, where there are several."""
-    layer = nn.Linear(inputs, outputs, bias=False)
-    layer.weight.data.fill_(torch.nan)  # what no loader fills shows
-    return layer
+    return nn.Linear(inputs, outputs, bias=False)
 
 
-def frequencies(dim: int, theta: float, scaling: Config | None) -> tuple[Tensor, float]:
-    """(inverse frequencies [dim/2], factor of cos and sin) of plain rope or YaRN, as transformers computes them."""
-    settings = {"rope_theta": theta} | (scaling or {})
-    if settings.get("rope_type", settings.get("type")) != "yarn":
-        return theta ** -(torch.arange(0, dim, 2) / dim), 1.0
-    config = PretrainedConfig(hidden_size=dim, num_attention_heads=1, max_position_embeddings=1)
-    config.rope_parameters = settings | {"rope_theta": theta, "rope_type": "yarn"}
-    return ROPE_INIT_FUNCTIONS["yarn"](config)
+def rope(dim: int, theta: float, scaling: Config | None) -> LlamaRotaryEmbedding:
+    """Plain rope or YaRN, as transformers computes them."""
+    settings = scaling or {}
+    name = settings.get("rope_type", settings.get("type", "default"))
+    config = LlamaConfig(hidden_size=dim, num_attention_heads=1, max_position_embeddings=1)
+    config.rope_parameters = settings | {"rope_theta": theta, "rope_type": name}
+    return LlamaRotaryEmbedding(config)
 
 
-def yarn_gain(factor: float, mscale: float) -> float:
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+def rotate(q: Tensor, k: Tensor, rope: LlamaRotaryEmbedding) -> tuple[Tensor, Tensor]:
+    """q and k [T, heads, dim], whose pairs are (i, i + dim/2)."""
+    cos, sin = rope(q, torch.arange(len(q))[None])
+    return apply_rotary_pos_emb(q, k, cos[0], sin[0])
 
 
-def rotate(x: Tensor, angles: Tensor, gain: float, interleaved: bool) -> Tensor:
-    """x [T, heads, dim], angles [T, dim/2]."""
-    pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).mT
-    turns = torch.polar(torch.full_like(angles, gain), angles)[:, None]
-    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns)
-    return (turned if interleaved else turned.mT).flatten(-2)
+def paired(x: Tensor) -> Tensor:
+    """Puts pairs (2i, 2i + 1) at (i, i + dim/2)."""
+    return x.unflatten(-1, (-1, 2)).mT.flatten(-2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -81,7 +68,7 @@ class GroupedAttention(nn.Module):
         self.size = config.get("head_dim") or hidden // self.heads
         self.qkv_proj = make(2 * hidden, (self.heads + 2 * self.kv_heads) * self.size, "COLUMN")
         self.o_proj = make(self.heads * self.size, hidden, "ROW")
-        self.rope = frequencies(self.size, theta, scaling)
+        self.rope = rope(self.size, theta, scaling)
 
     def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
         rows = [self.heads * self.size, self.kv_heads * self.size, self.kv_heads * self.size]
@@ -89,9 +76,7 @@ class GroupedAttention(nn.Module):
             part.unflatten(-1, (-1, self.size))
             for part in self.qkv_proj(hidden_states).split(rows, -1)
         )
-        angles = torch.arange(len(hidden_states))[:, None] * self.rope[0]
-        q, k = (rotate(part, angles, self.rope[1], False) for part in (q, k))
-        return self.o_proj(attend(q, k, v, self.size**-0.5))
+        return self.o_proj(attend(*rotate(q, k, self.rope), v, self.size**-0.5))
 
 
 class MultiLatentAttention(nn.Module):
@@ -112,12 +97,15 @@ class MultiLatentAttention(nn.Module):
         self.ranks = [config["q_lora_rank"], config["kv_lora_rank"], self.rope_size]
         self.fused = fused
         setattr(self, fused, make(2 * hidden, sum(self.ranks)))
-        self.q_a_layernorm, self.kv_a_layernorm = Norm(self.ranks[0], eps), Norm(self.ranks[1], eps)
+        self.q_a_layernorm, self.kv_a_layernorm = (
+            nn.RMSNorm(self.ranks[0], eps),
+            nn.RMSNorm(self.ranks[1], eps),
+        )
         self.q_b_proj = make(self.ranks[0], self.heads * (self.nope + self.rope_size), "COLUMN")
         self.kv_b_proj = make(self.ranks[1], self.heads * (self.nope + self.value), "COLUMN")
         self.o_proj = make(self.heads * self.value, hidden, "ROW")
-        self.rope = frequencies(self.rope_size, theta, scaling)
-        gain = yarn_gain(scaling["factor"], scaling.get("mscale_all_dim", 0.0))
+        self.rope = rope(self.rope_size, theta, scaling)
+        gain = yarn_get_mscale(scaling["factor"], scaling.get("mscale_all_dim", 0.0))
         self.scale = gain**2 * (self.nope + self.rope_size) ** -0.5
 
     def keys_and_values(self, latent: Tensor) -> tuple[Tensor, ...]:
@@ -128,10 +116,10 @@ class MultiLatentAttention(nn.Module):
         q_a, latent, k_rope = getattr(self, self.fused)(hidden_states).split(self.ranks, -1)
         q = self.q_b_proj(self.q_a_layernorm(q_a)).unflatten(-1, (self.heads, -1))
         k_nope, v = self.keys_and_values(self.kv_a_layernorm(latent))
-        angles = torch.arange(len(hidden_states))[:, None] * self.rope[0]
-        q_rope = rotate(q[..., self.nope :], angles, self.rope[1], True)
-        k_rope = rotate(k_rope[:, None], angles, self.rope[1], True).expand(-1, self.heads, -1)
-        q, k = torch.cat((q[..., : self.nope], q_rope), -1), torch.cat((k_nope, k_rope), -1)
+        q_nope, q_rope = q.split([self.nope, self.rope_size], -1)
+        q_rope, k_rope = rotate(paired(q_rope), paired(k_rope[:, None]), self.rope)
+        k_rope = k_rope.expand(-1, self.heads, -1)
+        q, k = torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, k_rope), -1)
         return self.o_proj(attend(q, k, v, self.scale))
 
 
@@ -151,8 +139,8 @@ class Layer(nn.Module):
         super().__init__()
         hidden, eps = config["hidden_size"], config["rms_norm_eps"]
         self.self_attn, self.mlp = attention, GatedMlp(hidden, config["intermediate_size"])
-        self.input_layernorm, self.hidden_norm = Norm(hidden, eps), Norm(hidden, eps)
-        self.post_attention_layernorm = Norm(hidden, eps)
+        self.input_layernorm, self.hidden_norm = nn.RMSNorm(hidden, eps), nn.RMSNorm(hidden, eps)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
 
     def forward(self, embeds: Tensor, x: Tensor) -> Tensor:
         x = x + self.self_attn(torch.cat((self.input_layernorm(embeds), self.hidden_norm(x)), -1))
@@ -160,7 +148,7 @@ class Layer(nn.Module):
 
 
 class Draft(nn.Module):
-    """The module that the engine calls `model`. `captured` is how many states it hands over."""
+    """A head as the engine holds it, with the target's id of each draft id. `captured` states come in."""
 
     def __init__(
         self, config: Config, layer: nn.Module, captured: int, norms: tuple[bool, bool, bool]
@@ -168,12 +156,17 @@ class Draft(nn.Module):
         super().__init__()
         hidden, eps = config["hidden_size"], config["rms_norm_eps"]
         inputs = config.get("target_hidden_size", hidden)
+        vocabulary = config.get("draft_vocab_size") or config["vocab_size"]
         before, each, self.norm_output = norms
         self.fc = linear(captured * inputs, hidden)
-        self.input_norm = Norm(captured * inputs, eps) if before else None
-        self.fc_norm = nn.ModuleList(Norm(inputs, eps) for _ in range(captured)) if each else None
-        self.midlayer, self.norm = layer, Norm(hidden, eps)
-        self.embedding: Tensor | None = None
+        self.input_norm = nn.RMSNorm(captured * inputs, eps) if before else None
+        self.fc_norm = (
+            nn.ModuleList(nn.RMSNorm(inputs, eps) for _ in range(captured)) if each else None
+        )
+        self.midlayer, self.norm = layer, nn.RMSNorm(hidden, eps)
+        self.lm_head = linear(hidden, vocabulary)
+        self.ids = torch.arange(vocabulary)
+        self.embedding = torch.empty(0)
 
     def fuse(self, states: Tensor) -> Tensor:
         if self.fc_norm is not None:
@@ -186,24 +179,10 @@ class Draft(nn.Module):
         return self.fc(states)
 
     def forward(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(what lm_head sees, what the next step gets), [T, H] each."""
-        assert self.embedding is not None
+        """(logits, what the next step gets), [T, Vd] and [T, H]."""
         y = self.midlayer(self.embedding[tokens], x)
         normed = self.norm(y)
-        return normed, normed if self.norm_output else y
-
-
-class Loaded(nn.Module):
-    """A head as the engine holds it: `model`, `lm_head`, and the target's id of each draft id."""
-
-    def __init__(self, model: Draft, lm_head: nn.Linear) -> None:
-        super().__init__()
-        self.model, self.lm_head = model, lm_head
-        self.ids = torch.arange(lm_head.out_features)
-
-    def two_steps(self, states: Tensor, tokens: Tensor, again: Tensor) -> tuple[Tensor, Tensor]:
-        normed, feedback = self.model(self.model.fuse(states), tokens)
-        return self.lm_head(normed), self.lm_head(self.model(feedback, again)[0])
+        return self.lm_head(normed), normed if self.norm_output else y
 
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -217,7 +196,7 @@ def _sglang_rope(config: Config) -> tuple[float, Config | None]:
     return parameters.get("rope_theta", 10000), None if plain else parameters
 
 
-def load_sglang(config: Config, tensors: Tensors, target: Tensors, captured: int) -> Loaded:
+def load_sglang(config: Config, tensors: Tensors, target: Tensors, captured: int) -> Draft:
     """The class by the architecture's name. Unknown names are dropped; nothing says which parameter was not filled.
     `captured` is what the engine hands over: as many states as the config lists layers, else three."""
     mla = config["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]
@@ -237,18 +216,13 @@ def load_sglang(config: Config, tensors: Tensors, target: Tensors, captured: int
         )
     else:
         attention = GroupedAttention(config, theta, scaling)
-    stated = config.get("draft_vocab_size")
-    loaded = Loaded(
-        Draft(config, Layer(config, attention), states, norms),
-        linear(config["hidden_size"], stated or config["vocab_size"]),
-    )
+    loaded = Draft(config, Layer(config, attention), states, norms)
+    for parameter in loaded.parameters():
+        parameter.data.fill_(torch.nan)  # what no rule fills shows
     named = {}
     for name, value in tensors.items():
-        if name == "d2t":
-            loaded.ids = value + torch.arange(len(value))
-        elif name != "t2d":
-            plain = re.sub(r"^(model\.)?(layers\.0|midlayer)\.", "midlayer.", name)
-            named[plain if plain.startswith("lm_head") else f"model.{plain}"] = value
+        named[re.sub(r"^(model\.)?(layers\.0|midlayer)\.", "midlayer.", name)] = value
+    loaded.ids += named.get("d2t", torch.zeros_like(loaded.ids))
     more = {**FUSED, "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")}
     for name, parameter in loaded.named_parameters():
         parent, last = name.removesuffix(".weight").rpartition(".")[::2]
@@ -257,10 +231,8 @@ def load_sglang(config: Config, tensors: Tensors, target: Tensors, captured: int
         ]
         if all(part is not None for part in parts):
             parameter.data.copy_(torch.cat(parts))  # type: ignore[arg-type]
-    if stated is None:
+    if config.get("draft_vocab_size") is None:
         loaded.lm_head.weight.data.copy_(target["lm_head.weight"])
     different = (config.get("target_hidden_size") or config["hidden_size"]) != config["hidden_size"]
-    loaded.model.embedding = (
-        named["model.embed_tokens.weight"] if different else target["embed_tokens.weight"]
-    )
+    loaded.embedding = (named if different else target)["embed_tokens.weight"]
     return loaded

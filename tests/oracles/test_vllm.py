@@ -25,13 +25,13 @@ import httpx
 import psutil
 import pytest
 
-from tests.command_line import TRTSPEC, alive, free_port, printed, process, wait_for
+from tests.command_line import TRTSPEC, alive, free_port, printed, process, served, wait_for
 from tests.engine.near_ties import first_divergence, quantized_rounding_at
 from tests.json_files import read_json
 from tests.oracles.vllm_environment import IN_VLLM, vllm_environment
 from trtspec.bench.questions.datasets import load_dataset, spread
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.client.servers import FROM_COUNTERS, VLLM, Counters, counters_in, read_samples
+from trtspec.client.servers import FROM_COUNTERS, Counters
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.sequence import Output
@@ -174,12 +174,6 @@ def ask(url: str, prompts: list[GenerationRequest]) -> dict[str, Any]:
             prompt.id: choice
             for prompt, choice in zip(prompts, pool.map(one, prompts), strict=True)
         }
-
-
-def counters_of(url: str) -> Counters:
-    return (
-        counters_in(read_samples(httpx.get(f"{url}/metrics", timeout=60).text), VLLM) or Counters()
-    )
 
 
 def own_word(url: str) -> Counters:
@@ -351,7 +345,7 @@ def test_the_shipped_latent_head_takes_as_many_steps(
     ]
     with serving(environment, NANO, converted) as url:
         found = ask(url, prompts)
-        steps = counters_of(url).steps
+        steps = own_word(url).steps
         before = own_word(url)
         measured = process("bench", url, *BENCH, "-o", tmp_path / "bench", **environment)
         after = own_word(url)
@@ -391,7 +385,7 @@ def test_a_pruned_head_takes_as_many_steps(
     converted = tmp_path / "head"
     made("convert", pruned_head, "-o", converted, "--to", dialect, "--target", NANO, **environment)
     with serving(environment, NANO, converted, VLLM_MLA_DISABLE="1") as url:
-        found, steps = ask(url, prompts), counters_of(url).steps
+        found, steps = ask(url, prompts), own_word(url).steps
     other = differing(found, pruned.answers)
     print(f"\npruned MHA head, {dialect}: {steps} steps, ours {pruned.steps}; differing {other}")
     assert not other and steps == pruned.steps
@@ -426,60 +420,24 @@ def test_nvfp4_differs_at_near_ties_only(
 def test_vllm_bench_serve_measures_the_reference_server(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    words = [
-        "serve",
-        NANO,
-        "--backend",
-        "reference",
-        "--head",
-        HEAD,
-        "--port",
-        0,
-        "--served-model-name",
-        "nano",
-    ]
-    server = subprocess.Popen(
-        [*TRTSPEC, *map(str, words)], env=environment, text=True, stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE, errors="replace",
-    )  # fmt: skip
-    reader = Launched(server, "")
-    threading.Thread(target=reader.listen, daemon=True).start()
-    try:
-        reader.wait_for("trtspec: serving nano on http")
-        url = next(
-            word for line in reader.said for word in line.split() if word.startswith("http://")
-        )
+    port = free_port()
+    options = ("--head", HEAD, "--port", port, "--served-model-name", "nano")
+    program = Path(PYTHON).parent / "vllm"
+    sizes = "--dataset-name random --random-input-len 32 --random-output-len 16 --num-prompts 8"
+    with served(port, *TRTSPEC, "serve", NANO, "--backend", "reference", *options) as (url, server):
         for backend, path in (
             ("openai", "/v1/completions"),
             ("openai-chat", "/v1/chat/completions"),
         ):
-            asked = f"--backend {backend} --endpoint {path} --base-url {url} --model nano --tokenizer {NANO}".split()
-            sizes = [
-                "--dataset-name",
-                "random",
-                "--random-input-len",
-                32,
-                "--random-output-len",
-                16,
-            ]
-            saved = [
-                "--num-prompts",
-                8,
-                "--save-result",
-                "--result-dir",
-                tmp_path,
-                "--result-filename",
-                backend,
-            ]
-            line = [Path(PYTHON).parent / "vllm", "bench", "serve", *asked, *sizes, *saved]
-            printed(*line, env=environment, timeout=READY)
+            asked = f"--backend {backend} --endpoint {path} --base-url {url} --model nano --tokenizer {NANO}"
+            saved = f"--save-result --result-dir {tmp_path} --result-filename {backend}"
+            words = f"bench serve {asked} {sizes} {saved}".split()
+            printed(program, *words, env=environment, timeout=READY)
             result = read_json(tmp_path / backend)
             assert (result["completed"], result["failed"]) == (8, 0) and result[
                 "total_output_tokens"
             ] > 0
-    finally:
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=GONE) == 0
+    assert server.returncode == 0
 
 
 @pytest.mark.parametrize("start", range(STARTS))
