@@ -294,10 +294,46 @@ def test_a_line_that_is_no_prompt_is_refused(tmp_path: Path, line: str, says: st
         load_dataset(str(file))
 
 
-@pytest.mark.parametrize("name", ["nano", "{file}", "{directory}", "gsm8k={file}"])
-def test_a_split_of_what_has_none_is_refused(tmp_path: Path, name: str) -> None:
-    file = tmp_path / "test.jsonl"
-    file.write_text('{"prompt": "Why?", "question": "Why?", "answer": "4"}\n')
-    source = name.format(file=file, directory=tmp_path)
-    with pytest.raises(UsageError, match=r"`split` train is not used: the data set .* is "):
-        load_dataset(source, split="train")
+HELLO = {"role": "user", "content": "Hello"}
+CALL = {"id": "call_7", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+AGENT = {
+    "model": "kimi",
+    "messages": [
+        HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "call_7", "content": "5"},
+    ],
+    "tools": TOOLS,
+    "top_p": 0.9,
+    "stop": ["\n"],
+}
+TEXT = {"model": "kimi", "prompt": "def f(", "max_tokens": 9, "temperature": 0.7}
+RECORDED = [
+    (AGENT, AGENT, "turn 1"),
+    ({**TEXT, "stream": True, "stream_options": {}}, TEXT, "completions"),
+    ({**TEXT, "prompt": [5, 6]}, {**TEXT, "prompt": [5, 6]}, "completions"),
+    ({"custom_id": "a", "category": "code", "body": AGENT}, AGENT, "code"),
+]
+
+
+@pytest.mark.parametrize(("row", "sent", "category"), RECORDED)
+def test_a_recorded_request_is_kept_as_it_is(
+    tmp_path: Path, row: dict[str, Any], sent: dict[str, Any], category: str
+) -> None:
+    (found,) = load_dataset(str(write(tmp_path / "bodies.jsonl", [row]))).questions
+    assert (found.body, found.category, found.requests) == (sent, category, 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({**AGENT, "n": 2}, "several answers"),
+        ({**TEXT, "prompt": ["a", "b"]}, "several answers"),
+        ({"prompt": "Why?"}, "mixes requests"),
+        ({"model": "kimi", "messages": [HELLO, {"role": "assistant", "content": "Hi"}]}, "mixes"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(tmp_path: Path, row: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=f":2 .*{says}"):
+        load_dataset(str(write(tmp_path / "bodies.jsonl", [TEXT, row])))

@@ -227,7 +227,7 @@ def test_rates_follow_from_the_histogram() -> None:
 
 
 def test_prefill_is_not_counted_twice() -> None:
-    assert summarize([turn(10, 20)]).per_turn_mean == pytest.approx(31 / 11, abs=1e-4)
+    assert summarize([turn(10, 20)]).per_question_mean == pytest.approx(31 / 11, abs=1e-4)
 
 
 def test_unknown_stays_unknown() -> None:
