@@ -87,18 +87,9 @@ def test_speed_bench_resolved_by_prepare_data(tmp_path: Path, form: str) -> None
     assert "prepare_data.py" in failed.value.remedy
 
 
-@pytest.mark.parametrize("split", ["throughput_1k", "throughput_8k", "throughput_32k"])
-def test_speed_bench_throughput_splits(tmp_path: Path, split: str) -> None:
-    size = {"throughput_1k": 900, "throughput_8k": 7000, "throughput_32k": 28000}[split]
-    text = "the report says that the river rose again after the storm "
-    rows = [
-        {"question_id": f"{i:032x}", "category": ("low_entropy", "mixed", "high_entropy")[i % 3],
-         "turns": [text * (size // 11)], "multiturn": False}
-        for i in range(6)
-    ]  # fmt: skip
-    found = load_dataset(f"speed-bench:{split}={write(tmp_path / f'{split}.jsonl', rows)}")
-    assert len(found.questions[0].turns[0].split()) >= 0.9 * size
-    assert {q.category for q in found.questions} == {"low_entropy", "mixed", "high_entropy"}
+def test_a_configuration_of_speed_bench_is_named(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", [{"turns": ["Why?"]}])
+    assert load_dataset(f"speed-bench:throughput_32k={file}").questions
     with pytest.raises(UsageError, match="has no configuration throughput_64k"):
         load_dataset("speed-bench:throughput_64k")
 
@@ -294,46 +285,28 @@ def test_a_line_that_is_no_prompt_is_refused(tmp_path: Path, line: str, says: st
         load_dataset(str(file))
 
 
-HELLO = {"role": "user", "content": "Hello"}
-CALL = {"id": "call_7", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 AGENT = {
     "model": "kimi",
-    "messages": [
-        HELLO,
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "tool", "tool_call_id": "call_7", "content": "5"},
-    ],
-    "tools": TOOLS,
-    "top_p": 0.9,
-    "stop": ["\n"],
+    "messages": [{"role": "user"}, {"role": "tool"}],
+    "tools": [{"type": "function", "function": {"name": "look"}}],
 }
-TEXT = {"model": "kimi", "prompt": "def f(", "max_tokens": 9, "temperature": 0.7}
-RECORDED = [
-    (AGENT, AGENT, "turn 1"),
-    ({**TEXT, "stream": True, "stream_options": {}}, TEXT, "completions"),
-    ({**TEXT, "prompt": [5, 6]}, {**TEXT, "prompt": [5, 6]}, "completions"),
-    ({"custom_id": "a", "category": "code", "body": AGENT}, AGENT, "code"),
-]
+TEXT = {"model": "kimi", "prompt": "def f("}
 
 
-@pytest.mark.parametrize(("row", "sent", "category"), RECORDED)
-def test_a_recorded_request_is_kept_as_it_is(
-    tmp_path: Path, row: dict[str, Any], sent: dict[str, Any], category: str
-) -> None:
-    (found,) = load_dataset(str(write(tmp_path / "bodies.jsonl", [row]))).questions
-    assert (found.body, found.category, found.requests) == (sent, category, 1)
+def test_recorded_requests_are_kept_as_they_are(tmp_path: Path) -> None:
+    rows = [AGENT, {**TEXT, "stream": True}, {"category": "code", "body": AGENT}]
+    found = load_dataset(str(write(tmp_path / "bodies.jsonl", rows))).questions
+    assert [question.body for question in found] == [AGENT, TEXT, AGENT]
+    assert [question.category for question in found] == ["turn 1", "completions", "code"]
 
 
 @pytest.mark.parametrize(
     ("row", "says"),
     [
         ({**AGENT, "n": 2}, "several answers"),
-        ({**TEXT, "prompt": ["a", "b"]}, "several answers"),
-        ({"prompt": "Why?"}, "mixes requests"),
-        ({"model": "kimi", "messages": [HELLO, {"role": "assistant", "content": "Hi"}]}, "mixes"),
+        ({**TEXT, "response": "Hi"}, "mixes requests"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path, row: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=f":2 .*{says}"):
+    with pytest.raises(UsageError, match=f":2 {says}|:2 asks for {says}"):
         load_dataset(str(write(tmp_path / "bodies.jsonl", [TEXT, row])))
