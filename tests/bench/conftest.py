@@ -41,12 +41,12 @@ TOPICS = {
 
 
 SERVER = DetectedServer("reference", "m")
-WORKLOAD = Workload(dataset="d", dataset_sha256="0", licence=None, questions=40, turns=40, categories=[], template="t",
+WORKLOAD = Workload(dataset="d", dataset_sha256="0", licence=None, questions=40, turns=40, template="t",
                     thinking=None, concurrency=[1, 4, 16], rates=[], rounds=1, max_tokens=9, temperature=0.0,
                     seed=0)  # fmt: skip
 NO_RATES = Throughput(
     requests=1, errors=0, output_tokens=1, wall_s=1.0, tokens_per_s=1.0,
-    ttft_s=None, inter_token_s=None, itl_s=None, request_s=None,
+    ttft_s=None, inter_token_s=None, itl_s=None,
 )  # fmt: skip
 
 
@@ -59,7 +59,6 @@ def results_of(
     """A run of bench with these counts, and speeds by question, at each load."""
     summary, sound = vars(summarize(turns)), judge_run([])
     level = summary | {
-        "categories": {},
         "throughput": NO_RATES,
         "rounds": [1.0],
         "degeneration": sound,

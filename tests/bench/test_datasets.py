@@ -87,18 +87,9 @@ def test_speed_bench_resolved_by_prepare_data(tmp_path: Path, form: str) -> None
     assert "prepare_data.py" in failed.value.remedy
 
 
-@pytest.mark.parametrize("split", ["throughput_1k", "throughput_8k", "throughput_32k"])
-def test_speed_bench_throughput_splits(tmp_path: Path, split: str) -> None:
-    size = {"throughput_1k": 900, "throughput_8k": 7000, "throughput_32k": 28000}[split]
-    text = "the report says that the river rose again after the storm "
-    rows = [
-        {"question_id": f"{i:032x}", "category": ("low_entropy", "mixed", "high_entropy")[i % 3],
-         "turns": [text * (size // 11)], "multiturn": False}
-        for i in range(6)
-    ]  # fmt: skip
-    found = load_dataset(f"speed-bench:{split}={write(tmp_path / f'{split}.jsonl', rows)}")
-    assert len(found.questions[0].turns[0].split()) >= 0.9 * size
-    assert {q.category for q in found.questions} == {"low_entropy", "mixed", "high_entropy"}
+def test_a_configuration_of_speed_bench_is_named(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", [{"turns": ["Why?"]}])
+    assert load_dataset(f"speed-bench:throughput_32k={file}").questions
     with pytest.raises(UsageError, match="has no configuration throughput_64k"):
         load_dataset("speed-bench:throughput_64k")
 
@@ -294,10 +285,28 @@ def test_a_line_that_is_no_prompt_is_refused(tmp_path: Path, line: str, says: st
         load_dataset(str(file))
 
 
-@pytest.mark.parametrize("name", ["nano", "{file}", "{directory}", "gsm8k={file}"])
-def test_a_split_of_what_has_none_is_refused(tmp_path: Path, name: str) -> None:
-    file = tmp_path / "test.jsonl"
-    file.write_text('{"prompt": "Why?", "question": "Why?", "answer": "4"}\n')
-    source = name.format(file=file, directory=tmp_path)
-    with pytest.raises(UsageError, match=r"`split` train is not used: the data set .* is "):
-        load_dataset(source, split="train")
+AGENT = {
+    "model": "kimi",
+    "messages": [{"role": "user"}, {"role": "tool"}],
+    "tools": [{"type": "function", "function": {"name": "look"}}],
+}
+TEXT = {"model": "kimi", "prompt": "def f("}
+
+
+def test_recorded_requests_are_kept_as_they_are(tmp_path: Path) -> None:
+    rows = [AGENT, {**TEXT, "stream": True}, {"category": "code", "body": AGENT}]
+    found = load_dataset(str(write(tmp_path / "bodies.jsonl", rows))).questions
+    assert [question.body for question in found] == [AGENT, TEXT, AGENT]
+    assert [question.category for question in found] == ["turn 1", "completions", "code"]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({**AGENT, "n": 2}, "several answers"),
+        ({**TEXT, "response": "Hi"}, "mixes requests"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(tmp_path: Path, row: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=f":2 {says}|:2 asks for {says}"):
+        load_dataset(str(write(tmp_path / "bodies.jsonl", [TEXT, row])))

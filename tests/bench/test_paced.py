@@ -134,14 +134,8 @@ def test_within_3_percent_of_the_truth(
     url = paced()
     results = run(url, prompts(tmp_path), samples=24, concurrency=(slots,))
     speed, wrote = results.concurrency[0].throughput, truth(url)
-    assert (
-        speed.ttft_s
-        and speed.itl_s
-        and speed.tokens_per_s
-        and speed.inter_token_s
-        and speed.answer_tokens
-    )
-    assert speed.answer_tokens.mean == TOKENS
+    assert speed.ttft_s and speed.itl_s and speed.tokens_per_s and speed.inter_token_s
+    assert speed.output_tokens == TOKENS * speed.requests
     assert "TS-BENCH-NO-ACCEPTANCE" in codes(results) and "TS-BENCH-BUFFERED" not in codes(results)
     figures = {
         "TTFT": (speed.ttft_s.p50, wrote["ttft_s"]),

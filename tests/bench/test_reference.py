@@ -2,6 +2,7 @@
 false alarm, the CI workflow. Minutes, so all of it is slow. TRTSPEC_HONEST_CHECKS is the number of checks, 20."""
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.command_line import TRTSPEC, free_port, served
 from tests.json_files import read_json
 from trtspec import data_files
 from trtspec.bench.choose_draft import choose
-from trtspec.bench.results import BenchResults, EndpointResult
+from trtspec.bench.results import BY_LENGTH, BY_REUSE, BenchResults, EndpointResult
 
 NANO, HEAD = str(data_files.kimi_nano_dir()), str(data_files.DATA / "kimi-nano-eagle3")
 pytestmark = [pytest.mark.clock, pytest.mark.slow]
@@ -73,6 +74,30 @@ def test_steps_drafts_and_tokens_are_the_engines_own(reference: Callable[..., st
         and results.tokens == gone["generation_tokens"]
     )
     assert not [problem for problem in results.problems if problem.severity == "error"]
+
+
+def test_recorded_requests_by_length_and_reuse_add_up_to_the_counters(
+    reference: Callable[..., str], tmp_path: Path
+) -> None:
+    """Chat requests, every second one behind more turns, and texts; all twice, so that prompts are reused."""
+    lines = (Path(NANO) / "prompts_heldout.jsonl").read_text().splitlines()
+    asked = [json.loads(line)["messages"][-1] for line in lines[:40]]
+    sent: list[dict[str, Any]] = []
+    for index, message in enumerate(asked[:24]):
+        sent.append({"messages": [*asked[24 : 24 + index % 2 * 16], message], "temperature": 0})
+        sent.append({"prompt": message["content"], "temperature": 0.5, "seed": index})
+    bodies = [{"model": "recorded", "max_tokens": 24, **body} for body in sent * 2]
+    file = tmp_path / "bodies.jsonl"
+    file.write_text("".join(json.dumps(body) + "\n" for body in bodies))
+    url = reference("--head", HEAD)
+    before = counters(url)
+    slices = measured({"e": url}, file, warmup=0).slices
+    after = counters(url)
+    for by in (BY_LENGTH, BY_REUSE):
+        parts = [part for part in slices if part.by == by]
+        told = [sum(getattr(part, key) for part in parts) for key in ("steps", "accepted")]
+        names = "spec_decode_steps", "spec_decode_accepted_tokens"
+        assert len(parts) > 1 and told == [after[name] - before[name] for name in names]
 
 
 @pytest.mark.alone

@@ -226,10 +226,6 @@ def test_rates_follow_from_the_histogram() -> None:
     assert add_histograms([[1, 2], [1, 1, 1]]) == [2, 3, 1] and add_histograms([]) is None
 
 
-def test_prefill_is_not_counted_twice() -> None:
-    assert summarize([turn(10, 20)]).per_turn_mean == pytest.approx(31 / 11, abs=1e-4)
-
-
 def test_unknown_stays_unknown() -> None:
     found = summarize([turn(10, 5, (5, 5, 0, 0)), turn(10, 5, drafted=None)])
     assert found.histogram is None and found.drafted is None

@@ -230,7 +230,6 @@ MAKING: dict[str, dict[str, Situation]] = {
                 card=Effect(
                     line("--card nvidia/Kimi-K2.5-Eagle3"), base=(*BENCH, "--dataset", "mt-bench={data}", "--json")
                 ),
-                split=Effect(line("--split test"), base=(*BENCH, "--dataset", "nobody/nothing")),
                 rate=Effect(line("--rate 50"), base=line("bench {url} --samples 2 --max-tokens 8")),
                 max_regression=Effect(line("--max-regression 0.05"), base=(*BENCH, "--compare", "{drafted}")),
                 choose_draft=Effect(line("--choose-draft"), base=DRAFTING),

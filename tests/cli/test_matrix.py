@@ -54,7 +54,7 @@ def declared_modes(command: str) -> set[str]:
 
 
 NOTHING = (
-    "acceptance_length_interval", "per_turn_mean", "conditional", "per_question_mean", "surplus",
+    "acceptance_length_interval", "conditional", "per_question_mean", "surplus",
 )  # fmt: skip
 # 10 % below the baseline of the table
 WATCHED = {"steps": 1000, "draft_tokens": 3000, "accepted_tokens": 1350}

@@ -23,6 +23,7 @@ from trtspec.errors import Problem, TrtspecError, UsageError
 NotNegative = Annotated[float, Field(ge=0)]
 SCHEMA = 3  # of results.json
 ALL = "all"
+BY_LENGTH, BY_REUSE, BY_MINUTE = "prompt length", "reused prompt", "minute"
 adapter = functools.cache(TypeAdapter)  # making one takes longer than reading a file with it
 
 
@@ -56,21 +57,18 @@ class Throughput:
     ttft_s: LatencySpread | None
     inter_token_s: LatencySpread | None
     itl_s: LatencySpread | None
-    request_s: LatencySpread | None
-    prompt_tokens: LatencySpread | None = None
-    answer_tokens: LatencySpread | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What was asked: a figure without it is no measurement. `extra_body`: what was merged into every request."""
+    """What was asked: a figure without it is no measurement. `extra_body`: what was merged into every request.
+    `recorded`: requests were sent as recorded, without this `max_tokens`, `temperature` and `seed`."""
 
     dataset: str
     dataset_sha256: str
     licence: str | None
     questions: Count
     turns: Count
-    categories: list[str]
     template: str
     thinking: str | None
     concurrency: list[Count]
@@ -81,6 +79,24 @@ class Workload:
     seed: int
     limit_s: float | None = None
     extra_body: dict[str, Any] = field(default_factory=dict)
+    recorded: bool = False
+
+    @property
+    def budget(self) -> str:
+        """How long answers may be, in words."""
+        return "lengths as recorded" if self.recorded else f"at most {self.max_tokens} tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceResult(AcceptanceSummary):
+    """The answers of all loads that share one property: `by` names it, `value` is its bound. `tokens_per_s`: output
+    tokens over the time from request to end."""
+
+    by: str
+    value: Count
+    answers: Count
+    tokens_per_s: float | None
+    ttft_s: LatencySpread | None
 
 
 @dataclass(frozen=True)
@@ -92,7 +108,6 @@ class QuestionSpeed:
     category: str
     tokens: Count
     seconds: NotNegative
-    ttft_s: NotNegative | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +117,6 @@ class LevelResult(AcceptanceSummary):
 
     concurrency: int
     rate: float | None = None
-    categories: dict[str, AcceptanceSummary]
     throughput: Throughput
     rounds: list[float]
     degeneration: OutputQuality
@@ -130,6 +144,7 @@ class EndpointResult(AcceptanceSummary):
     concurrency: list[LevelResult]
     turns_detail: list[TurnCounts] = field(default_factory=list)
     questions_detail: list[QuestionSpeed] = field(default_factory=list)
+    slices: list[SliceResult] = field(default_factory=list)
     quality: dict[str, OutputQuality] = field(default_factory=dict)
 
     @property

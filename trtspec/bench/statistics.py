@@ -6,7 +6,6 @@ drafts). Every rate is derived, because the same words name different numbers in
 - acceptance length = 1 + accepted / steps over all answers (vLLM's "mean acceptance length");
 - per-question mean = tokens per iteration of each question, its turns pooled and each prefill counted as an iteration,
   averaged over questions: "Average AL" of ModelOpt's specdec_bench, which NVIDIA's cards print by category;
-- per-turn mean = the same of each answer, averaged over answers;
 - cumulative acceptance at position k = share of steps that accepted at least k drafts (vLLM's "per-position");
 - conditional acceptance at position k = the same share among the steps that accepted k - 1.
 
@@ -40,7 +39,7 @@ Units = Mapping[Any, tuple[float, float]]  # numerator and denominator by unit
 class AcceptanceSummary:
     """What speculation did in a group of answers; None where the server reports nothing. Intervals are of 95 %.
 
-    `steps` are verification steps, without prefills. Means by turn and by question are None where a server reports only
+    `steps` are verification steps, without prefills. The mean by question is None where a server reports only
     totals. `surplus`: accepted drafts past the end of answers, taken out of `accepted`.
     """
 
@@ -54,7 +53,6 @@ class AcceptanceSummary:
     source: str
     acceptance_length: float | None
     acceptance_length_interval: list[float] | None
-    per_turn_mean: float | None
     draft_acceptance_rate: float | None
     cumulative: list[float] | None
     conditional: list[float | None] | None
@@ -125,11 +123,6 @@ def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
     histogram, length = add_histograms(t.histogram for t in turns), length_ratio(turns)
     cumulative, conditional = by_position(histogram or [])
     questions = per_question(turns)
-    per_turn = (
-        [1 + t.accepted / (t.steps + 1) for t in turns if t.tokens]
-        if all(t.answers == 1 for t in turns)
-        else []
-    )
     if length is not None:
         length = length.within(1.0, most_tokens(steps, drafted))
     means = [1 + done / (verified + answers) for verified, done, answers in questions.values()]
@@ -144,7 +137,6 @@ def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
         source=" + ".join(sorted({t.source for t in turns})) or "the server does not tell",
         acceptance_length=_rounded(acceptance_length(steps, accepted)),
         acceptance_length_interval=[length.low, length.high] if length else None,
-        per_turn_mean=_rounded(float(np.mean(per_turn)) if per_turn else None),
         draft_acceptance_rate=_rounded(accepted / drafted if drafted else None),
         cumulative=[round(share, 4) for share in cumulative] if histogram else None,
         conditional=[_rounded(share) for share in conditional] if histogram else None,

@@ -49,12 +49,9 @@ class BenchOptions:
         str,
         option(
             "Questions: a data set by name (mt-bench, speed-bench, gsm8k, ...), NAME=FILE for a local copy of one, a "
-            "file or directory, a hub id, or nano for the built-in set.",
+            "file or directory of questions or of recorded request bodies, a hub id, or nano for the built-in set.",
         ),
     ] = "nano"
-    split: Annotated[
-        str | None, option("Split of a hub data set.", default="the data set's own, or train")
-    ] = None
     samples: Annotated[int, option("Questions to ask at each load; 0 asks all of them.", min=0)] = 0
     concurrency: Annotated[
         IntList,
@@ -223,7 +220,7 @@ def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
     from trtspec.bench.questions.datasets import load_dataset
     from trtspec.client.client import RequestSampling
 
-    dataset = load_dataset(options.dataset, options.samples or None, split=options.split)
+    dataset = load_dataset(options.dataset, options.samples or None)
     if dataset.licence:
         report.say(f"{dataset.name}: licence {dataset.licence} ({dataset.source})")
     return BenchWorkload(

@@ -78,6 +78,7 @@ class Answer:
     reasoning: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int | None = None  # of the prompt, reused; None if the server does not tell
     finish_reason: str | None = None
     tokens_per_iteration: float | None = None
     spec_decode: dict[str, Any] | None = None
@@ -344,6 +345,8 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
     if usage:
         answer.prompt_tokens = token_count(usage.get("prompt_tokens") or 0)
         answer.completion_tokens = token_count(usage.get("completion_tokens") or 0)
+        reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        answer.cached_tokens = None if reused is None else token_count(reused)
         if not answer.token_ids:
             answer.counted.append(answer.completion_tokens)
     for choice in event.get("choices") or []:

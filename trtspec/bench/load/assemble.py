@@ -14,11 +14,15 @@ from trtspec.bench.check.rows import MIN_STEPS, TOKENS_PER_ARRIVAL, forced_sizes
 from trtspec.bench.load.journal import Round, good
 from trtspec.bench.load.measure import MeasuredEndpoint, RequestLimits, total_rate
 from trtspec.bench.results import (
+    BY_LENGTH,
+    BY_MINUTE,
+    BY_REUSE,
     BenchResults,
     EndpointResult,
     LatencySpread,
     LevelResult,
     QuestionSpeed,
+    SliceResult,
     SpeedUp,
     Throughput,
     inter_token,
@@ -33,7 +37,7 @@ from trtspec.bench.statistics import (
     summarize,
 )
 from trtspec.client.client import Answer
-from trtspec.client.servers import TurnCounts
+from trtspec.client.servers import TurnCounts, all_counts
 from trtspec.client.text_quality import OutputQuality, judge_run
 from trtspec.errors import Problem, Severity
 
@@ -41,6 +45,8 @@ ENOUGH_ANSWERS = 16  # of a run, in whose quarters waiting is compared
 WIDE = 0.1  # half an interval over its value: more is too few questions to judge by
 AIM = 0.05
 SHOWN = 3
+SHORT_PROMPT = 256  # tokens; up to here one length
+LATE_MINUTE = 4  # the minutes from here on are one
 Findings = Iterator[tuple[str, Severity, str]]  # code, severity, message
 
 
@@ -79,6 +85,7 @@ def describe_target(target: MeasuredEndpoint) -> EndpointResult:
         concurrency=[describe_level(rounds) for rounds in levels],
         turns_detail=pooled,
         questions_detail=[speed for rounds in levels for speed in question_speeds(rounds)],
+        slices=slices_of(target.rounds),
     )
 
 
@@ -94,7 +101,6 @@ def describe_level(rounds: Sequence[Round]) -> LevelResult:
         **vars(summarize(counts)),
         concurrency=level.concurrency if level.rate is None else max(run.most for run in rounds),
         rate=level.rate,
-        categories=by_category(counts),
         throughput=throughput(rounds),
         rounds=[
             round(total_rate([run for run in rounds if run.number == number]), 3)
@@ -120,13 +126,47 @@ def throughput(rounds: Sequence[Round]) -> Throughput:
         output_tokens=tokens,
         wall_s=round(wall, 4),
         tokens_per_s=round(tokens / wall, 3) if wall else None,
-        ttft_s=spread_of([a.first_token - a.started for a in answers if a.first_token is not None]),
+        ttft_s=first_tokens(answers),
         inter_token_s=spread_of([gap for a in answers if (gap := inter_token(a)) is not None]),
         itl_s=spread_of([float(gap) for chunks in times for gap in np.diff(chunks)]),
-        request_s=spread_of([answer.finished - answer.started for answer in answers]),
-        prompt_tokens=spread_of([float(a.prompt_tokens) for a in answers if a.prompt_tokens]),
-        answer_tokens=spread_of([float(a.completion_tokens) for a in answers]),
     )
+
+
+def slices_of(rounds: Sequence[Round]) -> list[SliceResult]:
+    """Answers by prompt length, by its reused share and by the minute of their round, where the server tells."""
+    groups: dict[tuple[str, int], list[Answer]] = defaultdict(list)
+    for run in rounds:
+        answers = good(run.answers)
+        began = min((answer.started for answer in answers), default=0.0)
+        for answer in answers:
+            minute = 1 + int((answer.started - began) // 60)
+            groups[BY_MINUTE, min(minute, LATE_MINUTE)].append(answer)
+            prompt, reused = answer.prompt_tokens, answer.cached_tokens
+            if prompt:
+                bound = 1 << (prompt - 1).bit_length()
+                groups[BY_LENGTH, max(bound, SHORT_PROMPT)].append(answer)
+            if prompt and reused is not None:
+                groups[BY_REUSE, 25 * (4 * reused // prompt)].append(answer)
+    return [slice_of(by, value, answers) for (by, value), answers in sorted(groups.items())]
+
+
+def slice_of(by: str, value: int, answers: Sequence[Answer]) -> SliceResult:
+    """Acceptance is unknown here for a server that keeps only totals."""
+    seconds = sum(answer.finished - answer.started for answer in answers)
+    tokens = sum(answer.completion_tokens for answer in answers)
+    return SliceResult(
+        **vars(summarize(all_counts(answers, []))),
+        by=by,
+        value=value,
+        answers=len(answers),
+        tokens_per_s=round(tokens / seconds, 3) if seconds else None,
+        ttft_s=first_tokens(answers),
+    )
+
+
+def first_tokens(answers: Sequence[Answer]) -> LatencySpread | None:
+    """Seconds from each request to its first token."""
+    return spread_of([a.first_token - a.started for a in answers if a.first_token is not None])
 
 
 def spread_of(values: Sequence[float]) -> LatencySpread | None:
@@ -145,17 +185,13 @@ def question_speeds(rounds: Sequence[Round]) -> list[QuestionSpeed]:
     for question, answers in groups.items():
         if any(answer.error for answer in answers):
             continue
-        first = min(answers, key=lambda answer: answer.turn)
         found.append(
             QuestionSpeed(
                 level=rounds[0].level.label,
                 question=question,
-                category=first.category,
+                category=answers[0].category,
                 tokens=sum(answer.completion_tokens for answer in answers),
                 seconds=round(sum(answer.finished - answer.started for answer in answers), 6),
-                ttft_s=None
-                if first.first_token is None
-                else round(first.first_token - first.started, 6),
             )
         )
     return found
@@ -188,7 +224,7 @@ def find_problems(target: MeasuredEndpoint) -> list[Problem]:
             target.server.kind, counts or counts_of(target.category_rounds), target.unmeasured
         ),
         *in_counts(counts, target.answers()),
-        *in_request(target.limits, target.workload.body()),
+        *in_request(target.limits, target.workload.parameters()),
         *too_few(counts or counts_of(target.category_rounds)),
         *overloaded(target.rounds),
         *underfilled(target.rounds),

@@ -24,7 +24,9 @@ from trtspec.bench.statistics import without_surplus
 from trtspec.checkpoint.published import ThinkingLevel
 from trtspec.client import servers
 from trtspec.client.client import (
+    CHAT,
     OWNED,
+    RAW,
     Answer,
     RequestSampling,
     chat_body,
@@ -99,6 +101,15 @@ class BenchWorkload:
             thinking = {"reasoning_effort": self.thinking}
         return thinking | self.extra_body
 
+    def parameters(self) -> dict[str, Any]:
+        """Parameters that any request has: of recorded ones those that are set."""
+        parameters: dict[str, Any] = {}
+        for body in self.dataset.recorded:
+            for key, value in body.items():
+                if value not in (None, False):
+                    parameters[key] = value
+        return parameters | self.body()
+
     def describe(self) -> Workload:
         return Workload(
             dataset=self.dataset.name,
@@ -106,7 +117,6 @@ class BenchWorkload:
             licence=self.dataset.licence,
             questions=len(self.dataset.questions),
             turns=self.turns,
-            categories=sorted({question.category for question in self.dataset.questions}),
             template="the server's chat template",
             thinking=self.thinking,
             concurrency=[] if self.rates else list(self.concurrency),
@@ -115,6 +125,7 @@ class BenchWorkload:
             **asdict(self.sampling),
             limit_s=self.limit_s,
             extra_body=self.body(),
+            recorded=bool(self.dataset.recorded),
         )
 
 
@@ -140,16 +151,19 @@ async def measure(
             most = OPEN_CONNECTIONS if workload.rates else workload.most
             client = await stack.enter_async_context(new_client(url, most, workload.limit_s))
             server = await servers.detect_server(client, model)
-            refuse_other_server(server, earlier or {}, workload.sampling.temperature > 0)
+            sampled = bool(workload.sampling.temperature or workload.dataset.recorded)
+            refuse_other_server(server, earlier or {}, sampled)
             target = MeasuredEndpoint(
                 name, url, client, server, workload, journal, bar, limits(server)
             )
-            if deadly := sorted(set(workload.body()) & set(target.limits.get("end_engine", ()))):
+            if deadly := sorted(
+                set(workload.parameters()) & set(target.limits.get("end_engine", ()))
+            ):
                 message = (
                     f"{', '.join(deadly)}: under speculation such a request ends the engine "
                     f"of {name} for everybody"
                 )
-                raise UsageError(message, "leave it out of `extra_body`, or use a later release")
+                raise UsageError(message, "leave it out of every request, or use a later release")
             targets.append(target)
         journal.answered_by({target.name: target.server for target in targets})
         for target in targets:
@@ -212,7 +226,7 @@ class MeasuredEndpoint:
         """Short answers at the highest concurrency, not counted: first-use costs are not what users see."""
         count = self.workload.most if self.workload.warmup is None else self.workload.warmup
         first = [
-            replace(question, turns=question.turns[:1])
+            replace(question, turns=question.turns[:1], body=None)
             for question in self.workload.dataset.questions[:count]
         ]
         sampling = self.workload.sampling
@@ -325,12 +339,20 @@ class MeasuredEndpoint:
             if turn < len(said):
                 messages.append({"role": "assistant", "content": said[turn]})
                 continue
-            body = chat_body(self.server.model, messages, sampling, place) | self.workload.body()
-            if question.tools:
-                body["tools"] = list(question.tools)
-            limit_s = self.workload.limit_s
+            if question.body:
+                body = {**question.body, "model": self.server.model}
+            else:
+                body = chat_body(self.server.model, messages, sampling, place)
+                if question.tools:
+                    body["tools"] = list(question.tools)
             answer = await stream_answer(
-                self.client, body, question.id, question.category, turn, limit_s=limit_s
+                self.client,
+                body | self.workload.body(),
+                question.id,
+                question.category,
+                turn,
+                path=RAW if "prompt" in body else CHAT,
+                limit_s=self.workload.limit_s,
             )
             yield answer
             if answer.error:

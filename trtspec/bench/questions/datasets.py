@@ -21,7 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from trtspec import data_files
-from trtspec.checkpoint.conversations import IDS, Conversation, conversation, note_unread
+from trtspec.checkpoint.conversations import (
+    ANSWERS,
+    IDS,
+    Conversation,
+    conversation,
+    note_unread,
+)
 from trtspec.checkpoint.rows import CODE, DataRow, from_hub, hub_rows, read_rows
 from trtspec.errors import UsageError, did_you_mean
 from trtspec.report import file_sha256
@@ -29,6 +35,8 @@ from trtspec.report import file_sha256
 NANO = "nano"
 LISTS = ("messages", "conversations", "conversation", "turns", "prompt")
 NAMED = re.compile(r"(?P<name>[a-z0-9-]+)(?::(?P<config>[\w.-]+))?(?:=(?P<file>.+))?")
+NOT_REPLAYED = ("stream", "stream_options", "category")
+LATE_TURN = 4  # this turn and later ones are one category
 PICTURES = ((b"\x89PNG", "png"), (b"\xff\xd8", "jpeg"), (b"GIF8", "gif"), (b"RIFF", "webp"))
 Message = dict[str, Any]
 Content = str | list[dict[str, Any]]
@@ -37,24 +45,27 @@ Content = str | list[dict[str, Any]]
 @dataclass(frozen=True)
 class Question:
     """One conversation to hold: `opening` messages are sent with the first of `turns`. A turn is what the user says:
-    text, or with pictures a list of parts. `tools` are the functions offered."""
+    text, or with pictures a list of parts. `tools` are the functions offered.
+
+    A recorded request has no turns: `body` is sent as it is, and `opening` holds its messages."""
 
     id: str
     category: str
     turns: tuple[Content, ...]
     opening: tuple[Message, ...] = ()
     tools: tuple[Message, ...] = ()
+    body: Message | None = None
 
     @property
     def requests(self) -> int:
         """Answers that are asked for."""
-        return len(self.turns)
+        return len(self.turns) or 1
 
     @property
     def has_pictures(self) -> bool:
         return any(
-            not isinstance(said, str)
-            for said in (*self.turns, *(each["content"] for each in self.opening))
+            isinstance(said, list)
+            for said in (*self.turns, *(each.get("content") for each in self.opening))
         )
 
     def first_request(self) -> tuple[list[Message], list[Message]]:
@@ -63,7 +74,9 @@ class Question:
 
     def request(self, turn: int) -> list[Message]:
         """The messages that turn `turn` adds to the conversation."""
-        return [*(self.opening if turn == 0 else ()), {"role": "user", "content": self.turns[turn]}]
+        opening = self.opening if turn == 0 else ()
+        asked = [{"role": "user", "content": said} for said in self.turns[turn : turn + 1]]
+        return [*opening, *asked]
 
 
 @dataclass(frozen=True)
@@ -77,14 +90,19 @@ class Dataset:
     licence: str | None = None
     source: str | None = None
 
+    @property
+    def recorded(self) -> list[Message]:
+        """The bodies of recorded requests."""
+        return [question.body for question in self.questions if question.body]
 
-def load_dataset(name: str, samples: int | None = None, *, split: str | None = None) -> Dataset:
+
+def load_dataset(name: str, samples: int | None = None) -> Dataset:
     """Reads `nano` (the held-out prompts of kimi-nano), a set known by name, a data file or directory, or a hub id:
     all its questions, or `samples` of them spread over categories.
 
     Raises UsageError naming the row that cannot be asked."""
     source = locate(name)
-    questions = read_questions(source, split)
+    questions = read_questions(source)
     if not questions:
         raise UsageError(
             f"the dataset {source.file or name} holds no prompt",
@@ -106,20 +124,16 @@ def load_dataset(name: str, samples: int | None = None, *, split: str | None = N
     )
 
 
-def read_questions(source: QuestionSource, split: str | None = None) -> list[Question]:
-    """Every question of a source, in order. Two rows of one id are two questions: the later gets its row's number."""
+def read_questions(source: QuestionSource) -> list[Question]:
+    """Every question of a source, in order. Two rows of one id are two questions: the later gets its row's number.
+
+    Raises UsageError if only some of the rows are recorded requests."""
     unread, seen, found = Counter[str](), set[str](), list[Question]()
-    for index, row in enumerate(rows_of(source, split)):
-        value, images = row.value, list[Any]()
-        if isinstance(value, dict):
-            images = value.get("images") or []
-            value = {key: item for key, item in value.items() if key != "images"}
-        shown = [
-            _picture(row, image) for image in (images if isinstance(images, list) else [images])
-        ]
-        question = question_of(
-            conversation(replace(row, value=value), unread, pictures=True), index, shown
-        )
+    for index, row in enumerate(rows_of(source)):
+        question = recorded_request(row, index) or asked_by(row, index, unread)
+        if found and (question.body is None) != (found[0].body is None):
+            message = f"{CODE} {row.where} mixes requests, which have `model`, with questions"
+            raise UsageError(message, "write requests and questions in files of their own")
         if "images" in source.fields and not question.has_pictures:
             raise _no_field(row, source.fields["images"], source)
         name = question.id if question.id not in seen else f"{question.id}#{index}"
@@ -127,6 +141,51 @@ def read_questions(source: QuestionSource, split: str | None = None) -> list[Que
         found.append(replace(question, id=name))
     note_unread(source.file or source.label, unread)
     return found
+
+
+def recorded_request(row: DataRow, index: int) -> Question | None:
+    """A row that is the body of a chat or completions request, alone or as `body` of a batch file's line. None for any
+    other row, such as a conversation with its answer.
+
+    Without a `category` the number of the user's turn is one. Raises UsageError for a body of several answers."""
+    value = row.value if isinstance(row.value, dict) else {}
+    body = value.get("body", value)
+    if not isinstance(body, dict) or "model" not in body or {*ANSWERS, *IDS} & body.keys():
+        return None
+    prompt, messages = body.get("prompt"), body.get("messages")
+    chat = isinstance(messages, list) and all(isinstance(each, dict) for each in messages)
+    if chat and messages:
+        opening, turn = tuple(messages), [each.get("role") for each in messages].count("user")
+        category = f"turn {min(turn, LATE_TURN)}"
+    elif prompt:
+        opening, category = ({"role": "user", "content": prompt},), "completions"
+    else:
+        return None
+    if body is value and opening[-1].get("role") == "assistant":
+        return None
+    several = isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt)
+    if several or any(body.get(key) not in (None, 1) for key in ("n", "best_of")):
+        remedy = "leave out n and best_of, and write each prompt as a row"
+        raise UsageError(f"{CODE} {row.where} asks for several answers", remedy)
+    return Question(
+        id=str(value.get("custom_id", index)),
+        category=str(value.get("category", category)),
+        turns=(),
+        opening=opening,
+        tools=tuple(body.get("tools") or ()),
+        body={key: item for key, item in body.items() if key not in NOT_REPLAYED},
+    )
+
+
+def asked_by(row: DataRow, index: int, unread: Counter[str]) -> Question:
+    """The question of a row that the reader of conversations knows, with the pictures in its `images`."""
+    value, images = row.value, list[Any]()
+    if isinstance(value, dict):
+        images = value.get("images") or []
+        value = {key: item for key, item in value.items() if key != "images"}
+    shown = [_picture(row, image) for image in (images if isinstance(images, list) else [images])]
+    known = conversation(replace(row, value=value), unread, pictures=True)
+    return question_of(known, index, shown)
 
 
 def question_of(
@@ -249,18 +308,11 @@ def locate(text: str) -> QuestionSource:
     raise UsageError(f"the dataset {text} does not exist", did_you_mean(text, catalogue(), remedy))
 
 
-def rows_of(source: QuestionSource, split: str | None = None) -> Iterator[DataRow]:
-    """The rows of a source in the reader's words, each with its pictures still in it. Raises UsageError, also for a
-    `split` of files, all of whose rows are read."""
+def rows_of(source: QuestionSource) -> Iterator[DataRow]:
+    """The rows of a source in the reader's words, each with its pictures still in it. Raises UsageError."""
     file = source.file
-    if split is not None and file and not from_hub(file):
-        kind = "a directory" if Path(file).is_dir() else "a file"
-        remedy = "pass the file of that split alone as `dataset`, without `split`"
-        raise UsageError(
-            f"`split` {split} is not used: the data set {source.label} is {kind}", remedy
-        )
     if file:
-        rows = read_rows(file, split)
+        rows = read_rows(file)
         yield from (row_in_words(row, source) for row in rows) if source.hub else rows
         return
     for config in source.configs or [""]:
@@ -268,9 +320,9 @@ def rows_of(source: QuestionSource, split: str | None = None) -> Iterator[DataRo
             source, category=source.category or (config if len(source.configs) > 1 else "")
         )
         name = f"{source.hub}:{config}" if config else source.hub
-        for row in hub_rows(name, split or source.split, source.revision):
+        for row in hub_rows(name, source.split, source.revision):
             value = dict(row.value)
-            if value.get("category") == (split or source.split):
+            if value.get("category") == source.split:
                 del value["category"]  # hub_rows puts the split's name where a row has none
             yield row_in_words(replace(row, value=value), own)
 

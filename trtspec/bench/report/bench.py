@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trtspec.bench.report.page import Figure, Plot, Point, Section, Value, bars, curve, render
+from trtspec.bench.report.page import Figure, Plot, Section, Value, bars, render
 from trtspec.bench.results import (
+    BY_LENGTH,
+    BY_MINUTE,
+    BY_REUSE,
     BenchResults,
     Comparison,
     DraftChoice,
@@ -92,7 +95,14 @@ def sections(results: BenchResults) -> list[Section]:
                     speculating, f"Tokens per step by category, {where}, with 95 % intervals."
                 )
             ],
-            tables=titled(card_table(results), *acceptance, position_table(speculating)),
+            tables=titled(
+                card_table(results),
+                *acceptance,
+                position_table(speculating),
+                slice_table(results, BY_LENGTH, "tokens up to"),
+                slice_table(results, BY_REUSE, "% from"),
+                slice_table(results, BY_MINUTE, "from minute"),
+            ),
         ),
         Section(
             title="Draft length",
@@ -119,17 +129,15 @@ def bench_html(results: BenchResults) -> str:
 
 
 def speed_plot(results: BenchResults) -> Plot:
-    """Tokens per second of a user over those of all users together, a dot for each load; empty for one load."""
-    found: dict[str, list[Point]] = {}
+    """Tokens per second of a user by load; empty for one load."""
+    series: dict[str, dict[str, Value]] = {}
     for endpoint in results.all if len(results.concurrency) > 1 else ():
         for level in endpoint.concurrency:
-            user, together = user_speed(endpoint, level.label), level.throughput.tokens_per_s
-            if user and together:
-                point = Point(together, user.value, level.load, user.low, user.high)
-                found.setdefault(endpoint.name, []).append(point)
-    drawn = curve(found, "output tokens/s, all users", "tokens/s for a user")
-    caption = f"Each dot is a load, {condition(results)}; lines at the dots are 95 % intervals."
-    return Plot(caption, list(found), svg=drawn)
+            if user := user_speed(endpoint, level.label):
+                speeds = series.setdefault(endpoint.name, {})
+                speeds[level.label] = user.value, user.low, user.high
+    caption = f"Tokens/s for a user by load, {condition(results)}, with 95 % intervals."
+    return Plot(caption, list(series), bars=bars(series, baseline=0.0))
 
 
 def category_plot(endpoints: Sequence[EndpointResult], caption: str) -> Plot:
@@ -162,14 +170,15 @@ def median_ms(spread: LatencySpread | None) -> str:
 
 def condition(results: BenchResults) -> str:
     """Part of every figure's name: the temperature, how drafts were drawn above 0, and whether the model thinks."""
-    temperature, mode = results.workload.temperature, results.server.draft_sampling
+    work, mode = results.workload, results.server.draft_sampling
     drawn = (
         f" ({f'{mode} drafts' if mode else 'how drafts are drawn is not reported'})"
-        if temperature
+        if work.temperature or work.recorded
         else ""
     )
-    thinking = f", thinking {results.workload.thinking}" if results.workload.thinking else ""
-    return f"temperature {temperature:g}{drawn}{thinking}"
+    thinking = f", thinking {work.thinking}" if work.thinking else ""
+    sampling = "sampled as recorded" if work.recorded else f"temperature {work.temperature:g}"
+    return f"{sampling}{drawn}{thinking}"
 
 
 def workload_line(results: BenchResults) -> str:
@@ -179,7 +188,7 @@ def workload_line(results: BenchResults) -> str:
     return (
         f"{results.server.model} at {results.url}{f' (version {version})' if version else ''}; dataset {work.dataset} "
         f"(sha256 {work.dataset_sha256[:12]}), {work.questions} questions at load "
-        f"{' / '.join(loads)}, {condition(results)}, at most {work.max_tokens} tokens, {work.template}, seed "
+        f"{' / '.join(loads)}, {condition(results)}, {work.budget}, {work.template}, seed "
         f"{work.seed}"
     )
 
@@ -205,7 +214,7 @@ def acceptance_table(endpoint: EndpointResult, workload: Workload) -> Table:
         counts = [name, str(group.questions), number(group.steps, 0)]
         rows.append([*counts, *([BLANK] * 2 if endpoint.degenerate(name) else cells)])
     note = (
-        f"{workload.dataset}, at most {workload.max_tokens} tokens; source: {endpoint.source}. Acceptance length = 1 + "
+        f"{workload.dataset}, {workload.budget}; source: {endpoint.source}. Acceptance length = 1 + "
         f"accepted / steps, 95 % interval over questions; {PER_QUESTION}. Blank: degenerate output."
     )
     if endpoint.surplus:
@@ -228,6 +237,30 @@ def card_table(results: BenchResults) -> Table:
     note = "Tokens per step; those of NVIDIA's cards are means over questions."
     columns = ["category", "published", "measured", "difference", "drafts", "published by"]
     return Table(f"Published of {results.card}", columns, rows, note, frozenset({0, 5}))
+
+
+def slice_table(results: BenchResults, by: str, column: str) -> Table:
+    """Acceptance and speed by one property of answers, endpoints beside each other; no rows if all answers share it."""
+    parts = [(part, endpoint) for endpoint in results.all for part in endpoint.slices]
+    parts = sorted((pair for pair in parts if pair[0].by == by), key=lambda pair: pair[0].value)
+    rows = []
+    for part, endpoint in parts if len({part.value for part, _ in parts}) > 1 else ():
+        length = interval(part.acceptance_length, part.acceptance_length_interval)
+        rows.append([
+            f"{part.value:,}",
+            endpoint.name,
+            str(part.answers),
+            number(part.steps, 0),
+            BLANK if endpoint.degenerate() else length,
+            number(part.tokens_per_s, 1),
+            median_ms(part.ttft_s),
+        ])  # fmt: skip
+    note = (
+        f"All loads. Per user = output tokens over the time from request to end. {DASH}: the server counts all answers "
+        "together."
+    )
+    columns = [column, "endpoint", "N", "steps", "acceptance length", "per user", "TTFT ms"]
+    return Table(f"By {by}", columns, rows, note, frozenset({1}))
 
 
 def position_table(endpoints: Sequence[EndpointResult]) -> Table:
