@@ -75,7 +75,8 @@ def units(numerators: np.ndarray, denominators: np.ndarray) -> dict[int, tuple[f
 
 @pytest.mark.parametrize(("count", "launches"), [(10, 1), (80, 1), (8, 2), (8, 4)])
 def test_intervals_of_a_paired_ratio_cover(count: int, launches: int) -> None:
-    """Every token of the old run is kept with 0.95. Of several launches, each is faster or slower as a whole."""
+    """Every token of the old run is kept with 0.95. Of several launches, each is faster or slower as a whole; their
+    intervals may cover more."""
     rng, covered = np.random.default_rng(count), 0
     for _ in range(RUNS):
         steps, accepted = questions(rng, count)
@@ -87,7 +88,8 @@ def test_intervals_of_a_paired_ratio_cover(count: int, launches: int) -> None:
         assert test
         covered += test.low <= 0.95 <= test.high
     print(f"{count} pairs, {launches} launches: {100 * covered / RUNS:.1f} % of {RUNS}")
-    assert 0.93 * RUNS <= covered <= 0.97 * RUNS
+    assert covered >= 0.93 * RUNS
+    assert launches > 1 or covered <= 0.97 * RUNS
 
 
 def run_of(

@@ -189,9 +189,7 @@ def ratio(
 ) -> Ratio | None:
     """sum / sum with its interval over units. None below LEAST_UNITS, or where a sum is zero."""
     found = _linear(numerators, denominators)
-    return (
-        None if found is None else _interval(found[0], _error(found[1]), len(found[1]), confidence)
-    )
+    return None if found is None else _interval(found[0], confidence, _error(found[1]))
 
 
 def paired_ratio(*launches: tuple[Units, Units], confidence: float = CONFIDENCE) -> Ratio | None:
@@ -206,15 +204,11 @@ def paired_ratio(*launches: tuple[Units, Units], confidence: float = CONFIDENCE)
     new, old = (_linear(*side.T) for side in sums.sum(axis=0))
     if new is None or old is None:
         return None
-    error, freedom = _error(new[1] - old[1]), len(common) - 1
-    if len(launches) > 1 and error > 0:
+    errors = [_error(new[1] - old[1])]
+    if len(launches) > 1:
         (top, bottom), (old_top, old_bottom) = sums.sum(axis=2).transpose(1, 2, 0)
-        between = _error(np.log(top / bottom * old_bottom / old_top))
-        both = math.hypot(error, between)
-        # the degrees of freedom of a sum of variances (Welch and Satterthwaite)
-        shares = (error / both) ** 4 / freedom + (between / both) ** 4 / (len(launches) - 1)
-        error, freedom = both, max(1, int(1 / shares))
-    return _interval(new[0] / old[0], error, len(common), confidence, freedom)
+        errors.append(_error(np.log(top / bottom * old_bottom / old_top)))
+    return _interval(new[0] / old[0], confidence, *errors)
 
 
 def next_ratio(
@@ -225,8 +219,9 @@ def next_ratio(
     if len(earlier) < LEAST_RUNS or min(new, *earlier) <= 0:
         return None
     logs = np.log(np.asarray(earlier, dtype=np.float64))
-    error = float(logs.std(ddof=1)) * math.sqrt(1 + 1 / len(earlier))
-    return _interval(new / math.exp(float(logs.mean())), error, len(earlier), confidence)
+    error, freedom = _error(logs)
+    error *= math.sqrt(len(earlier) + 1)
+    return _interval(new / math.exp(float(logs.mean())), confidence, (error, freedom))
 
 
 @cache
@@ -267,16 +262,17 @@ def _linear(
     return value, (top - value * bottom) / (value * bottom.mean())
 
 
-def _error(influence: NDArray[np.float64]) -> float:
-    """Standard error of a mean of what each unit contributes."""
-    return float(influence.std(ddof=1)) / math.sqrt(len(influence))
+def _error(influence: NDArray[np.float64]) -> tuple[float, int]:
+    """Standard error of a mean of what each unit contributes, and its degrees of freedom."""
+    freedom = len(influence) - 1
+    return float(influence.std(ddof=1)) / math.sqrt(len(influence)), freedom
 
 
-def _interval(
-    value: float, error: float, units: int, confidence: float, freedom: int | None = None
-) -> Ratio:
-    """`error`: standard error of the ratio's logarithm; its degrees of `freedom`, one less than units if not given."""
-    spread = math.exp(t_quantile((1 + confidence) / 2, freedom or units - 1) * error)
+def _interval(value: float, confidence: float, *errors: tuple[float, int]) -> Ratio:
+    """`errors`: independent standard errors of the ratio's logarithm, each with its degrees of freedom; the first is
+    over units. Each widens the interval by a quantile of its own, so that it holds whichever is larger."""
+    ends = [t_quantile((1 + confidence) / 2, freedom) * error for error, freedom in errors]
+    spread, units = math.exp(math.hypot(*ends)), errors[0][1] + 1
     return Ratio(round(value, 4), round(value / spread, 4), round(value * spread, 4), units)
 
 
