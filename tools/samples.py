@@ -8,6 +8,7 @@ is the page that `trtspec prove` writes.
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import re
@@ -28,7 +29,7 @@ from trtspec.launch.processes import served
 SAMPLES = Path(__file__).resolve().parent.parent / "docs" / "samples"
 WIDTH = 104
 FIRST_PORT = 18611
-PROOF = ("--backend", "reference", "--samples", "32", "--max-tokens", "96", "--concurrency", "1,4")
+PROOF = "--backend reference --samples 32 --max-tokens 96 --concurrency 1,4".split()
 # a key of another engine, and sampling that this release would not do
 MISTAKEN = """\
 max_batch_size: 32
@@ -61,10 +62,12 @@ def save(console: Console, name: str, title: str) -> None:
 
 def picture_of_first_answer(plain: str, eagle: str) -> None:
     """The demo's first stage, once both answers are complete."""
-    found = demo.answers(plain, eagle, quiet=True)
+    found = [asyncio.run(demo.ask(url, lambda text: None)) for url in (plain, eagle)]
     console = recorder()
-    console.print(demo.panels(found))
-    console.print(Text(demo.verdict(found)))
+    console.print(Text(demo.QUESTION, style="dim"))
+    for answer in found:
+        console.print(Text(f"\n{answer.text}"))
+    console.print(Text(f"\n{demo.verdict(*found)}"))
     save(console, "first-answer", "make demo: the first answer")
 
 
