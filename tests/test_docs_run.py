@@ -97,7 +97,7 @@ class Room:
         self.count_anew()
         self.made("quantize", "target", "-o", "nvfp4")
         questions = (NANO / "prompts_heldout.jsonl").read_text().splitlines()[:12]
-        for name in ("prompts.jsonl", "questions.jsonl"):
+        for name in ("prompts.jsonl", "questions.jsonl", "requests.jsonl"):
             (place / name).write_text("\n".join(questions[:6]) + "\n")
         answer = {
             "role": "assistant",
