@@ -79,7 +79,7 @@ def test_intervals_of_a_paired_ratio_cover(pairs: int) -> None:
     for _ in range(RUNS):
         steps, accepted = questions(rng, pairs)
         again = rng.binomial(steps + accepted, 0.95)  # every token of the old run is kept with 0.95
-        test = paired_ratio(units(again, steps), units(steps + accepted, steps))
+        test = paired_ratio((units(again, steps), units(steps + accepted, steps)))
         assert test
         covered += test.low <= 0.95 <= test.high
     print(f"{pairs} pairs: {100 * covered / RUNS:.1f} % of {RUNS}")
@@ -187,15 +187,14 @@ def test_comparison_in_small() -> None:
 def test_more_spread_needs_more_pairs() -> None:
     rng = np.random.default_rng(0)
     steps, accepted = questions(rng, 40)
-    quiet = paired_ratio(
-        units(steps + accepted, steps), units(steps + accepted + rng.binomial(4, 0.5, 40), steps)
-    )
-    loud = paired_ratio(
-        units(steps + accepted, steps), units(steps + accepted + rng.binomial(80, 0.5, 40), steps)
+    old = units(steps + accepted, steps)
+    quiet, loud = (
+        paired_ratio((old, units(steps + accepted + rng.binomial(most, 0.5, 40), steps)))
+        for most in (4, 80)
     )
     assert quiet and loud and loud.units_needed(0.002) > quiet.units_needed(0.002)
     assert loud.units_needed(0.001) > 10 * loud.units_needed(0.005)
-    assert paired_ratio({"a": (1, 1)}, {"a": (1, 1)}) is None
+    assert paired_ratio(({"a": (1, 1)}, {"a": (1, 1)})) is None
 
 
 def turn(
