@@ -42,8 +42,7 @@ def compare(
     """This run over `earlier` ones of the same workload and model; the first of them is the one whose questions are
     paired. With `max_regression` (0.05: 5 %) the comparison is a gate: nothing judged is an error."""
     old, allowed = earlier[0], max_regression or 0.0
-    everywhere = set.intersection(*({level.label for level in run.concurrency} for run in earlier))
-    levels = [level.label for level in new.concurrency if level.label in everywhere]
+    levels = [level.label for level in new.concurrency]
     confidence = 1 - 2 * ALARMS / (
         1 + (len(earlier) >= LEAST_RUNS) * len(levels)
     )  # one of its ends is a regression

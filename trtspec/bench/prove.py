@@ -302,7 +302,6 @@ class ProofEvidence:
     setup: ProveSetup
     identities: dict[str, str]
     engine: str | None
-    draft_sampling: str | None
     hardware: list[str]
     dataset_sha256: str
     acceptance_length: float | None
@@ -354,7 +353,6 @@ def gathered(
         verdict=verdict,
         sentence=sentence(verdict, message, ups),
         setup=replace(setup, serve_words=("...",) if setup.serve_words else ()),
-        draft_sampling=results.server.draft_sampling,
         hardware=[f"{gpu.name}, driver {gpu.driver}" for gpu in read_gpus() or ()],
         acceptance_length=results.acceptance_length if sound else None,
         acceptance_interval=results.acceptance_length_interval if sound else None,
@@ -413,7 +411,6 @@ def proof_html(
         rows,
         text_columns=frozenset({0, 1, 3}),
     )
-    drawn = f" ({evidence.draft_sampling} where sampled)" if evidence.draft_sampling else ""
     colour: Literal["pass", "fail", "unmeasured"] = "pass" if evidence.proved else "unmeasured"
     if evidence.verdict == "NOT SAFE":
         colour = "fail"
@@ -429,7 +426,7 @@ def proof_html(
             Section(title="Commands", code=commands),
             *more,
         ],
-        about=f"{evidence.setup.draft_len} drafts per step{drawn}. {bench.workload_line(results)}.",
+        about=f"{evidence.setup.draft_len} drafts per step. {bench.workload_line(results)}.",
         verdict=colour,
         created=evidence.created,
         versions=evidence.versions,

@@ -99,9 +99,8 @@ class Workload:
     @property
     def loads(self) -> str:
         """The loads in words."""
-        if self.recorded_times:
-            return "at the recorded times"
-        return " / ".join([f"{rate:g}/s" for rate in self.rates] or map(str, self.concurrency))
+        loads = [f"{rate:g}/s" for rate in self.rates] or map(str, self.concurrency)
+        return "as recorded" if self.recorded_times else " / ".join(loads)
 
     @property
     def budget(self) -> str:

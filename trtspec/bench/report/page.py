@@ -118,9 +118,9 @@ def plot(
 ) -> Plot:
     """Horizontal bars from `baseline` on by label, a colour for each name of `series`."""
     ends = [high or value for values in series.values() for value, _, high in values.values()]
-    distance = max(ends, default=baseline) - baseline
-    step = _tick_distance(distance) if distance > 0 else 1.0
-    count = max(1, math.ceil(distance / step))
+    distance = max(1e-9, max(ends, default=baseline) - baseline)
+    step = _tick_distance(distance)
+    count = math.ceil(distance / step)
 
     def percent(value: float) -> float:
         return round(100 * max(0.0, value - baseline) / (count * step), 1)
