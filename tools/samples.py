@@ -29,7 +29,7 @@ from trtspec.launch.processes import served
 SAMPLES = Path(__file__).resolve().parent.parent / "docs" / "samples"
 WIDTH = 104
 FIRST_PORT = 18611
-PROOF = "--backend reference --samples 32 --max-tokens 96 --concurrency 1,4".split()
+PROOF = ("--backend", "reference", "--samples", "32", "--max-tokens", "96", "--concurrency", "1,4")
 # a key of another engine, and sampling that this release would not do
 MISTAKEN = """\
 max_batch_size: 32
@@ -64,10 +64,8 @@ def picture_of_first_answer(plain: str, eagle: str) -> None:
     """The demo's first stage, once both answers are complete."""
     found = [asyncio.run(demo.ask(url, lambda text: None)) for url in (plain, eagle)]
     console = recorder()
-    console.print(Text(demo.QUESTION, style="dim"))
-    for answer in found:
-        console.print(Text(f"\n{answer.text}"))
-    console.print(Text(f"\n{demo.verdict(*found)}"))
+    lines = [demo.QUESTION, *(answer.text for answer in found), demo.verdict(*found)]
+    console.print(Text("\n\n".join(lines)))
     save(console, "first-answer", "make demo: the first answer")
 
 
