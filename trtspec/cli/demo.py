@@ -7,8 +7,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -110,7 +109,6 @@ class Demo:
     seconds: float = 0.0
     evidence: dict[str, Any] = field(default_factory=dict)
     command_line: str = ""
-    show: Callable[[], None] = lambda: None
 
     def all_stages(self) -> None:
         """In order; a server lives exactly as long as it is needed."""
@@ -131,84 +129,57 @@ class Demo:
     def first_answer(self, servers: ExitStack) -> str:
         """Leaves the plain server running, and returns its URL."""
         about = "the same question to the target alone and with its head"
+        self.begin("A first answer", about)
         with ExitStack() as shipped:
-            with self.begin("A first answer", about, 10):
-                plain = self.serve(servers, "plain", 0, NANO, "--max-batch-size", ROWS)
-                eagle = self.serve(shipped, "eagle3", 1, NANO, "--head", SHIPPED)
+            plain = self.serve(servers, "plain", 0, NANO, "--max-batch-size", ROWS)
+            eagle = self.serve(shipped, "eagle3", 1, NANO, "--head", SHIPPED)
             found = answers(plain, eagle, report.quiet())
         self.say(f"    {verdict(found)}")
         return plain
 
     def quantize(self) -> None:
-        with self.begin(
-            "Quantize to NVFP4",
-            "a quarter of the bytes, compared with the source tensor by tensor",
-            6,
-        ):
-            self.run("inspect", NANO)
-            made = self.run("quantize", NANO, "-o", self.path("nvfp4"))
-            self.run("inspect", self.path("nvfp4"), "--against", NANO)
+        about = "a quarter of the bytes, compared with the source tensor by tensor"
+        self.begin("Quantize to NVFP4", about)
+        self.run("inspect", NANO)
+        made = self.run("quantize", NANO, "-o", self.path("nvfp4"))
+        self.run("inspect", self.path("nvfp4"), "--against", NANO)
         self.say(
             f"    {made['quantized']} tensors: {made['bytes_in'] / 1e6:.1f} MB became {made['bytes_out'] / 1e6:.1f} MB"
         )
 
     def synthesize(self, plain: str) -> None:
         prompts = str(data_files.kimi_nano_dir() / "prompts_train.jsonl")
-        with self.begin(
-            "Let the target write training data", "a head learns what this target says", 90
-        ):
-            sizes = ("--samples", ANSWERS, "--max-tokens", ANSWER_TOKENS, "--temperature", "0.8")
-            asked = ("--base-url", plain, "--concurrency", ROWS)
-            made = self.run("synthesize", prompts, "-o", self.path("answers.jsonl"), *asked, *sizes)
+        self.begin("Let the target write training data", "a head learns what this target says")
+        sizes = ("--samples", ANSWERS, "--max-tokens", ANSWER_TOKENS, "--temperature", "0.8")
+        asked = ("--base-url", plain, "--concurrency", ROWS)
+        made = self.run("synthesize", prompts, "-o", self.path("answers.jsonl"), *asked, *sizes)
         self.say(f"    {made['answered']} answers in answers.jsonl")
 
     def train(self) -> None:
-        with self.begin(
-            "Train an Eagle3 head",
-            "one MLA layer that drafts from three captured hidden states",
-            120,
-        ):
-            shape = ("--attention", "mla", "--eagle", "3.1")
-            made = self.run(
-                "train",
-                NANO,
-                self.path("answers.jsonl"),
-                "-o",
-                self.path("head"),
-                *shape,
-                *TRAINING,
-            )
-            self.run("inspect", self.path("head"), "--against", NANO)
+        about = "one MLA layer that drafts from three captured hidden states"
+        self.begin("Train an Eagle3 head", about)
+        shape = ("--attention", "mla", "--eagle", "3.1", *TRAINING)
+        made = self.run("train", NANO, self.path("answers.jsonl"), "-o", self.path("head"), *shape)
+        self.run("inspect", self.path("head"), "--against", NANO)
         share = made["training"]["held_out_accuracy"][0]
         self.say(f"    its first draft is the target's choice at {share:.0%} of held-out tokens")
 
     def prove(self) -> None:
         about = "is it faster, and is the output the same? Sampled drafts come from the head's distribution"
-        with self.begin("Prove the pair", about, 150):
-            words = (
-                "--backend",
-                "reference",
-                "-o",
-                self.path("proof"),
-                "--port",
-                str(self.port),
-                *PROOF,
-            )
-            self.evidence = self.run(
-                "prove", NANO, "--head", self.path("head"), *words, allowed=(0, 3)
-            )
+        self.begin("Prove the pair", about)
+        place = ("--backend", "reference", "-o", self.path("proof"), "--port", str(self.port))
+        pair = (NANO, "--head", self.path("head"))
+        self.evidence = self.run("prove", *pair, *place, *PROOF, allowed=(0, 3))
         self.say(f"    {self.evidence['sentence']}")
 
     def configure(self) -> None:
         pair = (REAL_TARGET, "--head", REAL_HEAD)
-        with self.begin(
-            "Configure NVIDIA's published pair", "the end of the same chain on four B200", 6
-        ):
-            file = self.path("extra-llm-api-config.yml")
-            self.run("build-config", *pair, "--tp-size", "4", "-o", file)
-            lint = self.run("lint", file, "--target", *pair, allowed=(0, 3))
-            serve = ("--config", file, "--host", "0.0.0.0", "--trust-remote-code", "--dry-run")
-            self.command_line = shlex.join(self.run("serve", *pair, *serve, allowed=(0, 3))["argv"])
+        self.begin("Configure NVIDIA's published pair", "the end of the same chain on four B200")
+        file = self.path("extra-llm-api-config.yml")
+        self.run("build-config", *pair, "--tp-size", "4", "-o", file)
+        lint = self.run("lint", file, "--target", *pair, allowed=(0, 3))
+        serve = ("--config", file, "--host", "0.0.0.0", "--trust-remote-code", "--dry-run")
+        self.command_line = shlex.join(self.run("serve", *pair, *serve, allowed=(0, 3))["argv"])
         self.say(
             f"    TensorRT-LLM {lint['version']} {'takes' if lint['ok'] else 'REFUSES'} the file: {file}"
         )
@@ -232,21 +203,10 @@ class Demo:
     def path(self, name: str) -> str:
         return str(self.directory / name)
 
-    @contextmanager
-    def begin(self, title: str, about: str, seconds: float) -> Iterator[None]:
-        """One line of what and why, then a bar of about `seconds` while the commands of the block run."""
+    def begin(self, title: str, about: str) -> None:
+        """One line of what and why, above the commands of a stage."""
         self.stage += 1
         self.say(f"\n[{self.stage}/{STAGES}] {title}: {about}")
-        began = time.monotonic()
-        with report.progress_bar("   ", seconds, "s") as bar:
-
-            def show() -> None:
-                spent = round(time.monotonic() - began)
-                bar.show(spent, max(seconds, spent))
-
-            self.show = show
-            yield
-            show()
 
     def run(self, *words: str, allowed: tuple[int, ...] = (0,)) -> dict[str, Any]:
         """The JSON object of `trtspec WORDS`. Raises TrtspecError with the end of its log where it fails."""
@@ -255,8 +215,9 @@ class Demo:
         log, output = (
             logs / f"{len(self.commands) + 1:02d}-{words[0]}.{end}" for end in ("log", "json")
         )
+        self.say(f"    trtspec {' '.join(words[:2])} ...")
         began = time.monotonic()
-        status = processes.run_trtspec(words, output, log, self.show)
+        status = processes.run_trtspec(words, output, log)
         self.commands.append((f"trtspec {shlex.join(words)}", time.monotonic() - began))
         if status not in allowed:
             message = f"`{self.commands[-1][0]}` ended with status {status}; {log} ends:\n{processes.tail(log)}"
@@ -272,7 +233,6 @@ class Demo:
         stack.enter_context(
             processes.served(command, url, self.directory / "logs" / f"serve-{name}.log", 180)
         )
-        self.show()
         return url
 
     def say(self, text: str) -> None:

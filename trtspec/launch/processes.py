@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 from trtspec.client.client import RequestFailed, generate_once, wait_ready
 from trtspec.errors import TrtspecError, signals_handled
-from trtspec.launch.preflight import port_fault
+from trtspec.launch.preflight import check_port
 from trtspec.launch.reaper import PR_SET_PDEATHSIG, prctl
 from trtspec.report import create
 
@@ -27,21 +27,15 @@ TAIL_LINES = 25
 POLL_SECONDS = 0.02
 
 
-def run_trtspec(
-    words: Sequence[str],
-    output: Path,
-    log: Path | None = None,
-    show: Callable[[], None] = lambda: None,
-) -> int:
-    """Runs `trtspec WORDS` with its stdout in `output`, and its stderr in `log` or on the terminal; returns the status.
-    `show` is called again and again while it runs."""
+def run_trtspec(words: Sequence[str], output: Path, log: Path | None = None) -> int:
+    """Runs `trtspec WORDS` with its stdout in `output`, its stderr in `log` or on the terminal; returns the status."""
     with ExitStack() as files:
         out = files.enter_context(create(output))
         err = files.enter_context(create(log)) if log else None
         process = files.enter_context(
             child([sys.executable, "-m", "trtspec", *words], stdout=out, stderr=err)
         )
-        wait(process, show)
+        wait(process)
         os.fsync(out.fileno())
     return int(process.returncode)
 
@@ -113,11 +107,10 @@ def deferred_signals() -> Iterator[list[int]]:
             signal.raise_signal(noted[0])
 
 
-def wait(process: subprocess.Popen[Any], show: Callable[[], None] = lambda: None) -> None:
+def wait(process: subprocess.Popen[Any]) -> None:
     """Returns when the process has ended."""
     with deferred_signals() as noted:
         while process.poll() is None and not noted:
-            show()
             time.sleep(POLL_SECONDS)
 
 
@@ -139,11 +132,10 @@ def require_free_ports(first: int, count: int, patience: float = 0.0) -> None:
     """Raises TrtspecError naming the first port that is still taken after `patience` seconds."""
     deadline = time.monotonic() + patience
     for port in range(first, first + count):
-        while error := port_fault("127.0.0.1", port):
+        while problems := [*check_port("127.0.0.1", port)]:
             if time.monotonic() > deadline:
-                raise TrtspecError(
-                    f"port {port} is taken: {error}", f"pass `port` N: {count} free ports from N on"
-                )
+                remedy = f"pass `port` N: {count} free ports from N on"
+                raise TrtspecError(problems[0].message, remedy)
             time.sleep(1.0)
 
 
