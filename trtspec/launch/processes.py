@@ -27,14 +27,11 @@ TAIL_LINES = 25
 POLL_SECONDS = 0.02
 
 
-def run_trtspec(words: Sequence[str], output: Path, log: Path | None = None) -> int:
-    """Runs `trtspec WORDS` with its stdout in `output`, its stderr in `log` or on the terminal; returns the status."""
+def run_trtspec(words: Sequence[str], output: Path) -> int:
+    """Runs `trtspec WORDS` with its stdout in `output` and its stderr on the terminal; returns the status."""
     with ExitStack() as files:
         out = files.enter_context(create(output))
-        err = files.enter_context(create(log)) if log else None
-        process = files.enter_context(
-            child([sys.executable, "-m", "trtspec", *words], stdout=out, stderr=err)
-        )
+        process = files.enter_context(child([sys.executable, "-m", "trtspec", *words], stdout=out))
         wait(process)
         os.fsync(out.fileno())
     return int(process.returncode)
