@@ -53,7 +53,7 @@ def trtspec(*words: object, **environment: str) -> Done:
     out, err, status = io.StringIO(), io.StringIO(), 0
     with (
         mock.patch.object(sys, "argv", ["trtspec", *map(str, words)]),
-        mock.patch.dict(os.environ, {"COLUMNS": "200"} | environment),
+        mock.patch.dict(os.environ, {"COLUMNS": "9999"} | environment),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):

@@ -188,10 +188,6 @@ def prepare(
     source: Path, data: Path, output: Path, policy: Policy, options: CalibrationOptions
 ) -> Calibration:
     """Opens source and data and checks them against policy and options."""
-    if options.device != "cpu" and not torch.cuda.is_available():
-        raise UsageError(
-            f"`device` {options.device}, and torch sees no such device", "pass `device` cpu"
-        )
     stream = LayerStream(
         source,
         activation="decoded",

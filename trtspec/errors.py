@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from trtspec.data_files import documented
+from trtspec.data_files import documented, load_yaml
 
 Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = (
@@ -101,10 +101,35 @@ def listed(names: Iterable[str | None]) -> str:
 
 
 def did_you_mean(value: str, choices: Collection[str], otherwise: str) -> str:
-    """A remedy: the choice that `value` contains or nearly spells, or `otherwise`."""
-    contained = [choice for choice in choices if choice in value]
-    near = contained or get_close_matches(value, choices, cutoff=0.8)
-    return f"did you mean {max(near, key=len)}?" if near else otherwise
+    """A remedy: the choice that is meant by `value`, or `otherwise`."""
+    near = nearest(value, choices)
+    return f"did you mean {near}?" if near else otherwise
+
+
+def nearest(value: str, choices: Collection[str], *tables: str) -> str | None:
+    """The choice that `value` is in another tool's words, contains as a word, nearly spells, or is a part of, or None.
+
+    `tables`: those of words.yaml that are looked into.
+    """
+    wanted = _spelled(value)
+    words = load_yaml("words.yaml")
+    said = [
+        ours
+        for table in tables or ("values",)
+        for ours, theirs in words[table].items()
+        if wanted in map(_spelled, theirs.split())
+    ]
+    contained = [choice for choice in choices if choice in re.split(r"[^a-z0-9.]+", value.lower())]
+    spelled = {_spelled(choice): choice for choice in choices}
+    near = [spelled[name] for name in get_close_matches(wanted, spelled, n=1, cutoff=0.8)]
+    longer = [spelled[name] for name in spelled if len(wanted) > 3 and wanted in name]
+    meant = (*said, *contained, *near, *longer)
+    return next((choice for choice in meant if choice in choices), None)
+
+
+def _spelled(word: str) -> str:
+    """A word without what people write differently: case, dashes, underscores, blanks."""
+    return re.sub(r"[-_\s]", "", word.lower())
 
 
 @contextmanager

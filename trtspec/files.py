@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import jiter
 import yaml
 
-from trtspec.errors import TrtspecError, UsageError
+from trtspec.errors import TrtspecError, UsageError, nearest
+from trtspec.foreign import DATA_FILES, what_is
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -116,14 +117,30 @@ def unreadable(path: str | Path, reason: str, remedy: str = "") -> UsageError:
     return UsageError(f"{path} cannot be read: {reason}", remedy or "pass a regular file", CODE)
 
 
+def missing(path: str | Path, remedy: str) -> UsageError:
+    """The error for a path to nothing. Its remedy names the entry of that directory which is spelled nearly so."""
+    near = beside(path)
+    return unreadable(path, "there is no such file", f"did you mean {near}?" if near else remedy)
+
+
+def beside(path: str | Path) -> Path | None:
+    """The entry of a directory that is meant by a path to nothing; None if none is spelled nearly so."""
+    name, directory = Path(path).name, Path(path).expanduser().parent
+    entries = [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
+    near = None if name in entries else nearest(name, entries)
+    return directory / near if near else None
+
+
 def read_yaml_text(path: str | Path, remedy: str = YAML_REMEDY, most: int = MOST_BYTES) -> str:
     """The text of a regular file, or of standard input for `-`. Raises UsageError for what cannot be read as UTF-8
     text of at most `most` bytes; never waits for a pipe or a device."""
     if str(path) != STDIN:
         try:
+            if Path(path).suffix in DATA_FILES:
+                raise unreadable(path, f"it is {what_is(str(path))}, not YAML", remedy)
             return read_text(path, most, remedy)
         except FileNotFoundError:
-            raise unreadable(path, "there is no such file", remedy) from None
+            raise missing(path, remedy) from None
     if sys.stdin is None:
         raise unreadable(STDIN, "standard input is closed", remedy)
     data = sys.stdin.buffer.read(most + 1)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NewType
 
+from trtspec.data_files import DATA
 from trtspec.errors import TrtspecError, UsageError
 
 MAX_NAME_BYTES = 255  # of a file name on Linux file systems
@@ -115,6 +116,31 @@ def without_code(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_code(item) for key, item in value.items() if key != AUTO_MAP}
     return [without_code(item) for item in value] if isinstance(value, list) else value
+
+
+# what a file is by its ending, where that is not a text of options
+DATA_FILES = {
+    ".jsonl": "data rows",
+    ".parquet": "data rows",
+    ".safetensors": "weights",
+}
+HUB_PAGE = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/(?:models/)?([\w.-]+/[\w.-]+).*")
+
+
+def what_is(text: str) -> str:
+    """What a user's argument is, for the error of a command that wants something else."""
+    path = Path(text).expanduser()
+    if HUB_PAGE.fullmatch(text):
+        return "a page of the hub"
+    if "://" in text:
+        return "a URL"
+    if path.is_dir():
+        return "a checkpoint" if (path / "config.json").exists() else "a directory"
+    if path.exists():
+        return f"a file of {DATA_FILES[path.suffix]}" if path.suffix in DATA_FILES else "a file"
+    if (DATA / text / "config.json").is_file():
+        return "a checkpoint"
+    return "a hub id" if parse_hub_id(text) else "not there"
 
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
+import re
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+
+from trtspec.errors import MissingDependency, TrtspecError, UsageError
 
 CGROUP, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
@@ -44,6 +49,46 @@ def free_memory(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
                 )  # makes room
                 free = min(free, int(limit) - max(0, int(used) - int(cache)))
     return max(0, free)
+
+
+def check_device(device: str) -> None:
+    """Raises UsageError if `device` names none, MissingDependency if it is not here."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise UsageError(f"`device` {device} is not one of cpu, cuda, cuda:N", "pass `device` cpu")
+    if device != "cpu" and int(device.partition(":")[2] or 0) >= (count := torch_gpus()):
+        message = f"`device` {device}: torch sees {count or 'no'} GPUs"
+        raise MissingDependency(message, "use `device` cpu; `trtspec doctor` says what is missing")
+
+
+def torch_gpus() -> int:
+    """GPUs that torch can use; a build for CPUs is not imported. Raises ModuleNotFoundError without torch."""
+    from importlib.metadata import version  # here, because importing it takes long
+
+    if version("torch").endswith("+cpu"):
+        return 0
+    import torch  # here, because it takes seconds
+
+    return torch.cuda.device_count()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket bound to an address. Raises TrtspecError naming the host if it is not this machine's, else the port."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(socket.socket(family, kind))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            stack.pop_all()
+        return listener
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        message = f"port {port} on {host} cannot be taken ({reason})"
+        remedy = "stop what uses it, or pass another `port`"
+        if getattr(error, "errno", None) in (errno.EADDRNOTAVAIL, socket.EAI_NONAME):
+            message = f"{host} is not an address of this machine ({reason})"
+            remedy = "pass `host` localhost, or 0.0.0.0 for every address"
+        raise TrtspecError(message, remedy, "TS-SERVE-PORT") from None
 
 
 def existing(path: Path) -> Path:

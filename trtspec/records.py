@@ -25,10 +25,11 @@ import dataclasses
 import functools
 import inspect
 import os
+import re
 import shlex
 import textwrap
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -331,8 +332,26 @@ def _value(field: Field, value: Any) -> Any:
             value if isinstance(value, bool) else str(value)
         )
     except pydantic.ValidationError as error:
-        reason = error.errors(include_url=False)[0]["msg"]
-        raise UsageError(f"`{field.keyword}` {value}: {reason}", "correct the value") from None
+        reason = plain_reason(error.errors(include_url=False)[0]["msg"])
+        raise UsageError(f"`{field.keyword}` {value} is {reason}", "correct the value") from None
+
+
+# pydantic's words for a value, and ours after "it is"
+REASONS = {
+    r"Value error, |Input should be (?='|one of)": "",
+    r"Input should be a valid integer.*": "not a whole number",
+    r"Input should be a valid number.*": "not a number",
+    r"Input should be a valid boolean.*": "neither true nor false",
+    r"Input should be greater than or equal to ": "below ",
+    r"Input should be less than or equal to ": "above ",
+}
+
+
+def plain_reason(text: str) -> str:
+    """What a value is in place of what its option takes, of pydantic's message."""
+    for pattern, words in REASONS.items():
+        text = re.sub(pattern, words, text)
+    return text
 
 
 def fill(kind: type[Record], options: Any, **others: Any) -> Record:
@@ -480,11 +499,27 @@ def variable(command: str, flag: str) -> str:
     return f"TRTSPEC_{command}_{flag.removeprefix('--')}".upper().replace("-", "_")
 
 
-def unknown_variables(command: TyperCommand, environ: Iterable[str]) -> list[str]:
-    """Variables with the prefix of this command that none of its options reads, such as a misspelt one."""
+def unknown_variables(command: TyperCommand, environ: Iterable[str]) -> Iterator[str]:
+    """A note for each variable with the prefix of this command that none of its options reads."""
     known = {name for parameter in command.params if parameter.envvar for name in parameter.envvar}
     prefix = variable(str(command.name), "")
-    return sorted(name for name in environ if name.startswith(prefix) and name not in known)
+    for name in sorted(name for name in environ if name.startswith(prefix) and name not in known):
+        near = errors.nearest(name.removeprefix(prefix), spellings(command), "options")
+        remedy = f"; did you mean {variable(str(command.name), near)}?" if near else ""
+        yield f"{name} is set, and trtspec {command.name} has no such option{remedy}"
+
+
+def spellings(command: Any) -> list[str]:
+    """What can be typed for each option of a command, and the names of its arguments."""
+    return [
+        word
+        for parameter in command.params
+        for word in (
+            [parameter.metavar]
+            if parameter.param_type_name == "argument"
+            else [*parameter.opts, *parameter.secondary_opts]
+        )
+    ]
 
 
 def parsed(kind: Any, text: str, name: str) -> Any:

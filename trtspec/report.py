@@ -11,9 +11,11 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -310,7 +312,21 @@ def problem_lines(problems: Sequence[Problem]) -> list[str]:
         lines.append(f"{problem.severity:7} {problem.code} {problem.where}: {problem.message}")
         if problem.remedy:
             lines.append(f"        -> {problem.remedy}")
-    return [line.replace("\n", "\n        ") for line in lines]  # no text begins a line of its own
+    return [wrapped(line, 8 * " ") for line in lines]  # no text begins a line of its own
+
+
+def wrapped(text: str, indent: str) -> str:
+    """Lines as wide as COLUMNS or the terminal, the second and later ones indented. No word is cut, nor a command in
+    backticks. In a pipe or a log each line of the text stays whole."""
+    width = shutil.get_terminal_size((80 if sys.stderr.isatty() else sys.maxsize, 0)).columns
+    kept = re.sub("`[^`\n]+`", lambda command: command[0].replace(" ", "\0"), text)
+    lines = [
+        textwrap.fill(
+            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+        for line in kept.split("\n")
+    ]
+    return f"\n{indent}".join(lines).replace("\0", " ")
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }  # phases show when they begin; no usage reports
 SHORT = {"tp": "tensor-parallel-size", "sc": "speculative-config", "ep": "enable-expert-parallel"}
-# keys of vLLM's configuration file that are options of serve too: own_options of vllm.yaml has their names
+# keys of vLLM's configuration file that are options of serve too: words.yaml has their names
 FILE_KEYS = (
     "model", "tensor-parallel-size", "max-model-len", "max-num-seqs", "max-num-batched-tokens", "served-model-name",
     "dtype", "trust-remote-code",
@@ -63,6 +63,12 @@ SAMPLING = {"argmax": "greedy", "probabilistic": "probabilistic"}
 @functools.cache
 def _releases() -> Any:
     return load_yaml("vllm.yaml")
+
+
+def _own_options() -> dict[str, str]:
+    """What decides an option of `vllm serve` in its place."""
+    table = load_yaml("words.yaml")["vllm"]
+    return {name: ours for ours, names in table.items() for name in names.split()}
 
 
 def passed_options(words: Sequence[str]) -> dict[str, str]:
@@ -106,7 +112,7 @@ def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
     head = load_head(options.head, values=launching) if options.head else None
     version, reason, problems = _version(options.vllm_version, launching)
     for name, flag in passed_options(options.passed).items():
-        if own := _entry_of(name, flag, _releases()["own_options"]):
+        if own := _entry_of(name, flag, _own_options()):
             raise UsageError(
                 f"{flag} is not used after --: {own} decides it", f"pass {own} before --"
             )
@@ -146,7 +152,7 @@ def with_file(options: ServeOptions) -> ServeOptions:
         )
     for problem in errors_in(unknown_options(values)):
         raise UsageError(f"{options.config}: {problem.message}", problem.remedy)
-    own, found, others = _releases()["own_options"], dict[str, Any](), dict[str, Any]()
+    own, found, others = _own_options(), dict[str, Any](), dict[str, Any]()
     if "revision" in values:  # of the model beside it
         revision, model = values.pop("revision"), values.get("model", options.target)
         values["model"] = f"{model}@{revision}"
@@ -198,8 +204,8 @@ def unknown_options(values: Iterable[Any]) -> Iterator[Problem]:
 
 
 def _known_options() -> list[str]:
-    releases = _releases()
-    return [*releases["own_options"], *releases["refused_options"], *SHORT.values(), *WRITTEN]
+    refused = _releases()["refused_options"]
+    return [*_own_options(), *refused, *SHORT.values(), *WRITTEN]
 
 
 def as_words(values: Mapping[str, Any]) -> Iterator[str]:

@@ -15,7 +15,7 @@ NOWHERE = ("bench", "http://127.0.0.1:9")
 
 def test_an_empty_limit_of_regression_is_refused(tmp_path: Path) -> None:
     done = trtspec(*NOWHERE, "--max-regression=", "--compare", tmp_path)
-    assert done.status == 2 and "Invalid value for '--max-regression'" in done.stderr
+    assert done.status == 2 and "--max-regression" in done.stderr
 
 
 REFUSED: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (

@@ -230,7 +230,7 @@ def test_wrong_usage_names_the_next_command(
     for file, reason in (
         (results(tmp_path / "none.json", turns=False), "no category with 200 verification steps"),
         (results(tmp_path / "zero.json", turns=False, docs=0.0), "no accepted draft in docs"),
-        (tmp_path / "missing.json", "is not a result of `trtspec bench`"),
+        (tmp_path / "missing.json", "there is no such file"),
     ):
         done = trtspec("watch", server.url, "--once", "--baseline", file)
         assert done.status == 2 and reason in done.stderr, done.stderr

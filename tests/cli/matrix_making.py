@@ -175,6 +175,9 @@ MAKING: dict[str, dict[str, Situation]] = {
                 split=Effect(line("--split test"), base=line("synthesize nobody/no-such-set -o {out}"), slow=True),
                 extra_body=Effect(instead=(*ASKED, "--extra-body", '{{"top_k": 3}}')),
                 timeout=Effect(line("--timeout 5"), base=(*SYNTHESIZE, "--dry-run")),
+                wait_ready=Effect(
+                    line("--wait-ready 0.1"), base=line("synthesize {prompts} -o {out} --base-url {nowhere}")
+                ),
                 restart=Effect(line("--restart"), base=(*SYNTHESIZE, "--dry-run"),
                                before=journal(".{out}.synthesize/.trtspec-synthesize.jsonl")),
                 force=Effect(line("--force"), before=a_file),

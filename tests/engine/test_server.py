@@ -223,4 +223,4 @@ def test_a_taken_port_is_named(server: Running, target_dir: Path) -> None:
     port = server.url.rsplit(":", 1)[1]
     done = ran(*SERVER, target_dir, "-", port, timeout=300)
     assert done.status != 0
-    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+    assert f"port {port} on 127.0.0.1 cannot be taken" in done.stderr

@@ -15,6 +15,7 @@ from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 from tests.tiny_formats import pack_fp8_block, pack_int4
 from trtspec.errors import MissingDependency, UsageError
 from trtspec.formats import TINIEST_AMAX, WeightFormat
+from trtspec.machine import check_device
 from trtspec.quant import native, nvfp4
 from trtspec.quant.convert import choose_packer
 from trtspec.quant.decode import TorchPacker, dequantize_fp8_block, rows_of
@@ -307,8 +308,8 @@ def test_a_gpu_gives_the_same_bytes(weight_scales):
 def test_without_a_gpu_the_device_is_refused():
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    with pytest.raises(MissingDependency, match="no CUDA device"):
-        choose_packer(device="cuda")
+    with pytest.raises(MissingDependency, match="sees no GPUs"):
+        check_device("cuda")
 
 
 @pytest.mark.parametrize("weight_scales", ["max", "mse"])

@@ -342,6 +342,7 @@ def speed_up(
 def read_results(path: Path) -> BenchResults:
     """results.json of a directory or a file. Raises UsageError if it is not one."""
     file = path / "results.json" if path.is_dir() else path
+    remedy = "pass the directory given to bench -o, or its results.json"
     try:
         found = files.read_object(file)
         if found.get("schema", SCHEMA) != SCHEMA:
@@ -349,9 +350,10 @@ def read_results(path: Path) -> BenchResults:
                 f"its schema is {str(found['schema'])[:40]!r}, and this release reads {SCHEMA}"
             )
         return adapter(BenchResults).validate_python(found)
+    except FileNotFoundError:
+        raise files.missing(file, remedy) from None
     except ValidationError as error:
         reason = files.first_fault(error)
     except (OSError, TrtspecError, ValueError) as error:
         reason = str(error)
-    remedy = "pass the directory given to bench -o, or its results.json"
     raise UsageError(f"{file} is not a result of `trtspec bench`: {reason}", remedy)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from trtspec import files
-from trtspec.errors import TrtspecError
+from trtspec.errors import TrtspecError, listed
 from trtspec.files import open_regular, read_object, unreadable
 from trtspec.foreign import PlainName, plain_name
 from trtspec.specs import check_kinds
@@ -154,8 +154,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return read_object(path, remedy=DOWNLOAD_AGAIN)
     except FileNotFoundError:
+        inner = [*path.parent.glob(f"*/{path.name}"), *path.parent.glob(f"snapshots/*/{path.name}")]
+        remedy = f"pass {listed(str(file.parent) for file in inner)}" if inner else ""
         raise TrtspecError(
-            f"{path.parent} has no {path.name}", "pass the directory that holds config.json"
+            f"{path.parent} has no {path.name}",
+            remedy or "pass the directory that holds config.json",
         ) from None
 
 

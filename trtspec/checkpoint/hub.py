@@ -15,8 +15,9 @@ from trtspec.checkpoint.headers import HF_QUANT_NAME, Checkpoint, read_config, w
 from trtspec.checkpoint.published import PublishedHead, PublishedTarget, known, similar_ids
 from trtspec.checkpoint.remote_code import RemoteCode, code_of, read_code
 from trtspec.data_files import DATA
-from trtspec.errors import MissingDependency, Problem, TrtspecError, UsageError
-from trtspec.foreign import HUB_NAME, HubId, parse_hub_id
+from trtspec.errors import MissingDependency, Problem, TrtspecError, UsageError, nearest
+from trtspec.files import beside
+from trtspec.foreign import HUB_NAME, HUB_PAGE, HubId, parse_hub_id, what_is
 from trtspec.specs import HeadSpec, ModelSpec
 
 
@@ -35,6 +36,7 @@ def _canonical(name: str) -> HubId | str:
     return replace(hub_id, revision=snapshot.name) if snapshot is not None else hub_id
 
 
+SHIPPED = ("kimi-nano", "kimi-nano-eagle3")
 SHORT_COMMIT = re.compile(r"[0-9a-f]{7,40}")
 WHOLE_COMMIT = re.compile(r"[0-9a-f]{40}")
 METADATA_PATTERNS = ["config.json", HF_QUANT_NAME]
@@ -137,7 +139,7 @@ def local_directory(name: str) -> Path | None:
     path = Path(name).expanduser()
     if name and path.is_dir():
         return path
-    return DATA / name if name in ("kimi-nano", "kimi-nano-eagle3") else None
+    return DATA / name if name in SHIPPED else None
 
 
 def named_hub_id(name: str) -> HubId | None:
@@ -151,21 +153,29 @@ def hub_id_and_record(
     """The hub id and its record; no id for a directory. Raises UsageError for what is neither."""
     if local_directory(name_or_path):
         return None, None
-    path = Path(name_or_path).expanduser()
-    if name_or_path and path.exists():
-        raise UsageError(
-            f"{name_or_path} is a file, not a checkpoint directory",
-            f"pass its directory, {path.parent}",
-        )
     hub_id = parse_hub_id(name_or_path)
-    if hub_id is None:
-        raise UsageError(
-            f"{name_or_path!r} is neither a directory nor a hub id",
-            "pass a directory, an id such as org/name, or kimi-nano (head: kimi-nano-eagle3); "
-            "where a job makes it later, build-config takes `like`",
-        )
+    if hub_id is None or Path(name_or_path).exists():
+        raise _not_a_checkpoint(name_or_path)
     record = known(name_or_path)
     return _published(hub_id, record), record
+
+
+def _not_a_checkpoint(name: str) -> UsageError:
+    """The error for a name that is neither a directory nor a hub id, by what it is."""
+    what, path = what_is(name), Path(name).expanduser()
+    near = nearest(name, SHIPPED) or beside(path)
+    remedy = "pass a directory, an id such as org/name, or kimi-nano (head: kimi-nano-eagle3)"
+    if page := HUB_PAGE.fullmatch(name):
+        remedy = f"write the id, {page[1]}"
+    elif what == "a URL":
+        remedy += f"; a server is asked by `trtspec bench {name}`"
+    elif (path.parent / "config.json").is_file():
+        remedy = f"pass its directory, {path.parent}"
+    elif what == "not there":
+        remedy = f"did you mean {near}?" if near else remedy
+        remedy += "; where a job makes it later, build-config takes `like`"
+        return UsageError(f"{name!r} is neither a directory nor a hub id", remedy)
+    return UsageError(f"{name} is {what}, not a checkpoint directory", remedy)
 
 
 def _published(hub_id: HubId, record: PublishedTarget | PublishedHead | None) -> HubId:
@@ -261,53 +271,42 @@ def require_online(hub_id: HubId) -> None:
         )
 
 
+# what is wrong with a repository by the hub's error or status, and what to do
+LOGIN = "run `hf auth login` with an account that may read it"
+FAILURES = {
+    "GatedRepoError": ("is gated", f"accept its licence on the hub, then {LOGIN}"),
+    "RepositoryNotFoundError": ("is not on the hub, or is private", f"check the id, or {LOGIN}"),
+    "RevisionNotFoundError": ("is no commit, tag or branch on the hub", "write a whole commit"),
+    401: ("is refused by the hub (HTTP 401)", LOGIN),
+    403: ("is refused by the hub (HTTP 403)", LOGIN),
+    None: (
+        "is not on this machine, and the hub does not answer",
+        "check the network, or pass the directory of a Kimi-K2 model",
+    ),
+}
+
+
 def hub_errors(hub_id: HubId, ask: Callable[[], Result]) -> Result:
     """What `ask` gets from the hub. Messages never repeat the library's text: it may hold a token."""
-    from huggingface_hub import errors
-
     try:
         return ask()
     except TrtspecError:
         raise
-    except errors.GatedRepoError:
-        raise TrtspecError(
-            f"{hub_id} is gated", "accept its licence on the hub, then run `hf auth login`"
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise TrtspecError(
-            f"the hub has no {hub_id.name}, or it is private",
-            _suggest(hub_id, "check the id, or run `hf auth login`"),
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise TrtspecError(
-            f"{hub_id.name} has no commit, tag or branch {hub_id.revision} on the hub",
-            "look at its commits on the hub's page, and write a whole commit",
-        ) from None
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code
-        if status in (401, 403):
-            remedy = "run `hf auth login` with an account that may read it"
-            raise TrtspecError(
-                f"the hub refuses to show {hub_id} (HTTP {status})", remedy
-            ) from None
-        text = f"{hub_id} could not be fetched (HTTP {status})"
-        raise TrtspecError(
-            text, _suggest(hub_id, "try again later, or pass a local directory")
-        ) from None
-    except errors.SafetensorsParsingError as error:
-        message = f"{hub_id} holds a damaged shard: {error}"
-        raise TrtspecError(message, "tell its publisher", "TS-SHARD-DAMAGED") from None
-    except (
-        Exception
-    ):  # no network, full disk, hub errors: one message, whatever the transport raised
-        raise TrtspecError(
-            f"{hub_id} is not on this machine, and the hub does not answer",
-            _suggest(hub_id, "check the network, or pass the directory of a Kimi-K2 model"),
-        ) from None
+    except Exception as error:  # no network, full disk, hub errors: whatever the transport raised
+        kind = type(error).__name__
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if kind == "SafetensorsParsingError":
+            message = f"{hub_id} holds a damaged shard: {error}"
+            raise TrtspecError(message, "tell its publisher", "TS-SHARD-DAMAGED") from None
+        later = (f"could not be fetched (HTTP {status})", "try again later, or pass a directory")
+        message, remedy = FAILURES.get(kind) or FAILURES.get(status, later)
+        raise TrtspecError(f"{hub_id} {message}", _suggest(hub_id, remedy)) from None
 
 
 def _suggest(hub_id: HubId, remedy: str) -> str:
     close = similar_ids(hub_id.name)
+    if not close and "k2" not in hub_id.name.casefold():
+        return f"by its name it is of another family; trtspec takes Kimi-K2. Otherwise {remedy}"
     return f"did you mean {' or '.join(close)}? Otherwise {remedy}" if close else remedy
 
 

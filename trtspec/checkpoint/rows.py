@@ -62,7 +62,7 @@ def read_rows(source: str, split: str | None = None) -> Iterator[DataRow]:
     elif path.exists():
         yield from _file_rows(path)
     else:
-        raise files.unreadable(path, "no such file or directory", REMEDY)
+        raise files.missing(path, REMEDY)
 
 
 def _file_rows(path: Path) -> Iterator[DataRow]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 from importlib import import_module
@@ -15,21 +14,14 @@ from typer.core import TyperCommand, TyperGroup
 
 import trtspec
 from trtspec import report
-from trtspec.data_files import load_yaml
-from trtspec.errors import (
-    Interrupted,
-    MissingDependency,
-    TrtspecError,
-    UsageError,
-    did_you_mean,
-)
+from trtspec.cli.mistyped import usage_error
+from trtspec.errors import Interrupted, MissingDependency, TrtspecError
 from trtspec.records import (
     CLICK_ERROR,
     PlainHelp,
     click_command,
     ready,
     record_of,
-    set_by,
     unknown_variables,
     variable,
 )
@@ -85,8 +77,8 @@ class LazyCommand(TyperCommand):
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
         command = self.load()
-        for name in unknown_variables(command, os.environ):
-            report.note(f"{name} is set, and trtspec {self.name} has no such option")
+        for message in unknown_variables(command, os.environ):
+            report.note(message)
         return command.make_context(info_name, args, parent, **extra)
 
 
@@ -156,7 +148,7 @@ def main() -> None:
         ):  # `trtspec` alone: the message is the help page
             error.show()
             sys.exit(error.exit_code)
-        _fail(_usage(error))
+        _fail(usage_error(error))
     except ModuleNotFoundError as error:
         _fail(_missing(error.name or ""))
     except (KeyboardInterrupt, typer.Abort):
@@ -170,27 +162,6 @@ def main() -> None:
     if status == Interrupted.exit_code:
         _answer(Interrupted("stopped by Ctrl-C"))
     sys.exit(status if isinstance(status, int) else 0)
-
-
-def _usage(error: Any) -> UsageError:
-    """Typer's complaint about the words of a command.
-
-    A value that came from a variable is called by the variable's name. The remedy is our option for the one of
-    `vllm serve`, or the nearest choice, or the help page.
-    """
-    context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
-    message = error.format_message().rstrip(".").replace("Value error, ", "")  # pydantic's words
-    command = context.command_path if context is not None else "trtspec"
-    page = f"see `{command} --help`"
-    if parameter is None or context is None:
-        option = getattr(error, "option_name", "").lstrip("-")
-        own = load_yaml("vllm.yaml")["own_options"].get(option)
-        return UsageError(message, f"did you mean {own}?" if own else page)
-    if name := set_by(context, parameter):
-        message = re.sub("'--[a-z-]+'", name, message, count=1)
-    given, _, listed = message.partition(" is not one of ")
-    value = given.rpartition(": ")[2].strip("'").lower()
-    return UsageError(message, did_you_mean(value, re.findall("'(.+?)'", listed), page))
 
 
 def _open_missing_streams() -> None:
@@ -241,9 +212,9 @@ def _fail(error: TrtspecError) -> None:
 
         traceback.print_exc()
     _answer(error)
-    remedy = f"\n-> {error.remedy}" if error.remedy else ""
-    # no frame, so that paths and commands are never wrapped
-    report.write_stderr(f"{TITLES.get(error.exit_code, 'Error')}: {error.message}{remedy}\n")
+    message = f"{TITLES.get(error.exit_code, 'Error')}: {error.message}"
+    remedy = report.wrapped(f"-> {error.remedy}", "   ") + "\n" if error.remedy else ""
+    report.write_stderr(f"{report.wrapped(message, '')}\n{remedy}")
     sys.exit(error.exit_code)
 
 

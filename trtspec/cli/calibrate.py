@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from trtspec.cli.options import OutputFlags, PolicyOption, SourceArgument, directory_of, policy_of
+from trtspec.machine import check_device
 from trtspec.records import JsonOption, argument, fill, option
 from trtspec.report import Result, progress_bar, value_table
 
@@ -39,8 +40,9 @@ def calibrate(options: CalibrateOptions) -> Result:
     """
     from trtspec.cli.doctor import require
 
-    path = directory_of(options.source)
     require("calibrate")
+    check_device(options.device)
+    path = directory_of(options.source)
     import torch  # only now: it takes seconds
 
     from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint

@@ -191,8 +191,10 @@ async def _exchanges(
         asker = await servers.enter_async_context(_asking(options, options.url, MAIN, bar))
         askers.append(asker)
         if recorded is not None:
+            bar.say(f"[1/1] scoring by {options.url}")
             got, plain = await score_answers(asker, recorded)
         elif options.against is None:
+            bar.say(f"[1/1] asking {options.url}")
             got = await record(asker, _prompts(options, asker))
         else:
             other = await servers.enter_async_context(
@@ -201,7 +203,9 @@ async def _exchanges(
             askers.append(other)
             prompts = _prompts(options, asker)
             await require_plain(other, [prompts.raw("text 0", "text", prompts.texts[0])])
+            bar.say(f"[1/2] asking {options.url}")
             got = await record(asker, prompts)
+            bar.say(f"[2/2] scoring by {options.against}")
             got, plain = await score_answers(other, got)
         if options.record and asker.journal:
             recording = got if recorded is None else plain or []

@@ -14,14 +14,16 @@ from typing import Any
 from trtspec import machine
 from trtspec.data_files import load_yaml
 from trtspec.errors import CheckFailed, MissingDependency, Problem, has_errors
+from trtspec.machine import torch_gpus
 from trtspec.records import JsonOption
 from trtspec.report import Result, Table, value_table
 
-GPU = "an NVIDIA GPU"
+GPU, CUDA_TORCH = "an NVIDIA GPU", "torch that sees it"
 # engines are programs in an installation of their own
 PROGRAMS = {
     "trtllm-serve": "run trtspec in the image of docker/serve.Dockerfile, which has the engine",
     "vllm": "install vLLM in an environment of its own and put its bin directory on PATH",
+    CUDA_TORCH: "pip install --force-reinstall torch, from an index with builds for CUDA",
     GPU: "use a machine with an NVIDIA driver, and start its container with access to the GPUs (--gpus all)",
 }
 # what a command needs beyond the base installation: extras of trtspec, packages, programs
@@ -118,11 +120,7 @@ def command_state(
     needs: list[str], extras: dict[str, dict[str, str | None]], has_gpu: bool
 ) -> dict[str, Any]:
     """`ready`, what is missing (packages, programs, a GPU) and how to get the first of it."""
-    absent = [
-        name
-        for name in needs
-        if name in PROGRAMS and not (has_gpu if name == GPU else shutil.which(name))
-    ]
+    absent = [name for name in needs if name in PROGRAMS and not _present(name, has_gpu)]
     if absent:
         return {"ready": False, "missing": absent, "install": PROGRAMS[absent[0]]}
     installed = {name for packages in extras.values() for name, found in packages.items() if found}
@@ -131,6 +129,13 @@ def command_state(
     words = [f'"trtspec[{need}]"' if need in extras else need for need in needs]
     install = f"pip install {' '.join(words)}" if lacking else ""
     return {"ready": not lacking, "missing": lacking, "install": install}
+
+
+def _present(name: str, has_gpu: bool) -> bool:
+    if name == CUDA_TORCH:
+        with suppress(metadata.PackageNotFoundError):
+            return torch_gpus() > 0
+    return has_gpu if name == GPU else shutil.which(name) is not None
 
 
 def require(command: str) -> None:

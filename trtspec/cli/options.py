@@ -38,7 +38,7 @@ ThinkingOption = Annotated[
     ),
 ]
 WaitReadyOption = Annotated[
-    float, option("Seconds to wait for the server to name its model.", min=0.0)
+    float, option("Seconds to wait for the server to name its model.", group="Requests", min=0.0)
 ]
 PolicyOption = Annotated[
     PolicyName | None,

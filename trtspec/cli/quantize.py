@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from trtspec.cli.options import OutputFlags, PolicyOption, SourceArgument, directory_of, policy_of
-from trtspec.errors import CheckFailed, UsageError, has_errors
+from trtspec.errors import CheckFailed, has_errors
+from trtspec.machine import check_device
 from trtspec.records import JsonOption, fill, option
 from trtspec.report import Result, Table, progress_bar, value_table
 
@@ -67,6 +67,7 @@ def quantize(options: QuantizeOptions) -> Result:
     from trtspec.quant.plan import ConversionOptions
     from trtspec.quant.run import QuantizePlan, quantize_checkpoint, to_json
 
+    check_device(options.device)
     # of a dry run what the headers say, which are read from the hub if need be
     source = open_headers(options.source) if options.dry_run else directory_of(options.source)
     policy = policy_of(
@@ -79,11 +80,6 @@ def quantize(options: QuantizeOptions) -> Result:
         input_scales=None if options.input_scales == "one" else Path(options.input_scales),
         by_modelopt=options.engine != "stream",
     )
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", options.device):
-        raise UsageError(
-            f"`device` {options.device} is not one of cpu, cuda, cuda:N",
-            "see `trtspec quantize --help`",
-        )
     with progress_bar("quantizing") as bar:
         result = quantize_checkpoint(source, options.output, policy, settings, options, bar)
     if isinstance(result, QuantizePlan):

@@ -13,6 +13,7 @@ import typer
 from trtspec.cli.options import directory_of
 from trtspec.errors import CheckFailed, UsageError, has_errors
 from trtspec.launch.options import FRONT, REFERENCE, VLLM, ServeOptions
+from trtspec.machine import check_device, listen
 from trtspec.records import fill, words
 from trtspec.report import Result, announce, print_json, problem_lines
 
@@ -98,7 +99,9 @@ def _run(options: ServeOptions) -> None:
     from trtspec.checkpoint.heads.pairing import learned_problems
     from trtspec.checkpoint.hub import must_be, resolve
 
-    # a head given for a target is refused before anything is fetched, and before the seconds of importing PyTorch
+    check_device(options.device)
+    listen(options.host, options.port).close()
+    # what can be refused is, before anything is fetched, and before the seconds of importing PyTorch
     must_be(resolve(options.target, weights=False), "target")
     if options.head:
         must_be(resolve(options.head, weights=False), "head")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from trtspec.cli.options import ExtraBody, JsonObject, OutputFlags
+from trtspec.cli.options import ExtraBody, JsonObject, OutputFlags, WaitReadyOption
 from trtspec.errors import TrtspecError
 from trtspec.records import JsonOption, Needs, argument, fill, option
 from trtspec.report import Result, file_sha256, progress_bar, provenance, value_table, write_json
@@ -57,6 +58,7 @@ class SynthesizeOptions(OutputFlags):
     timeout: Annotated[
         float, option("Seconds to wait for one request.", min=1.0, group="Requests")
     ] = 600.0
+    wait_ready: WaitReadyOption = 0.0
     json_: JsonOption = False
 
     @property
@@ -73,6 +75,8 @@ def synthesize(options: SynthesizeOptions) -> Result:
     The seed of each prompt follows from its text. Run an interrupted command again to resume it;
     finished answers are not requested again. Prompts that fail are listed and left out, and the exit status is 1.
     """
+    from trtspec.client.addresses import bearer, server_url
+    from trtspec.client.client import wait_ready
     from trtspec.heads import synthesis
 
     endpoint = synthesis.TargetEndpoint(
@@ -86,6 +90,9 @@ def synthesize(options: SynthesizeOptions) -> Result:
     if options.dry_run:
         plan = _dry_run(options, len(chosen), sampling, resumes)
         return Result(plan, tables=[value_table(plan)])
+    if options.wait_ready:
+        headers = bearer(options.api_key)
+        asyncio.run(wait_ready(server_url(options.base_url), options.wait_ready, headers=headers))
     with progress_bar("answers", len(chosen), "prompts") as bar:
         outcome = synthesis.synthesize(chosen, output, endpoint, sampling, options, bar)
     quality, bad = judge_answers(outcome.rows)

@@ -21,6 +21,7 @@ from trtspec.heads.training.options import (
     TrainOptions,
     feature_source,
 )
+from trtspec.machine import check_device
 from trtspec.records import (
     OUTPUT,
     JsonOption,
@@ -204,6 +205,7 @@ def train(command: TrainCommand) -> Result | None:
     from trtspec.cli.doctor import require
 
     require("train")
+    check_device(command.device)
     initial = directory_of(str(command.init)) if command.init else None
     run = replace(run, target_dir=directory_of(command.target), init=initial)
     record = _train(run, command.data, features, options, command.acceptance_prompts, asked)

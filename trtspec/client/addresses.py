@@ -10,6 +10,7 @@ import os
 import re
 
 from trtspec.errors import UsageError
+from trtspec.foreign import what_is
 
 EXAMPLE = "http://127.0.0.1:8000"
 SENDABLE = re.compile(
@@ -36,6 +37,12 @@ def server_url(text: str, option: str = "the URL") -> str:
             f"{option} (not shown) holds a user name, a password, a query or a fragment (@, ? or #)",
             f"{remedy}, without them; a key belongs in the variable OPENAI_API_KEY",
         )
+    what = what_is(text)
+    named = what == "a hub id" and not re.match(r"[\w-]*[.:]|localhost/|.*/v1$", text)
+    if named or what in ("a checkpoint", "a file", "a directory"):
+        serve = f"serve it with `trtspec serve {text}`, and pass the URL that it prints"
+        where = remedy if what in ("a file", "a directory") else serve
+        raise UsageError(f"{option} {text} is {what}, not the URL of a server", where)
     try:
         url = httpx.URL(whole)
         host = url.host and url.raw_host.decode("ascii").encode("idna")  # as name lookup does

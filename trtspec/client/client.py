@@ -170,7 +170,7 @@ async def health(client: httpx.AsyncClient, timeout: float = 2.0) -> None:
 
 async def first_model(client: httpx.AsyncClient, timeout: float = 30.0) -> dict[str, Any]:
     """The first entry of /v1/models, with an `id`. Raises RequestFailed."""
-    remedy = "start the server and wait for its /health to answer 200, then run the command again"
+    remedy = "start the server with `trtspec serve TARGET`, or wait for it with `wait_ready` 300"
     where = f"{str(client.base_url).rstrip('/')}/v1/models"
     try:
         first = files.parse_json(await fetch(client, "/v1/models", timeout=timeout))["data"][0]

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from trtspec.client.client import CHAT, Answer, RequestFailed, absorb, complete, stream_answer
 from trtspec.client.servers import counts_of
 from trtspec.errors import UsageError
-from trtspec.files import read_bytes
+from trtspec.files import missing, read_bytes
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,8 @@ def read_recording(path: Path) -> list[Exchange]:
     remedy = "make it with: trtspec check URL --record FILE"
     try:
         lines = read_bytes(path, remedy=remedy).splitlines()
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}", remedy) from None
+    except FileNotFoundError:
+        raise missing(path, remedy) from None
     found = []
     for number, line in enumerate(lines, 1):
         try:

@@ -29,7 +29,7 @@ from trtspec.engine.request import GenerationRequest
 from trtspec.engine.worker import Worker
 from trtspec.errors import TrtspecError, UsageError, signals_handled
 from trtspec.models.head_weights import load_head, open_head
-from trtspec.models.memory import MemoryLoad, check_device, require_fitting
+from trtspec.models.memory import MemoryLoad, require_fitting
 from trtspec.models.precision import default_dtype, dtype_name
 from trtspec.models.weights import load_target
 
@@ -62,7 +62,7 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
 
     Raises TrtspecError when something does not load, the port is taken, or the engine dies.
     """
-    listener = bind(
+    listener = machine.listen(
         options.host, options.port
     )  # before the weights: a taken port should not cost a load
     engine, tokenizer = build_engine(target, head, options)
@@ -80,7 +80,7 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
     )
     reuse = "prefix reuse" if options.prefix_bytes else "no prefix reuse"
     how = f"{dtype_name(engine.target.dtype)}, {drafting}, {reuse}"
-    ready = f"trtspec: serving {name} on http://{options.host}:{listener.getsockname()[1]} ({how})"
+    ready = f"trtspec: serving {name} on http://{options.host}:{listener.getsockname()[1]} ({how}); next: trtspec bench http://{options.host}:{listener.getsockname()[1]}"
     server = AnnouncingServer(app, worker, ready, options.grace)
     gc.collect()
     gc.freeze()  # a collection stops every thread; from here on it leaves out what was made before the first request
@@ -100,7 +100,7 @@ def compute_dtype(options: ServerOptions) -> torch.dtype:
         raise UsageError(
             f"dtype {options.dtype!r} is not one of {', '.join(DTYPES)}", "use `dtype` auto"
         )
-    check_device(options.device)
+    machine.check_device(options.device)
     return (
         default_dtype(options.device) if options.dtype == "auto" else getattr(torch, options.dtype)
     )
@@ -141,24 +141,6 @@ def thread_count(hidden_size: int) -> int:
     if hidden_size < SHARED_PRODUCTS_HIDDEN:
         return 1
     return machine.physical_cores()
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises TrtspecError when the address is taken or not ours."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        return listener
-    except (OSError, OverflowError) as error:
-        message = f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}"
-        raise TrtspecError(
-            message,
-            "stop what uses the port, or pass another `port`; `host` must be an address of this machine",
-        ) from None
 
 
 class AnnouncingServer(uvicorn.Server):

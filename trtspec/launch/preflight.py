@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -169,26 +168,10 @@ def as_in_dry_run(problem: Problem) -> Problem:
 
 
 def check_port(host: str, port: int) -> Iterator[Problem]:
-    if why := port_fault(host, port):
-        message = f"port {port} on {host} cannot be taken ({why})"
-        yield Problem(
-            "TS-SERVE-PORT",
-            "error",
-            f"{host}:{port}",
-            message,
-            "stop what holds it, or pass `port`",
-        )
-
-
-def port_fault(host: str, port: int) -> str | None:
-    """Why no server can listen on this port; None for a free one."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("" if host == "0.0.0.0" else host, port))
-        except OSError as error:
-            return error.strerror or "in use"
-    return None
+    try:
+        machine.listen(host, port).close()
+    except TrtspecError as error:
+        yield Problem(error.code, "error", f"{host}:{port}", error.message, error.remedy)
 
 
 def check_gpus(

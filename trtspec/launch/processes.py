@@ -18,7 +18,7 @@ from typing import Any
 
 from trtspec.client.client import RequestFailed, generate_once, wait_ready
 from trtspec.errors import TrtspecError, signals_handled
-from trtspec.launch.preflight import port_fault
+from trtspec.launch.preflight import check_port
 from trtspec.launch.reaper import PR_SET_PDEATHSIG, prctl
 from trtspec.report import create
 
@@ -129,11 +129,10 @@ def require_free_ports(first: int, count: int, patience: float = 0.0) -> None:
     """Raises TrtspecError naming the first port that is still taken after `patience` seconds."""
     deadline = time.monotonic() + patience
     for port in range(first, first + count):
-        while error := port_fault("127.0.0.1", port):
+        while problems := [*check_port("127.0.0.1", port)]:
             if time.monotonic() > deadline:
-                raise TrtspecError(
-                    f"port {port} is taken: {error}", f"pass `port` N: {count} free ports from N on"
-                )
+                remedy = f"pass `port` N: {count} free ports from N on"
+                raise TrtspecError(problems[0].message, remedy)
             time.sleep(1.0)
 
 

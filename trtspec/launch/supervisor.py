@@ -25,7 +25,7 @@ from trtspec.client.client import RequestFailed, ask_once, generate_once, health
 from trtspec.errors import TrtspecError, signals_handled
 from trtspec.launch.reaper import FORWARDED, PR_SET_CHILD_SUBREAPER, UNKILLABLE, descendants, prctl
 from trtspec.launch.server import LogPatterns, ServerLaunch
-from trtspec.report import announce, say, write_stderr
+from trtspec.report import announce, write_stderr
 
 REAPER = Path(__file__).with_name("reaper.py")
 KILLED = 128 + signal.SIGKILL
@@ -61,9 +61,8 @@ def run(launch: ServerLaunch) -> int:
             ready = _wait_ready(process, launch, started, asked)
             if ready:
                 seconds = time.monotonic() - started
-                announce(
-                    f"trtspec: ready on http://{launch.endpoint.host}:{launch.endpoint.port} ({seconds:.0f} s)"
-                )
+                url = f"http://{launch.endpoint.host}:{launch.endpoint.port}"
+                announce(f"trtspec: ready on {url} ({seconds:.0f} s); next: trtspec bench {url}")
                 _wait_end(process, launch, asked)
         finally:
             # for one that loads and has its signal already
@@ -307,4 +306,4 @@ class LogReader(threading.Thread):
         now = self.patterns.phase(line)
         if now is not None and now not in self.reported:
             self.reported.add(now)
-            say(f"trtspec: {now} ({time.monotonic() - self.started:.0f} s)")
+            announce(f"trtspec: {now} ({time.monotonic() - self.started:.0f} s)")

@@ -10,7 +10,7 @@ import torch
 
 from trtspec import machine
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.errors import MissingDependency, UsageError
+from trtspec.errors import MissingDependency
 from trtspec.models.kimi import KimiModel
 from trtspec.models.precision import dtype_name, through_float32
 from trtspec.models.weights import is_nvfp4, layout
@@ -20,20 +20,6 @@ PACKED_SHARE = 0.5  # of a float32 weight on a CPU: its copy for products of few
 SPARE = 1.05  # weights plus what loading and products allocate, over the weights
 LOGITS_COPIES = 4  # float32 logits of a round: as computed, scaled, sorted, accepted
 MIN_LENGTH = 64  # a context below it is not worth proposing
-
-
-def check_device(device: str) -> None:
-    """Raises MissingDependency for devices that are not here, UsageError for one that does not exist."""
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        kind = ""
-    if kind not in ("cpu", "cuda"):
-        raise UsageError(f"`device` {device} is neither cpu nor cuda", "use cpu, cuda or cuda:1")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise MissingDependency(
-            f"`device` {device}: torch sees no GPU", "use `device` cpu, or install CUDA"
-        )
 
 
 def free_bytes(device: str) -> int:

@@ -26,7 +26,7 @@ from trtspec import machine
 from trtspec.checkpoint.headers import DTYPE_BITS, ShardReader
 from trtspec.checkpoint.values import count_not_finite
 from trtspec.checkpoint.writer import ShardFile, publish
-from trtspec.errors import MissingDependency, TrtspecError, UsageError
+from trtspec.errors import TrtspecError, UsageError
 from trtspec.formats import TINIEST_AMAX
 from trtspec.quant.content import ERROR, HASH, ROUNDING, Content, Found
 from trtspec.quant.native import (
@@ -216,7 +216,7 @@ def choose_packer(
 ) -> Packer:
     """C where it is compiled and proves itself, else torch; a GPU where `device` names one; or ModelOpt's own class.
 
-    Raises MissingDependency when the device is not there, UsageError for scales that ModelOpt's class does not search.
+    Raises UsageError for scales that ModelOpt's class does not search.
     """
     if by_modelopt:
         from trtspec.quant.modelopt import ModelOptPacker  # only now: it imports torch
@@ -227,14 +227,8 @@ def choose_packer(
         return ModelOptPacker(weight_scales, device)
 
     def in_torch() -> Packer:
-        import torch  # only now: it takes seconds
+        from trtspec.quant.decode import TorchPacker  # only now: importing torch takes seconds
 
-        from trtspec.quant.decode import TorchPacker
-
-        if device != "cpu" and not torch.cuda.is_available():
-            raise MissingDependency(
-                f"`device` {device}: torch sees no CUDA device", "use `device` cpu"
-            )
         return TorchPacker(weight_scales, device)
 
     return (native_packer(weight_scales, in_torch) if device == "cpu" else None) or in_torch()

@@ -28,8 +28,9 @@ from trtspec.checkpoint.conversations import (
     conversation,
     note_unread,
 )
-from trtspec.checkpoint.rows import CODE, DataRow, from_hub, hub_rows, read_rows
+from trtspec.checkpoint.rows import CODE, SUFFIXES, DataRow, from_hub, hub_rows, read_rows
 from trtspec.errors import UsageError, did_you_mean
+from trtspec.files import missing
 from trtspec.report import file_sha256
 
 NANO = "nano"
@@ -294,7 +295,6 @@ def locate(text: str) -> QuestionSource:
         return QuestionSource(
             label=NANO, file=str(data_files.kimi_nano_dir() / "prompts_heldout.jsonl")
         )
-    remedy = f"pass a data file, a hub id org/name, nano, or one of {', '.join(catalogue())}, alone or as NAME=FILE"
     if Path(text).expanduser().exists():
         return QuestionSource(label=Path(text).name, file=str(Path(text).expanduser()))
     match = NAMED.fullmatch(text)
@@ -307,16 +307,17 @@ def locate(text: str) -> QuestionSource:
                 f"the data set {found.label} has no configuration {config}", f"it has {listed}"
             )
         if file and not Path(file).expanduser().exists():
-            raise UsageError(
-                f"the dataset {file} does not exist", f"`dataset` {found.label} alone reads the hub"
-            )
+            raise missing(file, f"`dataset` {found.label} alone reads the hub")
         if config:
             category = found.category or (config if len(found.configs) > 1 else "")
             found = replace(found, configs=[config], category=category)
         return replace(found, label=text.partition("=")[0], file=file)
     if from_hub(text):
         return QuestionSource(label=text, file=text)
-    raise UsageError(f"the dataset {text} does not exist", did_you_mean(text, catalogue(), remedy))
+    remedy = f"pass a data file, a hub id org/name, nano, or one of {', '.join(catalogue())}, alone or as NAME=FILE"
+    if Path(text).suffix in SUFFIXES:
+        raise missing(text, remedy)
+    raise UsageError(f"there is no data set {text}", did_you_mean(text, catalogue(), remedy))
 
 
 def rows_of(source: QuestionSource) -> Iterator[DataRow]:

@@ -28,6 +28,7 @@ from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.checkpoint.writer import refuse_changed, write_shard
 from trtspec.errors import TrtspecError, UsageError
+from trtspec.files import beside
 from trtspec.foreign import PlainName
 from trtspec.heads.training.curve import is_finished, run_directory, run_options
 from trtspec.heads.training.options import (
@@ -164,10 +165,10 @@ def plan_without_data(
     """The sizes of a run whose target or data are not on this machine, from the recipe's counts; `samples` stays
     empty. UsageError when the recipe does not tell them."""
     if recipe.samples is None or recipe.mean_tokens is None:
-        raise UsageError(
-            f"the target or {data} is not on this machine, so its tokens cannot be counted",
-            "put `samples:` and `mean_tokens:` into the `config` file, or fetch both first",
-        )
+        message = f"the target or {data} is not on this machine, so its tokens cannot be counted"
+        counts = "put `samples:` and `mean_tokens:` into the `config` file, or fetch both first"
+        near = beside(data)
+        raise UsageError(message, f"did you mean {near}?" if near else counts)
     spec = new_head_spec(target, options)
     tokens = recipe.samples * min(recipe.mean_tokens, options.seq_len)
     training = round(recipe.samples * (1 - options.held_out))

@@ -1,0 +1,84 @@
+"""Words of a command that Typer refuses: what is wrong with them, and the next command."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import Any
+
+from trtspec.data_files import load_yaml
+from trtspec.errors import UsageError, did_you_mean, nearest
+from trtspec.records import plain_reason, set_by, spellings
+
+SECOND = ("--head", "--against", "--against-url", "--output")  # what a second argument is meant as
+
+
+def usage_error(error: Any) -> UsageError:
+    """Typer's complaint. A value that came from a variable is called by the variable's name."""
+    context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
+    message = re.sub(
+        r" \(Possible options.*|\. Did you mean.*", "", error.format_message().rstrip(".")
+    )
+    if context is None:  # of an option without its value
+        return UsageError(message, f"see `trtspec {' '.join(sys.argv[1:2])} --help`")
+    page, command = f"see `{context.command_path} --help`", context.command
+    if hasattr(error, "possibilities"):
+        return UsageError(message, _meant_option(error.option_name, command) or page)
+    if unknown := re.match("No such command '(.+)'", message):
+        commands = [*command.commands]
+        near = nearest(unknown[1], commands, "commands")
+        return UsageError(message, f"did you mean `trtspec {near}`?" if near else page)
+    if extra := re.match(r"Got unexpected extra argument\(?s?\)? \((\S+)", message):
+        return UsageError(message, _meant_argument(extra[1].rstrip(")"), command) or page)
+    if message.startswith("Missing") and (examples := load_yaml("examples.yaml").get(command.name)):
+        return UsageError(message, f"for example `{examples[0]}`")
+    return (
+        UsageError(message, page)
+        if parameter is None
+        else _wrong_value(message, context, parameter, page)
+    )
+
+
+def _meant_option(option: str, command: Any) -> str:
+    """The remedy for an option that the command does not have; "" if nothing is known of it."""
+    own = spellings(command)
+    near = nearest(option, own, "vllm", "options")
+    if near is not None and not near.startswith("-"):
+        return f"{near} is given without an option: `trtspec {command.name} {near}`"
+    if near is not None:
+        return f"did you mean {near}?"
+    if "[-- OPTIONS]" in own:
+        return f"an option of the engine follows `--`: `trtspec {command.name} TARGET -- {option}`"
+    return ""
+
+
+def _meant_argument(word: str, command: Any) -> str:
+    """The remedy for one argument more than the command takes; "" if nothing is known of it."""
+    own, words = spellings(command), sys.argv
+    flag, value = words[max(0, words.index(word) - 2) :][:2] if word in words else ("", "")
+    if flag in own:
+        return f"quote a value that has blanks: {flag} '{value} {word}'"
+    meant = next((flag for flag in SECOND if flag in own and flag not in sys.argv), None)
+    return f"did you mean {meant} {word}?" if meant else ""
+
+
+def _wrong_value(message: str, context: Any, parameter: Any, page: str) -> UsageError:
+    """A value that its option does not take, with the option or variable as it was written."""
+    reason = plain_reason(message.partition(": ")[2])
+    value, _, choices = reason.partition(" is not one of ")
+    name = set_by(context, parameter)
+    written = f"{name}={os.environ[name]}" if name else _typed_value(parameter, sys.argv)
+    if not choices:
+        return UsageError(f"{written} is {reason}", page)
+    remedy = did_you_mean(value.strip("'"), re.findall("'(.+?)'", choices), "write one of these")
+    return UsageError(f"{written} is not one of {choices}", remedy)
+
+
+def _typed_value(parameter: Any, words: list[str]) -> str:
+    """The option and its value among the words of a command line."""
+    for index, word in enumerate(words):
+        flag, equals, value = word.replace("_", "-").partition("=")
+        if flag in parameter.opts:
+            return f"{flag} {value if equals else words[index + 1]}"
+    return str(parameter.opts[0])
