@@ -114,14 +114,10 @@ def main() -> None:
             *PROOF,
             "-o",
             str(directory / "proof"),
-            "--port",
-            str(FIRST_PORT),
         )
         subprocess.run([sys.executable, "-m", "trtspec", *words], check=True)
         shutil.copyfile(directory / "proof" / "report.html", SAMPLES / "report.html")
     picture_of_report(os.environ["TRTSPEC_CHROMIUM"])
-    for path in sorted(SAMPLES.iterdir()):
-        print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from trtspec.bench.load.measure import BenchWorkload
 from trtspec.bench.questions.datasets import QuestionSource, catalogue, load_dataset, read_questions
+from trtspec.client.client import RequestSampling
 from trtspec.errors import UsageError
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 16
@@ -298,6 +300,19 @@ def test_recorded_requests_are_kept_as_they_are(tmp_path: Path) -> None:
     found = load_dataset(str(write(tmp_path / "bodies.jsonl", rows))).questions
     assert [question.body for question in found] == [AGENT, TEXT, AGENT]
     assert [question.category for question in found] == ["turn 1", "completions", "code"]
+
+
+def test_recorded_requests_are_sent_at_the_times_of_their_rows(tmp_path: Path) -> None:
+    rows = [{"timestamp": time, "body": TEXT} for time in (5000, 2000, 2500)]
+    found = load_dataset(str(write(tmp_path / "bodies.jsonl", rows)))
+    assert found.recorded_rate() == 1.0
+    asked = list(enumerate(found.questions))
+    work = BenchWorkload(found, RequestSampling(9), (), rates=(1.0,), recorded_times=True)
+    assert list(work.times(asked, 1.0, 0)) == [3.0, 0.0, 0.5]
+    with pytest.raises(UsageError, match="have their own messages"):
+        replace(work, system="Be short.")
+    with pytest.raises(UsageError, match="rows without a time"):
+        load_dataset(str(write(tmp_path / "bodies.jsonl", [*rows, TEXT]))).recorded_rate()
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ MAKING: dict[str, dict[str, Situation]] = {
             effects(
                 "--output {out} --dataset {data} --samples 4 --concurrency 2 --max-tokens 4 --temperature 0.5 "
                 "--seed 9 --against-url plain={url} --compare {results} --model other --thinking off --warmup 3 "
-                "--json",
+                "--system Short --recorded-times --json",
                 url=Effect(instead=line("bench {nowhere} --samples 2 --concurrency 1 --max-tokens 8")),
                 rounds=Effect(line("--rounds 2"), base=(*BENCH, "--json")),
                 extra_body=Effect(("--extra-body", '{{"top_k": 3}}')),
