@@ -21,7 +21,7 @@ from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.dialects import ENGINES
 from trtspec.checkpoint.heads.problems import uncomputed
 from trtspec.checkpoint.heads.read import head_spec
-from trtspec.checkpoint.heads.shapes import canonical_names, expected_shapes
+from trtspec.checkpoint.heads.shapes import canonical_names, expected_shapes, tensor_names
 from trtspec.checkpoint.hub import commit_record
 from trtspec.checkpoint.identity import identity_digest
 from trtspec.checkpoint.tensors import LazyTensors
@@ -213,11 +213,8 @@ def check_initial(head: Path, spec: HeadSpec) -> Checkpoint:
     head_spec(checkpoint, values=True)
     for problem in uncomputed(checkpoint.config):
         raise TrtspecError(f"{head}: {problem.message}", problem.remedy, problem.code)
-    unused = {"input_norm.weight"} | (set() if spec.has_d2t else {"d2t"})
-    wanted = {
-        name: shape for name, shape in expected_shapes(spec).items()
-        if name not in unused and (spec.fc_norm or not name.startswith("fc_norm."))
-    }  # fmt: skip
+    shapes, maps = expected_shapes(spec), ["d2t"] if spec.has_d2t else []
+    wanted = {name: shapes[name] for name in (*tensor_names(spec), "lm_head.weight", *maps)}
     stored = {name: tuple(info.shape) for name, info in canonical_names(checkpoint.tensors).items()}
     wrong = [
         f"{name} is {stored.get(name, 'missing')}, the head wants {wanted.get(name, 'no such tensor')}"
