@@ -113,35 +113,20 @@ def assemble(
 
 def layout(spec: HeadSpec) -> dict[str, tuple[str, ...]]:
     """Parameter of `Eagle3Head` -> the checkpoint tensors stacked into it along dimension 0; all are required."""
-    layer = spec.layer_prefix
-    attention = ("q_proj", "k_proj", "v_proj")
-    fused: dict[str, tuple[str, ...]] = {"self_attn.qkv_proj": attention}
-    plain = [
-        "self_attn.o_proj",
-        "input_layernorm",
-        "hidden_norm",
-        "post_attention_layernorm",
-        "mlp.down_proj",
-    ]
+    plain = ["self_attn.o_proj", "input_layernorm", "hidden_norm", "post_attention_layernorm"]
+    plain.append("mlp.down_proj")
+    fused = {"mlp.gate_up_proj": "mlp.gate_proj mlp.up_proj"}
     if spec.is_mla:
-        fused = {"self_attn.qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa")}
-        plain += [
-            f"self_attn.{name}"
-            for name in ("q_a_layernorm", "q_b_proj", "kv_a_layernorm", "kv_b_proj")
-        ]
-    table: dict[str, tuple[str, ...]] = {
-        "fc.weight": ("fc.weight",),
-        "norm.weight": ("norm.weight",),
-    }
-    table |= {f"{name}.weight": (f"{layer}{name}.weight",) for name in plain}
-    table |= {
-        f"{ours}.weight": tuple(f"{layer}self_attn.{name}.weight" for name in names)
-        for ours, names in fused.items()
-    }
-    table["mlp.gate_up_proj.weight"] = (
-        f"{layer}mlp.gate_proj.weight",
-        f"{layer}mlp.up_proj.weight",
-    )
+        fused["self_attn.qkv_a_proj"] = "self_attn.q_a_proj self_attn.kv_a_proj_with_mqa"
+        latent = "q_a_layernorm q_b_proj kv_a_layernorm kv_b_proj"
+        plain += [f"self_attn.{name}" for name in latent.split()]
+    else:
+        fused["self_attn.qkv_proj"] = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
+    table: dict[str, tuple[str, ...]] = {name: (name,) for name in ("fc.weight", "norm.weight")}
+    for name, parts in (dict(zip(plain, plain, strict=True)) | fused).items():
+        table[f"{name}.weight"] = tuple(
+            f"{spec.layer_prefix}{part}.weight" for part in parts.split()
+        )
     if spec.fc_norm:
         table["fc_norm"] = tuple(f"fc_norm.{i}.weight" for i in range(spec.num_aux))
     if spec.norm_before_fc:
