@@ -274,35 +274,28 @@ def train(side: Side) -> None:
 
 
 def greedy(side: Side) -> None:
-    """Tokens and steps of greedy answers by the reference server, with every kind of head and without."""
+    """Greedy answers by the reference server, with every kind of head and without: a few one after the other, then all
+    in one batch, whose rows end at different times, and that batch again, which reuses their beginnings."""
     heads = {"none": []}
     kinds = sorted(path.name for path in (side.inputs / "nano-heads").iterdir())
     for kind in kinds if side.whole else ("shipped", "mha-3-128", "mla-3-full"):
         heads[kind] = ["--head", str(side.inputs / "nano-heads" / kind)]
-    lines = (
-        (side.inputs / "nano" / "prompts_heldout.jsonl")
-        .read_text()
-        .splitlines()[: 50 if side.whole else 6]
-    )
-    prompts = [json.loads(line)["messages"] for line in lines]
+    lines = (side.inputs / "nano/prompts_heldout.jsonl").read_text().splitlines()[:50]
+    chats = [{"messages": json.loads(line)["messages"]} for line in lines]
+    batch = {"prompt": [chat["messages"][-1]["content"] for chat in chats], "stop": " a"}
     for kind, words in heads.items():
         with served(side, f"{kind} serves", *words) as url:
-            for number, messages in enumerate(prompts if url else []):
+            for number, asked in enumerate([*chats[:6], batch, batch] if url else []):
                 body = {
-                    "messages": messages,
                     "max_tokens": 48 if side.whole else 16,
                     "temperature": 0,
-                    "logprobs": True,
+                    "return_token_ids": True,
                 }
-                answer = post(f"{url}/v1/chat/completions", body)
-                choice = answer["choices"][0]
-                tokens = [item["token"] for item in choice["logprobs"]["content"]]
-                told = {"tokens": tokens, "message": choice["message"], "usage": answer["usage"]}
-                told |= {key: choice.get(key) for key in ("finish_reason", "spec_decode")}
-                text = json.dumps(told, indent=1, sort_keys=True)
-                side.rows[f"{kind} {number}"] = (
-                    text if len(tokens) > 3 else f"crashed: an answer of nothing: {tokens}"
-                )
+                path = "completions" if asked is batch else "chat/completions"
+                answer = post(f"{url}/v1/{path}", asked | body)
+                text = json.dumps([answer["choices"], answer["usage"]], indent=1, sort_keys=True)
+                empty = answer["usage"]["completion_tokens"] < 4
+                side.rows[f"{kind} {number}"] = "crashed: an answer of nothing" if empty else text
 
 
 def clients(side: Side) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trtspec.engine.sequence import Output
 from trtspec.models.kimi import KimiModel
-from trtspec.models.layers import LatentCache, TextPiece
+from trtspec.models.state import State, TextPiece
 from trtspec.quant import nvfp4
 
 # The largest change between a few dozen computations is not the largest there is: the runs may have used shapes and
@@ -86,12 +86,22 @@ def rounding_at(
     if divergence.token < 0:
         return Rounding(0.0, float("inf"))
     emitted = plain.token_ids[: divergence.index]
-    logits = torch.cat(
-        [clean_logits(target, prompt, emitted, prefill, SHAPES) for prefill in PREFILLS]
-    )
+    logits, _ = clean(target, prompt, emitted)
     found = _rounding_in(logits, divergence)
     largest = float(logits[:, [divergence.token, divergence.other_token]].abs().max())
     return replace(found, change=max(found.change, spacing(largest, target.dtype)))
+
+
+def router_tie(
+    target: KimiModel, prompt: list[int], plain: Output, other: Output, index: int
+) -> tuple[float, float]:
+    """Of two float32 runs that part at token `index`: the least margin of an expert in both up to there, and the bound
+    below which rounding explains another choice. From there on both texts are right ones."""
+    margins = [min(pair) for pair in zip(plain.margins[: index + 1], other.margins, strict=False)]
+    place = margins.index(min(margins))
+    _, measured = clean(target, prompt, plain.token_ids[:place])
+    change = max(float(measured.max() - measured.min()), spacing(1.0, torch.float32))
+    return margins[place], SAFETY * change
 
 
 def quantized_rounding_at(
@@ -128,50 +138,56 @@ def spacing(value: float, dtype: torch.dtype) -> float:
 
 
 @torch.inference_mode()
-def clean_logits(
-    target: KimiModel,
-    prompt: list[int],
-    emitted: list[int],
-    prefill: tuple[int, int],
-    shapes: tuple[tuple[int, int, int], ...],
-) -> Tensor:
-    """Logits [N, V] after prompt and emitted tokens, one row per computation, after a `prefill` of PREFILLS."""
-    most = max(prefill[1], *(rows for rows, _, _ in shapes))
-    room = len(prompt) + len(emitted) + LONGER + max(width for _, width, _ in shapes)
-    filled = target.new_cache(most, room)
-    last = _prefill(target, filled, prompt, *prefill)
-    if not emitted:
-        return last
+def clean(target: KimiModel, prompt: list[int], emitted: list[int]) -> tuple[Tensor, Tensor]:
+    """Logits [N, V] and margins of the experts [N] after prompt and emitted tokens, one row per computation, after each
+    of PREFILLS in all SHAPES."""
+    room = len(prompt) + len(emitted) + LONGER + max(width for _, width, _ in SHAPES)
     found = []
-    for rows, width, place in shapes:
-        cache = target.new_cache(rows, room)
-        cache.data.copy_(filled.data[:, :1].expand(-1, rows, -1, -1))
-        found.append(_decode(target, cache, len(prompt), emitted, width, place))
-    return torch.cat(found)
+    for calls, copies in PREFILLS:
+        filled = target.new_cache(max(copies, *(rows for rows, _, _ in SHAPES)), room)
+        last = _prefill(target, filled, prompt, calls, copies)
+        saved = filled.snapshot(0, 0, len(prompt))
+        for rows, width, place in SHAPES if emitted else ():
+            cache = target.new_cache(rows, room)
+            for row in range(rows):
+                cache.restore(row, [saved], len(prompt))
+            found.append(_decode(target, cache, rows, len(prompt), emitted, width, place))
+        if not emitted:
+            found.append(last)
+    logits, margins = zip(*found, strict=True)
+    return torch.cat(logits), torch.cat(margins)
 
 
 def _prefill(
-    target: KimiModel, cache: LatentCache, prompt: list[int], calls: int, copies: int
-) -> Tensor:
-    """Fills the first `copies` rows; logits [1, V] after the prompt."""
+    target: KimiModel, cache: State, prompt: list[int], calls: int, copies: int
+) -> tuple[Tensor, Tensor]:
+    """Fills the first `copies` rows; logits [1, V] and margins [1] after the prompt."""
     device = target.embed.weight.device
     size = -(-len(prompt) // calls)
     for begin in range(0, len(prompt), size):
         part = prompt[begin : begin + size]
         pieces = [TextPiece(row, begin, begin + len(part)) for row in range(copies)]
         tokens = torch.tensor([part * copies], device=device)
-        logits = target.prompts(tokens, pieces, cache, (), [len(part) - 1]).logits
-    return logits[:, -1]
+        out = target.prompts(tokens, pieces, cache, (), [len(part) - 1])
+        cache.commit([len(part)] * copies)
+    return out.logits[:, -1], out.margins[:, -1]
 
 
 def _decode(
-    target: KimiModel, cache: LatentCache, start: int, emitted: list[int], width: int, place: int
-) -> Tensor:
-    """Feeds `emitted` to all rows, `width` tokens a call, so that the last one has `place` in its call; logits [N, V].
+    target: KimiModel,
+    cache: State,
+    rows: int,
+    start: int,
+    emitted: list[int],
+    width: int,
+    place: int,
+) -> tuple[Tensor, Tensor]:
+    """Feeds `emitted` to all rows, `width` tokens a call, so that the last one has `place` in its call; logits [N, V],
+    margins [N].
 
     Tokens behind it stand for drafts. Of several rows the last is LONGER positions ahead and is not looked at.
     """
-    device, rows = target.embed.weight.device, len(cache.data[0])
+    device = target.embed.weight.device
     ahead = torch.zeros(rows, dtype=torch.int64, device=device)
     if rows > 1:
         ahead[-1] = LONGER
@@ -181,5 +197,7 @@ def _decode(
     for begin, end in zip(bounds, bounds[1:], strict=False):
         tokens = torch.tensor(padded[begin:end], device=device).expand(rows, -1)
         out = target(tokens, ahead + start + begin, cache)
+        cache.commit(torch.full((rows,), end - begin))
     position = len(emitted) - 1 - bounds[-2]
-    return out.logits[: max(1, rows - 1), position]
+    judged = slice(max(1, rows - 1))
+    return out.logits[judged, position], out.margins[judged, position]

@@ -15,7 +15,7 @@ from trtspec.engine.drafters import Eagle3Drafter
 from trtspec.engine.engine import Engine
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
-from trtspec.models.layers import TextPiece
+from trtspec.models.state import TextPiece
 
 
 @dataclass

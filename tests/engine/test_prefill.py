@@ -9,12 +9,12 @@ from torch import Tensor
 
 from tests.engine.conftest import HeadOf, Kind, drive, token_ids
 from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.prefix import PREFIX_BYTES, BlockStore
+from trtspec.engine.prefix import PREFIX_BYTES, PrefixCache
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.sampling import BatchSampling
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel, TargetOutput
-from trtspec.models.layers import LatentCache, TextPiece
+from trtspec.models.state import LatentCache, TextPiece
 
 
 class Counted:
@@ -102,8 +102,8 @@ def test_waiting_prompts_share_a_pass(
     ("owner", "step", "calls"),
     [
         (KimiModel, "prompts", {1, 2}),  # the pass of all prompts, then that of the first alone
-        (BlockStore, "save", {2}),  # of a prompt: the head's blocks, when the target's are filled
-        (BlockStore, "save", {12}),  # of an answer that ends
+        (LatentCache, "snapshot", {2}),  # of a prompt: the head's, after the target's
+        (PrefixCache, "save", {6}),  # of an answer that ends
         (
             LatentCache,
             "move",

@@ -115,7 +115,7 @@ def test_rows_do_not_see_each_other_and_move(tmp_path: Path) -> None:
         lengths = (10, 20, 31)
         for row, length in enumerate(lengths):
             model(tokens[row : row + 1, :length], torch.zeros(1, dtype=torch.long), cache, row=row)
-        cache.move(2, 0)  # the first sequence ends; the last takes its row
+        cache.move(2, 0, 31)  # the first sequence ends; the last takes its row
         step = torch.stack([tokens[2, 31:33], tokens[1, 20:22]])
         together = model(step, torch.tensor([31, 20]), cache).logits
         alone = model(tokens[2:3, :33]).logits[:, 31:33]

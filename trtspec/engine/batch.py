@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trtspec.engine.sampling import BatchSampling
 from trtspec.engine.sequence import Sequence, TokenLogprobs
-from trtspec.models.layers import TextPiece
+from trtspec.models.state import TextPiece
 
 
 class DecodeBatch:
@@ -91,13 +91,14 @@ class DecodeBatch:
 
 @dataclass
 class Chunk:
-    """A piece of a sequence's prompt. Its pass fills in the token that follows it, the logits [V] behind its last token
-    and, where they are asked for, the log-probabilities of the prompt's tokens behind its first."""
+    """A piece of a sequence's prompt. Its pass fills in the token that follows it, of its last token the logits [V] and
+    margins [1], and the log-probabilities of the prompt's tokens behind its first, where they are asked for."""
 
     sequence: Sequence
     piece: TextPiece
     following: int = -1
-    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    logits: Tensor = field(init=False)
+    margins: Tensor = field(init=False)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __len__(self) -> int:

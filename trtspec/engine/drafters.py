@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trtspec.engine.batch import DecodeBatch
 from trtspec.engine.sampling import draw, on_device
-from trtspec.models.layers import LatentCache, TextPiece
+from trtspec.models.state import State, TextPiece
 
 if TYPE_CHECKING:
     from trtspec.models.eagle3 import Eagle3Head
@@ -26,7 +26,7 @@ class Drafter:
 
     aux_layers: tuple[int, ...] = ()
     draft_ids: Tensor | None = None
-    cache: LatentCache | None = None
+    cache: State | None = None
 
     def prompts(self, aux: Tensor | None, tokens: Tensor, pieces: list[TextPiece]) -> None:
         """Takes the target's states [1, N, n_aux*H] of pieces of prompts with the tokens [1, N] that follow each."""
@@ -69,7 +69,7 @@ class Eagle3Drafter(Drafter):
         self.draws = draft_sampling == "probabilistic"
         self.aux_layers = tuple(head.spec.aux_layers or target.spec.default_aux_layers)
         self.draft_ids = head.target_ids
-        self.cache: LatentCache = head.new_cache(rows, max_len)
+        self.cache: State = head.new_cache(rows, max_len)
         weight, hidden = head.fc.weight, head.spec.hidden_size
         self.feedback = weight.new_zeros(
             rows, 1, hidden

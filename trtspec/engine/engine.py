@@ -1,8 +1,7 @@
 """The reference engine: continuous batching and speculative decoding around one target forward per round.
 
-`Engine._round` is the whole method on one screen: draft, verify, accept, emit (docs/reference-engine.md walks through
-it). Rejected positions leave stale cache entries behind, which the next round's own writes cover before anything can
-see them.
+`Engine._round` is the whole method on one screen: draft, verify, accept, commit, emit (docs/reference-engine.md walks
+through it). A pass never changes what cannot be overwritten: models/state.py has the rule for what layers remember.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from trtspec.engine.sampling import (
 )
 from trtspec.engine.sequence import Output, Sequence, Totals, steered
 from trtspec.errors import UsageError
-from trtspec.models.layers import TextPiece
+from trtspec.models.state import State, TextPiece
 from trtspec.models.weights import prepare_for_decoding
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class EngineOptions:
     tokens; `max_num_tokens` the tokens of a step, prompts and rounds together; `prefill_tokens` the share of prompts
     that one pass takes, and one step where `max_num_tokens` is not given. `draft_sampling` is how the drafts of sampled
     requests are chosen. Up to `prefix_bytes` of computed texts are kept and reused (prefix.py); 0: none. `record_gaps`
-    keeps, per emitted token, how far the best logit was ahead of the second."""
+    keeps, per emitted token, how far the best logit was ahead of the second and the chosen experts of the others."""
 
     draft_len: int = 3
     max_batch_size: int = 16
@@ -77,6 +76,8 @@ class Engine:
         self.options = options = options or EngineOptions()
         prepare_for_decoding(target)
         self.target, self.tokenizer = target, tokenizer
+        if options.record_gaps:
+            target.record_margins()
         self.max_seq_len, self.max_batch_size = options.max_seq_len, options.max_batch_size
         self.draft_len = options.draft_len if head is not None else 0
         self.eos_ids = tokenizer.eos_ids if tokenizer else target.spec.eos_token_ids
@@ -84,7 +85,7 @@ class Engine:
         cache_len = (
             options.max_seq_len + self.draft_len
         )  # drafts of a row that is nearly full reach beyond its end
-        self.cache = target.new_cache(options.max_batch_size, cache_len)
+        self.cache: State = target.new_cache(options.max_batch_size, cache_len)
         self.drafter = Drafter()
         if head is not None:
             if options.draft_len < 1:
@@ -177,6 +178,9 @@ class Engine:
         tokens, accepted = self._accept(out.logits, block[:, 1:], offered)
         emitted = on_host(tokens, accepted)  # the round's one wait for the device
 
+        # Commit: each row's last token and its accepted drafts are text now. The pass itself changed nothing.
+        self.cache.commit(accepted + 1)
+
         # Learn: the drafter reads the target's states of the emitted tokens. No row keeps states behind `known`.
         known = max(map(len, emitted))
         drafter.learn(
@@ -185,7 +189,10 @@ class Engine:
         batch.advance(tokens, accepted)
 
         # Emit: from the last row, because one that ends gives its place to the last.
-        made = [self._emit(row, emitted[row], offered[row], out.logits[row]) for row in range(rows)]
+        made = [
+            self._emit(row, emitted[row], offered[row], out.logits[row], out.margins[row])
+            for row in range(rows)
+        ]
         for row in reversed(range(rows)):
             if made[row].finish_reason:
                 self._remove(row)
@@ -212,8 +219,11 @@ class Engine:
             )
         return tokens, accepted
 
-    def _emit(self, row: int, tokens: list[int], offered: int | None, logits: Tensor) -> Output:
-        """Hands a row its tokens, as `Sequence.emit` takes them; row j of logits [T, V] predicted token j."""
+    def _emit(
+        self, row: int, tokens: list[int], offered: int | None, logits: Tensor, margins: Tensor
+    ) -> Output:
+        """Hands a row its tokens, as `Sequence.emit` takes them; row j of logits [T, V] predicted token j, with the
+        experts' margin j of [T]."""
         sequence = self.batch.sequences[row]
         try:
             output = sequence.emit(tokens, offered)
@@ -225,6 +235,7 @@ class Engine:
             if self.options.record_gaps:
                 first, second = logits.topk(2, -1).values.unbind(-1)
                 output.gaps = (first - second).tolist()
+                output.margins = margins[: len(logits)].tolist()
             if sequence.request.logprobs:
                 output.logprobs = token_logprobs(
                     logits.log_softmax(-1), output.token_ids, sequence.request.logprobs
@@ -302,6 +313,7 @@ class Engine:
         try:
             aux, following = self._compute(chunks)
             self.drafter.prompts(aux, following, [chunk.piece for chunk in chunks])
+            self.cache.commit([len(chunk) for chunk in chunks])
         except Exception as error:
             if len(chunks) == 1:
                 outputs.append(chunks[0].sequence.fail(error))
@@ -330,10 +342,11 @@ class Engine:
         out = self.target.prompts(
             on_device([tokens], self.device), pieces, self.cache, self.drafter.aux_layers, kept
         )
-        for chunk, logits in zip(
-            chunks, out.logits[0].split([chunk.scored for chunk in chunks]), strict=True
+        scored = [chunk.scored for chunk in chunks]
+        for chunk, logits, margins in zip(
+            chunks, out.logits[0].split(scored), out.margins[0].split(scored), strict=True
         ):
-            chunk.logits = logits[-1]
+            chunk.logits, chunk.margins = logits[-1], margins[-1:]
             if chunk.sequence.request.prompt_logprobs:
                 known = chunk.prompt[chunk.piece.begin + 1 : chunk.piece.end + 1]
                 scores = logits[: len(known)].log_softmax(-1)
@@ -362,7 +375,7 @@ class Engine:
             self.batch.append(sequence, chunk.following)
         except Exception as error:
             return [sequence.fail(error)]
-        output = self._emit(row, [chunk.following], None, chunk.logits.unsqueeze(0))
+        output = self._emit(row, [chunk.following], None, chunk.logits.unsqueeze(0), chunk.margins)
         output.prompt_logprobs, output.cached_tokens = (
             sequence.prompt_logprobs,
             sequence.cached_tokens,

@@ -55,7 +55,8 @@ class Output:
 
     The last one of a request has a finish reason and the statistics. `round` is (drafts offered, drafts accepted) of
     this step, None for a prefill. `cached_tokens` of the prompt needed no computation; the first output says so.
-    `gaps` (with record_gaps): best minus second-best logit at each emitted token.
+    With record_gaps, at each emitted token: `gaps`, best minus second-best logit; `margins`, the least lead of the
+    chosen experts.
     """
 
     id: str
@@ -64,6 +65,7 @@ class Output:
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     round: tuple[int, int] | None = None
     error: Exception | None = None
@@ -76,6 +78,7 @@ class Output:
         self.logprobs += step.logprobs
         self.prompt_logprobs += step.prompt_logprobs
         self.gaps += step.gaps
+        self.margins += step.margins
         self.cached_tokens += step.cached_tokens
         if step.finish_reason:
             self.finish_reason, self.stats, self.error = step.finish_reason, step.stats, step.error

@@ -22,14 +22,13 @@ from trtspec.models.layers import (
     AttentionStep,
     CausalMask,
     LatentAttention,
-    LatentCache,
     Linear,
     PackedStep,
     RMSNorm,
     RopeTables,
-    TextPiece,
     embedding,
 )
+from trtspec.models.state import LatentCache, State, TextPiece
 from trtspec.specs import HeadSpec
 
 
@@ -108,7 +107,7 @@ class Eagle3Head(nn.Module):
             spec.rope, spec.qk_rope_head_dim if self.mla else spec.head_dim, interleaved=self.mla
         )
 
-    def new_cache(self, rows: int, max_len: int) -> LatentCache:
+    def new_cache(self, rows: int, max_len: int) -> State:
         """A cache for `rows` drafts of up to `max_len` tokens, in the head's dtype: one layer, as wide as the latent
         (MLA) or as K and V together (MHA)."""
         weight = self.fc.weight
@@ -133,7 +132,7 @@ class Eagle3Head(nn.Module):
         x: Tensor,
         tokens: Tensor,
         start: Tensor | None,
-        cache: LatentCache | None,
+        cache: State | None,
         row: int = 0,
         length: int | None = None,
         at: Tensor | None = None,
@@ -151,12 +150,14 @@ class Eagle3Head(nn.Module):
         )
 
     def prompts(
-        self, x: Tensor, tokens: Tensor, pieces: Sequence[TextPiece], cache: LatentCache
+        self, x: Tensor, tokens: Tensor, pieces: Sequence[TextPiece], cache: State
     ) -> tuple[Tensor, Tensor]:
         """x [1, N, H] with tokens int64 [1, N], of pieces of texts one behind the other -> (feedback, normed) of each
         one's last position, [1, pieces, H]."""
         step = PackedStep(pieces, cache, self.rope.of(cache.max_len, x.device), self.mla, x.dtype)
-        last = torch.tensor([span.stop - 1 for span in step.spans]).to(x.device, non_blocking=True)
+        last = torch.tensor([span.tokens.stop - 1 for span in step.spans]).to(
+            x.device, non_blocking=True
+        )
         feedback, normed = self._run(x, tokens, step, (torch.zeros_like(last), last))
         return feedback.transpose(0, 1), normed.transpose(0, 1)
 

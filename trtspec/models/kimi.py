@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,25 +13,26 @@ from trtspec.models.layers import (
     MLP,
     AttentionStep,
     LatentAttention,
-    LatentCache,
     Linear,
     PackedStep,
     RMSNorm,
     RopeTables,
-    TextPiece,
     embedding,
 )
-from trtspec.models.moe import MoE
+from trtspec.models.moe import MoE, Router
+from trtspec.models.state import LatentCache, State, TextPiece
 from trtspec.specs import ModelSpec
 
 
 @dataclass
 class TargetOutput:
-    """logits float32 [B, T, V] (or [B, 1, V]); hidden [B, T, H] after the final norm; aux [B, T, n_aux*H] or None."""
+    """logits float32 [B, T, V] (or [B, 1, V]); hidden [B, T, H] after the final norm; aux [B, T, n_aux*H] or None.
+    margins [B, T], infinite unless recorded: the least lead of a token's chosen experts over others, in all layers."""
 
     logits: Tensor
     hidden: Tensor
     aux: Tensor | None
+    margins: Tensor
 
 
 class DecoderLayer(nn.Module):
@@ -53,6 +55,8 @@ class DecoderLayer(nn.Module):
 class KimiModel(nn.Module):
     """Logits, final hidden states and, on request, the outputs of given decoder layers (an Eagle3 head's input)."""
 
+    recording = False  # of margins
+
     def __init__(
         self, spec: ModelSpec, kv_dtype: torch.dtype | None = None, *, layers: int | None = None
     ) -> None:
@@ -67,11 +71,17 @@ class KimiModel(nn.Module):
         self.lm_head = Linear(spec.hidden_size, spec.vocab_size)
         self.rope = RopeTables(spec.rope, spec.qk_rope_head_dim, interleaved=True)
 
+    def record_margins(self) -> None:
+        """From now on outputs have margins."""
+        for module in self.modules():
+            if isinstance(module, KimiModel | Router):
+                module.recording = True
+
     @property
     def dtype(self) -> torch.dtype:
         return self.embed.weight.dtype
 
-    def new_cache(self, rows: int, max_len: int) -> LatentCache:
+    def new_cache(self, rows: int, max_len: int) -> State:
         """A cache for `rows` sequences of up to `max_len` tokens, in the model's dtype or FP8 (`kv_dtype`)."""
         width = self.spec.kv_lora_rank + self.spec.qk_rope_head_dim
         dtype = self.kv_dtype or self.dtype
@@ -81,7 +91,7 @@ class KimiModel(nn.Module):
         self,
         tokens: Tensor,
         start: Tensor | None = None,
-        cache: LatentCache | None = None,
+        cache: State | None = None,
         row: int = 0,
         aux_layers: tuple[int, ...] = (),
         last_only: bool = False,
@@ -94,16 +104,15 @@ class KimiModel(nn.Module):
         batch, count = tokens.shape
         tables = self.rope.of(cache.max_len if cache else count, tokens.device)
         step = AttentionStep(batch, count, start, tables, True, self.dtype, cache, row, length)
-        x, aux = self._run(tokens, step, aux_layers)
-        hidden = self.norm(x)
-        logits = self.lm_head(hidden[:, -1:] if last_only else hidden).float()
-        return TargetOutput(logits, hidden, aux)
+        return self._run(
+            tokens, step, aux_layers, scored=slice(-1, None) if last_only else slice(None)
+        )
 
     def prompts(
         self,
         tokens: Tensor,
         pieces: Sequence[TextPiece],
-        cache: LatentCache,
+        cache: State,
         aux_layers: tuple[int, ...],
         kept: Sequence[int],
     ) -> TargetOutput:
@@ -113,9 +122,7 @@ class KimiModel(nn.Module):
             pieces, cache, self.rope.of(cache.max_len, tokens.device), True, self.dtype
         )
         wanted = torch.tensor(kept).to(tokens.device, non_blocking=True)
-        x, aux = self._run(tokens, step, aux_layers, wanted)
-        hidden = self.norm(x)
-        return TargetOutput(self.lm_head(hidden).float(), hidden, aux)
+        return self._run(tokens, step, aux_layers, wanted)
 
     def _run(
         self,
@@ -123,15 +130,24 @@ class KimiModel(nn.Module):
         step: AttentionStep,
         aux_layers: tuple[int, ...],
         kept: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The last layer's output [B, T, H], or [B, K, H] of the positions `kept`; and the captured [B, T, n_aux*H]."""
+        scored: slice = slice(None),
+    ) -> TargetOutput:
+        """Of all positions, or of those `kept` int64 [K] alone; all are captured. `scored`: those that need logits."""
         x, last = self.embed(tokens), len(self.layers) - 1
-        captured = []
+        captured, recorded = [], []
         for index, layer in enumerate(self.layers):
             narrow = index == last and last not in aux_layers
             x = layer(x, step.at(index), kept if narrow else None)
             if index in aux_layers:
                 captured.append(x)
+            if self.recording and isinstance(layer.mlp, MoE):
+                margin = layer.mlp.gate.margin
+                recorded.append(margin if kept is None or narrow else margin[kept])
         if kept is not None and last in aux_layers:
             x = x[:, kept]
-        return x, torch.cat(captured, -1) if captured else None
+        hidden = self.norm(x)
+        margins = hidden.new_full(hidden.shape[:2], math.inf)
+        for margin in recorded:
+            margins = margins.minimum(margin.view(margins.shape))
+        logits = self.lm_head(hidden[:, scored]).float()
+        return TargetOutput(logits, hidden, torch.cat(captured, -1) if captured else None, margins)

@@ -5,16 +5,15 @@ Shapes: B batch, T tokens of this call, S cached positions, H hidden, N heads, C
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trtspec.models.precision import PackedWeight
+from trtspec.models.state import Span, State, TextPiece
 from trtspec.specs import HeadSpec, ModelSpec, RopeSpec
 
 # The published DeepSeek-V3 / Kimi definition gives its two latent norms this epsilon, not config.rms_norm_eps.
@@ -39,9 +38,11 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.packed is None or torch.is_grad_enabled():
-            return F.linear(x, self.weight)
-        if x.numel() > PACKED_ROWS * self.in_features and x.dtype == torch.float32:
+        if (
+            self.packed is None
+            or torch.is_grad_enabled()
+            or (x.numel() > PACKED_ROWS * self.in_features and x.dtype == torch.float32)
+        ):
             return F.linear(x, self.weight)
         return self.packed.product(x)
 
@@ -249,47 +250,6 @@ def by_input(weight: Tensor) -> Tensor:
     return weight.mT.contiguous().mT
 
 
-class LatentCache:
-    """Cached entries [layers, rows, max_len, width]; for MLA the width is kv_lora_rank + qk_rope_head_dim.
-
-    Nothing is erased on rollback: a row's valid length is what the caller passes as `start`, and entries beyond it are
-    overwritten before they can be seen. `dtype=torch.float8_e4m3fn` keeps the entries as the scale-free FP8 cast.
-    """
-
-    def __init__(
-        self,
-        layers: int,
-        rows: int,
-        max_len: int,
-        width: int,
-        dtype: torch.dtype,
-        device: str | torch.device,
-    ) -> None:
-        self.data = torch.zeros(layers, rows, max_len, width, dtype=dtype, device=device)
-
-    @property
-    def max_len(self) -> int:
-        return self.data.shape[2]
-
-    @property
-    def token_bytes(self) -> int:
-        """Of one token's entries in all layers."""
-        return self.data.shape[0] * self.data.shape[3] * self.data.itemsize
-
-    def move(self, source: int, target: int, length: int | None = None) -> None:
-        """Copies the first `length` entries (None: all) of row `source` over those of row `target`, so that active rows
-        stay together at the front."""
-        self.data[:, target, :length].copy_(self.data[:, source, :length])
-
-
-class TextPiece(NamedTuple):
-    """Tokens `begin` to `end` of a text, which lives in cache row `row`."""
-
-    row: int
-    begin: int
-    end: int
-
-
 class CausalMask:
     """`blocked` [B, T, S]: -inf for the positions that a token must not see, else 0."""
 
@@ -319,9 +279,7 @@ class AttentionStep:
     which waits. Without a cache the call is a plain causal forward from position 0.
     """
 
-    # By layer: all entries of the cache [rows * max_len, D], and what each span of tokens may attend to [B, S, D].
-    written: Sequence[Tensor] = ()
-    seen: Sequence[Sequence[Tensor]] = ()
+    slots: Tensor  # in the cache, of each token: row * max_len + position
     index = 0
 
     def __init__(
@@ -332,7 +290,7 @@ class AttentionStep:
         tables: tuple[Tensor, Tensor],
         interleaved: bool,
         dtype: torch.dtype,
-        cache: LatentCache | None = None,
+        cache: State | None = None,
         first: int = 0,
         length: int | None = None,
     ) -> None:
@@ -348,15 +306,14 @@ class AttentionStep:
             length = length or int(start.max()) + tokens
             rows = torch.arange(first, first + batch, device=device).unsqueeze(1) * cache.max_len
             self.slots = (rows + positions).flatten()
-            self.written = cache.data.flatten(1, 2).unbind(0)
-            self.seen = [cache.data[:, first : first + batch, :length].unbind(0)]
         hidden = torch.arange(length, device=device) > positions.unsqueeze(-1)  # [B or 1, T, S]
         blocked = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(
             hidden, float("-inf")
         )
         self._rotate_at(positions, tables, interleaved, dtype)
         self.masks = [CausalMask(blocked.expand(batch, tokens, length))]
-        self.spans = [slice(None)]
+        self.cache = cache
+        self.spans = [Span(slice(None), slice(first, first + batch), start, length)]
 
     def _rotate_at(
         self,
@@ -394,21 +351,16 @@ class AttentionStep:
 
     def attend(self, entry: Tensor, queries: Tensor, mix: Mix) -> Tensor:
         """Writes entry [B, T, D] into the cache and returns what `mix` makes of queries [B, T, ...], [B, T, ...]."""
-        if not self.written:
+        if self.cache is None:
             return mix(queries, entry, self.masks[0])
-        stored, target = entry.flatten(0, 1), self.written[self.index]
-        if target.dtype == torch.float8_e4m3fn:
-            # the cast saturates in the engines but gives NaN in torch; index_copy_ knows no FP8 type, only its bytes
-            stored, target = (
-                stored.clamp(-448, 448).to(target.dtype).view(torch.uint8),
-                target.view(torch.uint8),
-            )
-        target.index_copy_(0, self.slots, stored)
-        seen = [of_layer[self.index].to(entry.dtype) for of_layer in self.seen]
+        self.cache.append(self.index, self.slots, entry)
+        seen = [self.cache.seen(self.index, span).to(entry.dtype) for span in self.spans]
         if len(seen) == 1:
             return mix(queries, seen[0], self.masks[0])
         parts = zip(self.spans, seen, self.masks, strict=True)
-        return torch.cat([mix(queries[:, span], keys, mask) for span, keys, mask in parts], 1)
+        return torch.cat(
+            [mix(queries[:, span.tokens], keys, mask) for span, keys, mask in parts], 1
+        )
 
 
 class PackedStep(AttentionStep):
@@ -417,7 +369,7 @@ class PackedStep(AttentionStep):
     def __init__(
         self,
         pieces: Sequence[TextPiece],
-        cache: LatentCache,
+        cache: State,
         tables: tuple[Tensor, Tensor],
         interleaved: bool,
         dtype: torch.dtype,
@@ -429,12 +381,13 @@ class PackedStep(AttentionStep):
         first, positions = places.to(device, non_blocking=True).unbind(1)
         self._rotate_at(positions.unsqueeze(0), tables, interleaved, dtype)
         self.slots = first + positions
-        self.written = cache.data.flatten(1, 2).unbind(0)
-        self.seen = [cache.data[:, p.row : p.row + 1, : p.end].unbind(0) for p in pieces]
-        ends = list(itertools.accumulate(p.end - p.begin for p in pieces))
-        self.spans = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+        self.cache = cache
+        self.spans = []
         self.masks = []
+        behind = 0
         for p in pieces:
+            before, behind = behind, behind + p.end - p.begin
+            self.spans.append(Span(slice(before, behind), slice(p.row, p.row + 1), p.begin, p.end))
             blocked = torch.full(
                 (1, p.end - p.begin, p.end), float("-inf"), dtype=dtype, device=device
             )

@@ -19,10 +19,13 @@ DENSE_EXPERT_TOKENS = 32
 
 
 class Router(nn.Module):
-    """Scores every expert and picks `num_experts_per_tok` of them, in float32.
+    """Scores every expert and picks `num_experts_per_tok` of them, in float32 at least.
 
     Every Kimi has one group of experts and weights that sum to 1; `target_config` refuses other values.
     """
+
+    recording = False  # set by `KimiModel.record_margins`
+    margin: Tensor  # of the last call, [tokens]: how far the last chosen expert was ahead of the best other one
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -33,10 +36,13 @@ class Router(nn.Module):
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [tokens, H] -> expert ids int64 [tokens, k] and weights float32 [tokens, k]."""
-        spec = self.spec
-        scores = F.linear(x.float(), self.weight.float()).sigmoid()
+        """x [tokens, H] -> expert ids int64 [tokens, k] and weights float32 or wider [tokens, k]."""
+        spec, wide = self.spec, torch.promote_types(x.dtype, torch.float32)
+        scores = F.linear(x.to(wide), self.weight.to(wide)).sigmoid()
         choice = scores + self.e_score_correction_bias
+        if self.recording:
+            best = choice.topk(spec.num_experts_per_tok + 1).values
+            self.margin = best[:, -2] - best[:, -1]
         ids = choice.topk(spec.num_experts_per_tok, dim=-1, sorted=False).indices
         weights = scores.gather(-1, ids)
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)

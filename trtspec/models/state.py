@@ -1,0 +1,116 @@
+"""What the layers of a model remember of texts, a text in each row.
+
+A forward never changes what cannot be overwritten: it appends what it computes, and `commit` says how many of its
+tokens became text. Rejected drafts, failed passes, snapshots and reuse need no other rule, for any type of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class TextPiece(NamedTuple):
+    """Tokens `begin` to `end` of a text, which lives in row `row`."""
+
+    row: int
+    begin: int
+    end: int
+
+
+class Span(NamedTuple):
+    """The tokens of a call, as a slice of its width, that read the same rows. `start` is the position of their first
+    token, int64 [rows] or one for all, None without a cache; `end` is where the longest row ends behind them."""
+
+    tokens: slice
+    rows: slice
+    start: Tensor | int | None
+    end: int
+
+
+class State(Protocol):
+    """Memory of some layers for a number of rows of up to `max_len` tokens.
+
+    A row's valid length is the position at which the next call begins; at 0 the row is empty.
+    """
+
+    max_len: int
+
+    def append(self, layer: int, places: Any, entries: Any) -> None:
+        """Takes what a layer computed of a call's tokens."""
+
+    def seen(self, layer: int, span: Span) -> Any:
+        """What a layer remembers of the rows of a span."""
+
+    def commit(self, counts: Tensor | Sequence[int]) -> None:
+        """The first `counts` tokens in each row of the last call became text; those behind never happened."""
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copies what is remembered of a row of `length` tokens over another row."""
+
+    def snapshot(self, row: int, begin: int, end: int) -> Any:
+        """A copy from which `restore` resumes behind token `end`; None if the row has moved on too far.
+
+        `begin` is the end of the snapshot before.
+        """
+
+    def restore(self, row: int, snapshots: Sequence[Any], length: int) -> int:
+        """Fills a row with as much of a text as its snapshots tell, at most `length` tokens; returns how many."""
+
+    def bytes(self, tokens: int) -> int:
+        """Of a snapshot of so many tokens."""
+
+
+class LatentCache:
+    """Entries by position [layers, rows, max_len, width]; for MLA the width is kv_lora_rank + qk_rope_head_dim.
+
+    What a rejected draft left is overwritten before it can be seen, so there is nothing to commit.
+    `dtype=torch.float8_e4m3fn` keeps the entries as the scale-free FP8 cast.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        rows: int,
+        max_len: int,
+        width: int,
+        dtype: torch.dtype,
+        device: str | torch.device,
+    ) -> None:
+        self.max_len = max_len
+        self.data = torch.zeros(layers, rows, max_len, width, dtype=dtype, device=device)
+        self.raw = self.data.view(torch.uint8)  # torch indexes no FP8 type
+        self.entries = self.data.flatten(1, 2).unbind(0)
+
+    def append(self, layer: int, places: Tensor, entries: Tensor) -> None:
+        """`places` int64 [B * T]: row * max_len + position of each entry of [B, T, width]."""
+        stored, target = entries.flatten(0, 1), self.entries[layer]
+        if target.dtype == torch.float8_e4m3fn:
+            # the cast saturates in the engines but gives NaN in torch
+            stored = stored.clamp(-448, 448).to(target.dtype).view(torch.uint8)
+            target = target.view(torch.uint8)
+        target.index_copy_(0, places, stored)
+
+    def seen(self, layer: int, span: Span) -> Tensor:
+        """[rows, end, width]"""
+        return self.data[layer, span.rows, : span.end]
+
+    def commit(self, counts: Tensor | Sequence[int]) -> None:
+        pass
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self.data[:, target, :length].copy_(self.data[:, source, :length])
+
+    def snapshot(self, row: int, begin: int, end: int) -> Tensor:
+        return self.raw[:, row, max(0, begin) : end].clone()
+
+    def restore(self, row: int, snapshots: Sequence[Tensor], length: int) -> int:
+        entries = torch.cat((self.raw[:, row, :0], *snapshots), 1)[:, :length]
+        self.raw[:, row, : entries.shape[1]] = entries
+        return entries.shape[1]
+
+    def bytes(self, tokens: int) -> int:
+        return tokens * self.raw[:, 0, 0].numel()
