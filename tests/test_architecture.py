@@ -289,15 +289,17 @@ def owned_words() -> dict[str, tuple[str, ...]]:
     from trtspec.checkpoint.heads.dialects import DIALECTS
     from trtspec.data_files import gpu_names
     from trtspec.formats import WeightFormat
+    from trtspec.specs import TARGET_MODEL_TYPES
     from trtspec.trtllm import schema
 
     words: dict[str, tuple[str, ...]] = {format.value: ("formats",) for format in WeightFormat}
     words |= {name: ("checkpoint/heads/dialects", "checkpoint/heads/config") for name in DIALECTS}
     words |= {path.stem: ("trtllm/schema",) for path in schema.SCHEMAS.glob("*.yaml")}
-    return words | {name: ("data_files",) for name in gpu_names()}
+    words |= dict.fromkeys(TARGET_MODEL_TYPES, ("specs",))
+    return words | dict.fromkeys(gpu_names(), ("data_files",))
 
 
-def test_formats_dialects_lines_and_gpus_are_compared_in_their_owners_only() -> None:
+def test_formats_dialects_families_lines_and_gpus_are_compared_in_their_owners_only() -> None:
     owners, offenders = owned_words(), []
     for path in FILES:
         for node in ast.walk(parsed(path)):

@@ -93,7 +93,7 @@ class WeightFormat(StrEnum):
 
     @property
     def storage(self) -> Storage:
-        return _STORAGE[self.value]
+        return _STORAGE[self]
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -119,6 +119,7 @@ class WeightFormat(StrEnum):
         """Packed integers with a scale per row and group along K."""
         return self is WeightFormat.INT4
 
+    @functools.cache  # the linears of a model have a few shapes
     def part_shapes(
         self, rows: int, columns: int, group_size: int = 0, block: tuple[int, int] | None = None
     ) -> dict[str, tuple[tuple[int, ...], ...]]:

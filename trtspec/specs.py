@@ -129,7 +129,9 @@ LIMITS = {
 }  # far beyond any model; both are counted through
 YARN_NUMBERS = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-KIMI_MODEL_TYPES = ("kimi_k2", "kimi_k25", "deepseek_v3")
+TEXT_MODEL_TYPES, NESTED_MODEL_TYPE = ("kimi_k2", "deepseek_v3"), "kimi_k25"
+KIMI_MODEL_TYPES = (*TEXT_MODEL_TYPES, NESTED_MODEL_TYPE)
+TARGET_MODEL_TYPES = (*KIMI_MODEL_TYPES, "kimi_k3", "kimi_linear")  # with those that are refused
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,16 @@ class ModelSpec:
     name_prefix: str = ""  # "language_model." in kimi_k25 checkpoints, "" otherwise
     has_vision: bool = False
     remote_code: bool = False
+
+    @property
+    def is_nested(self) -> bool:
+        """K2.5 and later, whose language model has a config of its own."""
+        return self.model_type == NESTED_MODEL_TYPE
+
+    @property
+    def engine_family(self) -> str:
+        """How engines name its parsers. A deepseek_v3 of Kimi's shape is K2 or K2-Thinking."""
+        return NESTED_MODEL_TYPE if self.is_nested else TEXT_MODEL_TYPES[0]
 
     @property
     def qk_head_dim(self) -> int:

@@ -267,7 +267,7 @@ def test_the_cache_is_where_huggingface_hub_has_it(variables: dict[str, str]) ->
     environment = {key: value for key, value in os.environ.items() if key not in names} | variables
     script = (
         "from huggingface_hub.constants import HF_HUB_CACHE\n"
-        "from trtspec.checkpoint.hub import cache_directory\n"
+        "from trtspec.checkpoint.remote import cache_directory\n"
         "assert str(cache_directory()) == HF_HUB_CACHE, (str(cache_directory()), HF_HUB_CACHE)\n"
     )
     printed(sys.executable, "-c", script, env=environment)

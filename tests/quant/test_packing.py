@@ -12,13 +12,14 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
+from tests.quant.stored_rows import rows_of
 from tests.tiny_formats import pack_fp8_block, pack_int4
 from trtspec.errors import MissingDependency, UsageError
 from trtspec.formats import TINIEST_AMAX, WeightFormat
 from trtspec.machine import check_device
 from trtspec.quant import native, nvfp4
 from trtspec.quant.convert import choose_packer
-from trtspec.quant.decode import TorchPacker, dequantize_fp8_block, rows_of
+from trtspec.quant.decode import TorchPacker, dequantize_fp8_block
 from trtspec.quant.native import NativePacker, Packer, Rows, Scaling, prepared
 
 NEEDS_COMPILER = pytest.mark.skipif(

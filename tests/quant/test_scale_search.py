@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from modelopt.torch.quantization.calib.mse import NVFP4MSECalibrator
 
 from tests.quant.modelopt_oracle import static_block_quantize
+from tests.quant.stored_rows import rows_of
 from trtspec.formats import WeightFormat
 from trtspec.quant import nvfp4
 from trtspec.quant.convert import choose_packer
-from trtspec.quant.decode import TorchPacker, rows_of
+from trtspec.quant.decode import TorchPacker
 from trtspec.quant.native import Scaling
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.command_line import calls_of, killed_at
+from tests.command_line import calls_of, inspected, killed_at
 from tests.json_files import read_json, write_json
 from tests.quant.scale_files import write_scales
 from tests.quant.test_full_disk import files
@@ -186,7 +186,7 @@ def test_dry_run_writes_nothing_and_tells_the_size(out, new_target):
         "bytes_out",
     )
     assert [getattr(plan, key) for key in same] == [getattr(done, key) for key in same]
-    assert done.bytes_out == Checkpoint.open(out).bytes
+    assert done.bytes_out == inspected(out).values["bytes"]
 
 
 def test_a_second_run_keeps_finished_shards_and_repairs_a_damaged_one(out, new_target):

@@ -20,7 +20,6 @@ from trtspec.errors import TrtspecError
 from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.run import quantize_checkpoint
-from trtspec.quant.verify import compare
 
 MODULE = "language_model.model.layers.1.mlp.experts.2.down_proj"
 NORM = "language_model.model.layers.1.input_layernorm.weight"
@@ -48,14 +47,16 @@ def codes(out: Path, source: Path, sample: int = 0) -> set[str]:
 def test_a_good_conversion_has_no_problem(format, policy, out, new_target):
     source = new_target(format=format, layers=3, vision=True)
     quantize_checkpoint(source, out, load_policy(policy))
-    report = compare(out, source, 0)
-    assert report.problems == [] and report.compared == report.tensors
+    report = inspected(out, source, 0)
+    found = report.values["comparison"]
+    assert not report.problems and found["compared"] == found["tensors"]
     assert not above_info(out)
     assert describe(resolve(str(out)), hashes=True).hashes_verified == 2
     assert all(
-        0.05 < entry.relative_error <= entry.worst < 0.12 for entry in report.classes.values()
+        0.05 < entry["relative_error"] <= entry["worst"] < 0.12
+        for entry in found["classes"].values()
     )
-    assert compare(out, source, 10).compared == 10
+    assert inspected(out, source, 10).values["comparison"]["compared"] == 10
 
 
 Changed = Callable[[torch.Tensor], torch.Tensor | None]
@@ -137,7 +138,7 @@ def test_one_flipped_bit_is_found_in_every_tensor(tmp_path, weight_scales, out, 
         bad = flipped(good, tmp_path / "bad", name, draw.randrange(8 * info.nbytes))
         verified, problems = hash_problems(bad, ("model.safetensors",))
         assert (verified, [problem.code for problem in problems]) == (0, ["TS-HASH-DIFFERS"]), name
-        if not any(problem.severity == "error" for problem in compare(bad, source, 0).problems):
+        if not codes(bad, source):
             unseen.append(name)
     assert all(name.endswith("input_scale") for name in unseen)
 
@@ -152,8 +153,8 @@ def test_a_wrong_weight_scale_2_is_found_against_the_source(pair, tmp_path, fact
         save_file(tensors, tmp_path / "bad/model.safetensors", {"format": "pt"})
         found = [
             problem
-            for problem in compare(tmp_path / "bad", source, 0).problems
-            if "SCALE-2" in problem.code
+            for problem in inspected(tmp_path / "bad", source, 0).problems
+            if problem.code == "TS-QUANT-SCALE-2"
         ]
         assert [problem.where for problem in found] == [f"{module}.weight_scale_2"]
         assert f"{factor:g}"[:3] in found[0].message
@@ -167,7 +168,7 @@ def test_another_exporter_is_not_accused(pair, tmp_path):
     with pytest.raises(
         TrtspecError, match="not valid JSON"
     ):  # a broken record makes no other exporter
-        compare(tmp_path / "theirs", source)
+        inspected(tmp_path / "theirs", source)
     (tmp_path / "theirs/provenance.json").unlink()
     tensors = read_tensors(good)
     for name in [name for name in tensors if name.endswith("weight_scale_2")]:

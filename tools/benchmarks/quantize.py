@@ -28,11 +28,12 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
+from tests.quant.stored_rows import rows_of
 from tests.tiny_formats import pack_int4
 from tools.benchmarks import full_size_layer
 from trtspec.formats import WeightFormat
 from trtspec.quant.convert import choose_packer
-from trtspec.quant.decode import TorchPacker, rows_of
+from trtspec.quant.decode import TorchPacker
 from trtspec.quant.native import Packer, Rows, Scaling
 
 Contest = dict[str, Callable[[], object]]

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtspec import machine
-from trtspec.checkpoint.headers import Checkpoint, RangedFiles
+from trtspec.checkpoint.headers import RangedFiles
 from trtspec.checkpoint.heads.dialects import training_record
 from trtspec.checkpoint.heads.read import head_facts, no_eagle3_head, read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
-from trtspec.checkpoint.hub import Resolved, is_online
+from trtspec.checkpoint.hub import Resolved
 from trtspec.checkpoint.identity import recorded_hashes
 from trtspec.checkpoint.published import PublishedHead, PublishedTarget
-from trtspec.checkpoint.remote import open_remote
+from trtspec.checkpoint.remote import is_online
 from trtspec.checkpoint.remote_code import RemoteCode, read_code
-from trtspec.checkpoint.target_problems import detect, read_target
-from trtspec.checkpoint.target_tensors import finding, grouped, logical_parameters
+from trtspec.checkpoint.target_problems import detect
+from trtspec.checkpoint.target_tensors import finding, grouped, parameters_per_element
 from trtspec.checkpoint.values import head_value_problems
 from trtspec.errors import Problem, UsageError
 from trtspec.report import file_sha256
@@ -97,31 +97,33 @@ def describe(
     pieces of each, or `all_values`. `hashes` reads every byte and compares it with the recorded SHA-256.
     """
     if resolved.weights is not None:
-        checkpoint = Checkpoint.open(resolved.weights)
-        report = _from_checkpoint(checkpoint, resolved, all_values, sample)
+        report = _from_checkpoint(resolved, all_values, sample)
         if hashes:
-            verified, problems = hash_problems(checkpoint.path, checkpoint.shards)
+            shards = resolved.checkpoint.shards
+            verified, problems = hash_problems(resolved.weights, shards)
             return replace(report, hashes_verified=verified, problems=report.problems + problems)
         return report
     if hashes or sample is not None:
         message = f"{resolved.name} is not on this machine, so its bytes cannot be read"
         raise UsageError(message, f"{resolved.fetch}, or leave `sample` and `hashes` out")
     if resolved.hub_id is not None and resolved.known is None and is_online():
-        checkpoint = open_remote(resolved.hub_id)
-        report = _from_checkpoint(checkpoint, resolved)
+        report = _from_checkpoint(resolved)
         remedy = f"{resolved.fetch}, then inspect again"
         unseen = finding("TS-HUB-HEADERS-ONLY", str(resolved.hub_id), "info", remedy=remedy)
-        return replace(report, hub=checkpoint.remote, problems=[*report.problems, unseen])
+        return replace(report, hub=resolved.checkpoint.remote, problems=[*report.problems, unseen])
     return _from_config(resolved)
 
 
 def _from_checkpoint(
-    checkpoint: Checkpoint, resolved: Resolved, all_values: bool = False, sample: int | None = None
+    resolved: Resolved, all_values: bool = False, sample: int | None = None
 ) -> CheckpointReport:
     """The report of an opened checkpoint; where it is on this machine, values are looked at too."""
-    spec, problems = _spec_and_problems(checkpoint, all_values, sample)
+    checkpoint = resolved.checkpoint
+    spec, problems = _spec_and_problems(resolved, all_values, sample)
+    elements: Counter[tuple[str, str]] = Counter()
     sizes: Counter[str] = Counter()
     for info in checkpoint.tensors.values():
+        elements[info.name.rpartition(".")[2], info.dtype] += info.numel
         sizes[info.dtype] += info.nbytes
     return CheckpointReport(
         path=str(resolved.path),
@@ -129,8 +131,8 @@ def _from_checkpoint(
         spec=spec,
         config=checkpoint.config,
         known=resolved.known,
-        parameters=sum(logical_parameters(info) for info in checkpoint.tensors.values()),
-        bytes=checkpoint.bytes,
+        parameters=sum(count * parameters_per_element(*kind) for kind, count in elements.items()),
+        bytes=sizes.total(),
         shards=len(checkpoint.shards),
         dtypes=dict(sizes.most_common()),
         code=read_code(checkpoint.path),
@@ -147,8 +149,9 @@ def _trained_with(head: Path) -> str | None:
 
 
 def _spec_and_problems(
-    checkpoint: Checkpoint, all_values: bool, sample: int | None
+    resolved: Resolved, all_values: bool, sample: int | None
 ) -> tuple[ModelSpec | HeadSpec | None, list[Problem]]:
+    checkpoint = resolved.checkpoint
     wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
     if wrong is not None and wrong.code != "TS-HEAD-FULL-MODEL":
         return None, [wrong]
@@ -159,7 +162,7 @@ def _spec_and_problems(
                 checkpoint, canonical_names(checkpoint.tensors), everything=all_values
             )
         return head, problems
-    target = read_target(checkpoint)
+    target = resolved.target
     from trtspec.checkpoint.values import target_value_problems  # here, because numpy loads slowly
 
     values = target_value_problems(target, sample) if checkpoint.remote is None else []
@@ -227,7 +230,7 @@ def target_facts(spec: ModelSpec, config: dict[str, Any]) -> dict[str, Any]:
 
 def family(spec: ModelSpec) -> str:
     """k2, k2-thinking, k2.5 or k2.6+ (K2.6 and K2.7-Code have the same config), as far as a config tells."""
-    if spec.model_type == "kimi_k25":
+    if spec.is_nested:
         return "k2.6+" if 163586 in spec.eos_token_ids else "k2.5"
     return "k2-thinking" if spec.quant.format.values_per_element > 1 else "k2"
 

@@ -14,8 +14,9 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from trtspec import files
 from trtspec.errors import TrtspecError, listed
@@ -49,8 +50,7 @@ NOT_FINITE_BITS = {
 }
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """One tensor's place. `dtype` is the safetensors code; `begin` and `end` are absolute byte offsets in the shard."""
 
     name: str
@@ -69,13 +69,10 @@ class TensorInfo:
         return math.prod(self.shape)
 
 
-Data = bytes  # a checkpoint's `bytes` is a number
-
-
 class RangedFiles(Protocol):
     """Shard files that are read by ranges, and what was read of them for reports."""
 
-    def bytes_at(self, shard: str, begin: int, size: int) -> Data: ...
+    def bytes_at(self, shard: str, begin: int, size: int) -> bytes: ...
 
     def to_dict(self) -> dict[str, Any]: ...
 
@@ -128,11 +125,6 @@ class Checkpoint:
         return Checkpoint(path, config, hf_quant, tensors, shards)
 
     @property
-    def bytes(self) -> int:
-        """Bytes of tensor data, without headers."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    @property
     def shard_bytes(self) -> dict[PlainName, int]:
         """Size of each shard file: its tensors fill it to the end."""
         sizes = dict.fromkeys(self.shards, 0)
@@ -140,7 +132,7 @@ class Checkpoint:
             sizes[tensor.shard] = max(sizes[tensor.shard], tensor.end)
         return sizes
 
-    def bytes_at(self, shard: str, begin: int, size: int) -> Data:
+    def bytes_at(self, shard: str, begin: int, size: int) -> bytes:
         """Some bytes of a shard file, wherever it is."""
         if self.remote is not None:
             return self.remote.bytes_at(shard, begin, size)
@@ -216,7 +208,7 @@ Place = tuple[
 
 def tensors_of(shard: PlainName, start: int, places: Iterable[Place]) -> dict[str, TensorInfo]:
     """The tensors of a shard whose data begin at `start`, in the order of their bytes."""
-    ordered = sorted(places, key=lambda place: tuple(place[3]))
+    ordered = sorted(places, key=itemgetter(3))
     return {
         name: TensorInfo(name, dtype, tuple(shape), shard, start + first, start + last)
         for name, dtype, shape, (first, last) in ordered
@@ -305,11 +297,8 @@ def _all_headers(
 
 
 def _check_index(path: Path, weight_map: Mapping[str, str], tensors: dict[str, TensorInfo]) -> None:
-    wrong = [
-        name
-        for name, shard in weight_map.items()
-        if name not in tensors or tensors[name].shard != shard
-    ]
+    shards = {name: info.shard for name, info in tensors.items()}
+    wrong = [name for name, shard in weight_map.items() if shards.get(name) != shard]
     unlisted = [name for name in tensors if name not in weight_map]
     if wrong:
         message = f"{path / INDEX_NAME} lists {len(wrong)} tensors that are not in the named shard, first {wrong[0]}"

@@ -3,22 +3,30 @@ id without one."""
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trtspec.checkpoint.headers import HF_QUANT_NAME, Checkpoint, read_config, weight_map
-from trtspec.checkpoint.published import PublishedHead, PublishedTarget, known, similar_ids
+from trtspec.checkpoint.published import PublishedHead, PublishedTarget, known
+from trtspec.checkpoint.remote import (
+    CHECKPOINT_PATTERNS,
+    METADATA_PATTERNS,
+    cache_directory,
+    download,
+    open_remote,
+)
 from trtspec.checkpoint.remote_code import RemoteCode, code_of, read_code
 from trtspec.data_files import DATA
-from trtspec.errors import MissingDependency, Problem, TrtspecError, UsageError, nearest
+from trtspec.errors import Problem, TrtspecError, UsageError, nearest
 from trtspec.files import beside
 from trtspec.foreign import HUB_NAME, HUB_PAGE, HubId, parse_hub_id, what_is
 from trtspec.specs import HeadSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from trtspec.checkpoint.target_problems import ReadTarget
 
 
 def same_checkpoint(first: str, second: str) -> bool:
@@ -39,18 +47,6 @@ def _canonical(name: str) -> HubId | str:
 SHIPPED = ("kimi-nano", "kimi-nano-eagle3")
 SHORT_COMMIT = re.compile(r"[0-9a-f]{7,40}")
 WHOLE_COMMIT = re.compile(r"[0-9a-f]{40}")
-METADATA_PATTERNS = ["config.json", HF_QUANT_NAME]
-SMALL_PATTERNS = [
-    "*.json",
-    "*.jinja",
-    "*.py",
-    "tiktoken.model",
-    "LICENSE*",
-    "NOTICE*",
-    "THIRD_PARTY*",
-]
-CHECKPOINT_PATTERNS = [*SMALL_PATTERNS, "*.safetensors"]
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -74,6 +70,24 @@ class Resolved:
         """The directory, if its tensors are in it."""
         here = self.path is not None and any(self.path.glob("*.safetensors"))
         return self.path if here else None
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """By its headers, which are read once: of the directory, else on the hub.
+
+        Raises TrtspecError for files that are not whole.
+        """
+        if self.hub_id is not None and self.weights is None:
+            return open_remote(self.hub_id)
+        assert self.path is not None
+        return Checkpoint.open(self.path)
+
+    @cached_property
+    def target(self) -> ReadTarget:
+        """The target that the headers show, judged once."""
+        from trtspec.checkpoint.target_problems import read_target
+
+        return read_target(self.checkpoint)
 
     @property
     def fetch(self) -> str:
@@ -111,11 +125,18 @@ class Resolved:
         from trtspec.checkpoint.heads.read import head_spec, head_spec_from_config
 
         if self.weights is not None:
-            return head_spec(Checkpoint.open(self.weights), values=values)
+            return head_spec(self.checkpoint, values=values)
         if isinstance(self.known, PublishedHead):
             dialect = DIALECTS[self.known.dialect]
             return head_spec_from_config(self.config(), dialect=dialect, owns=self.known.owns)
         return head_spec_from_config(self.config())
+
+
+def find(name_or_path: str) -> Resolved:
+    """A checkpoint if all of it is here, else its name alone. Fetches nothing."""
+    hub_id, record = hub_id_and_record(name_or_path)
+    path = cached_snapshot(hub_id, complete=True) if hub_id else local_directory(name_or_path)
+    return Resolved(name_or_path, path, hub_id, record)
 
 
 def resolve(name_or_path: str, *, weights: bool = True) -> Resolved:
@@ -208,16 +229,6 @@ def _snapshot(repository: Path, revision: str) -> Path | None:
     return snapshots / commit if re.fullmatch(r"\w+", commit) else None
 
 
-def cache_directory() -> Path:
-    """Where huggingface_hub keeps repositories: HF_HUB_CACHE, else hub/ under HF_HOME, else under the user's cache."""
-    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    if named:
-        return Path(os.path.expandvars(named)).expanduser()
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
-    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
-    return Path(os.path.expandvars(home)).expanduser() / "hub"
-
-
 def snapshot_id(directory: Path) -> HubId | None:
     """The id of a snapshot in a hub cache (models--org--name/snapshots/COMMIT); None for any other directory."""
     path = directory.resolve()
@@ -247,77 +258,12 @@ def _has_all_shards(snapshot: Path) -> bool:
     return all((snapshot / shard).exists() for shard in set(shards.values()))
 
 
-def download(hub_id: HubId, patterns: list[str]) -> Path:
-    """Fetches the files of these patterns into the hub's own cache. Returns the directory of the snapshot."""
-    from huggingface_hub import snapshot_download
-
-    require_online(hub_id)
-    fetch = partial(
-        snapshot_download, hub_id.name, revision=hub_id.revision, allow_patterns=patterns
-    )
-    return Path(hub_errors(hub_id, fetch))
-
-
-def is_online() -> bool:
-    """Whether the hub may be asked."""
-    return os.environ.get("HF_HUB_OFFLINE", "").lower() not in ("1", "true", "yes", "on")
-
-
-def require_online(hub_id: HubId) -> None:
-    if not is_online():
-        raise MissingDependency(
-            f"{hub_id} is not in the hub cache and HF_HUB_OFFLINE is set",
-            _suggest(hub_id, "unset it, or pass the directory of a Kimi-K2 model"),
-        )
-
-
-# what is wrong with a repository by the hub's error or status, and what to do
-LOGIN = "run `hf auth login` with an account that may read it"
-FAILURES = {
-    "GatedRepoError": ("is gated", f"accept its licence on the hub, then {LOGIN}"),
-    "RepositoryNotFoundError": ("is not on the hub, or is private", f"check the id, or {LOGIN}"),
-    "RevisionNotFoundError": ("is no commit, tag or branch on the hub", "write a whole commit"),
-    401: ("is refused by the hub (HTTP 401)", LOGIN),
-    403: ("is refused by the hub (HTTP 403)", LOGIN),
-    None: (
-        "is not on this machine, and the hub does not answer",
-        "check the network, or pass the directory of a Kimi-K2 model",
-    ),
-}
-
-
-def hub_errors(hub_id: HubId, ask: Callable[[], Result]) -> Result:
-    """What `ask` gets from the hub. Messages never repeat the library's text: it may hold a token."""
-    try:
-        return ask()
-    except TrtspecError:
-        raise
-    except Exception as error:  # no network, full disk, hub errors: whatever the transport raised
-        kind = type(error).__name__
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if kind == "SafetensorsParsingError":
-            message = f"{hub_id} holds a damaged shard: {error}"
-            raise TrtspecError(message, "tell its publisher", "TS-SHARD-DAMAGED") from None
-        later = (f"could not be fetched (HTTP {status})", "try again later, or pass a directory")
-        message, remedy = FAILURES.get(kind) or FAILURES.get(status, later)
-        raise TrtspecError(f"{hub_id} {message}", _suggest(hub_id, remedy)) from None
-
-
-def _suggest(hub_id: HubId, remedy: str) -> str:
-    close = similar_ids(hub_id.name)
-    if not close and "k2" not in hub_id.name.casefold():
-        return f"by its name it is of another family; trtspec takes Kimi-K2. Otherwise {remedy}"
-    return f"did you mean {' or '.join(close)}? Otherwise {remedy}" if close else remedy
-
-
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     resolved: Resolved
     spec: ModelSpec
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(NamedTuple):
     resolved: Resolved
     spec: HeadSpec
 
@@ -362,7 +308,7 @@ def _no_head(resolved: Resolved) -> Problem:
     )  # fmt: skip
     if resolved.weights is None:
         return whole
-    checkpoint = Checkpoint.open(resolved.weights)
+    checkpoint = resolved.checkpoint
     return no_eagle3_head(checkpoint.config, checkpoint.tensors) or whole
 
 

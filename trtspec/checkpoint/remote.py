@@ -1,41 +1,38 @@
-"""A checkpoint on the hub by its headers: small files into the hub's cache, of each shard only the header, by ranged
-reads. For a terabyte of weights that is a few megabytes."""
+"""The hub: what is fetched into its cache, and a checkpoint there by its headers.
+
+Of such a checkpoint the small files come into the cache, and of each shard the header is read, by ranged reads. For a
+terabyte of weights that is a few megabytes.
+"""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trtspec import machine
-from trtspec.checkpoint.headers import INDEX_NAME, Checkpoint, TensorInfo, tensors_of
-from trtspec.checkpoint.hub import (
-    SMALL_PATTERNS,
-    cache_directory,
-    cached_snapshot,
-    download,
-    hub_errors,
-    hub_id_and_record,
-    local_directory,
-    require_online,
-)
-from trtspec.errors import TrtspecError
+from trtspec.checkpoint.headers import HF_QUANT_NAME, INDEX_NAME, Checkpoint, TensorInfo, tensors_of
+from trtspec.checkpoint.published import similar_ids
+from trtspec.errors import MissingDependency, TrtspecError
 from trtspec.foreign import HubId, PlainName, plain_name
 
+METADATA_PATTERNS = ["config.json", HF_QUANT_NAME]
+SMALL_PATTERNS = [
+    "*.json",
+    "*.jinja",
+    "*.py",
+    "tiktoken.model",
+    "LICENSE*",
+    "NOTICE*",
+    "THIRD_PARTY*",
+]
+CHECKPOINT_PATTERNS = [*SMALL_PATTERNS, "*.safetensors"]
 AT_ONCE = 8  # connections
 TIMEOUT = 60.0
-
-
-def open_headers(name_or_path: str) -> Checkpoint:
-    """The checkpoint by its headers: a directory, a complete snapshot in the hub cache, else the hub itself, of which
-    no weights are fetched."""
-    hub_id, _ = hub_id_and_record(name_or_path)
-    if hub_id is None:
-        return Checkpoint.open(local_directory(name_or_path) or Path(name_or_path))
-    path = cached_snapshot(hub_id, complete=True)
-    return Checkpoint.open(path) if path is not None else open_remote(hub_id)
+Result = TypeVar("Result")
 
 
 def open_remote(hub_id: HubId) -> Checkpoint:
@@ -92,6 +89,8 @@ class HubFiles:
         if absent:
             message = f"shard {absent[0]} is missing in {self.hub_id}"
             raise TrtspecError(message, "ask its publisher", "TS-SHARD-MISSING")
+        from concurrent.futures import ThreadPoolExecutor  # here, because it loads logging
+
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="headers") as pool:
             return list(pool.map(self._header, shards))
 
@@ -117,3 +116,76 @@ class HubFiles:
 
         read = partial(HfFileSystem().cat_file, f"{self.hub_id}/{shard}", begin, begin + size)
         return bytes(hub_errors(self.hub_id, read))
+
+
+def download(hub_id: HubId, patterns: list[str]) -> Path:
+    """Fetches the files of these patterns into the hub's own cache. Returns the directory of the snapshot."""
+    from huggingface_hub import snapshot_download
+
+    require_online(hub_id)
+    fetch = partial(
+        snapshot_download, hub_id.name, revision=hub_id.revision, allow_patterns=patterns
+    )
+    return Path(hub_errors(hub_id, fetch))
+
+
+def is_online() -> bool:
+    """Whether the hub may be asked."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() not in ("1", "true", "yes", "on")
+
+
+def require_online(hub_id: HubId) -> None:
+    if not is_online():
+        raise MissingDependency(
+            f"{hub_id} is not in the hub cache and HF_HUB_OFFLINE is set",
+            _suggest(hub_id, "unset it, or pass the directory of a Kimi-K2 model"),
+        )
+
+
+# what is wrong with a repository by the hub's error or status, and what to do
+LOGIN = "run `hf auth login` with an account that may read it"
+FAILURES = {
+    "GatedRepoError": ("is gated", f"accept its licence on the hub, then {LOGIN}"),
+    "RepositoryNotFoundError": ("is not on the hub, or is private", f"check the id, or {LOGIN}"),
+    "RevisionNotFoundError": ("is no commit, tag or branch on the hub", "write a whole commit"),
+    401: ("is refused by the hub (HTTP 401)", LOGIN),
+    403: ("is refused by the hub (HTTP 403)", LOGIN),
+    None: (
+        "is not on this machine, and the hub does not answer",
+        "check the network, or pass the directory of a Kimi-K2 model",
+    ),
+}
+
+
+def hub_errors(hub_id: HubId, ask: Callable[[], Result]) -> Result:
+    """What `ask` gets from the hub. Messages never repeat the library's text: it may hold a token."""
+    try:
+        return ask()
+    except TrtspecError:
+        raise
+    except Exception as error:  # no network, full disk, hub errors: whatever the transport raised
+        kind = type(error).__name__
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if kind == "SafetensorsParsingError":
+            message = f"{hub_id} holds a damaged shard: {error}"
+            raise TrtspecError(message, "tell its publisher", "TS-SHARD-DAMAGED") from None
+        later = (f"could not be fetched (HTTP {status})", "try again later, or pass a directory")
+        message, remedy = FAILURES.get(kind) or FAILURES.get(status, later)
+        raise TrtspecError(f"{hub_id} {message}", _suggest(hub_id, remedy)) from None
+
+
+def _suggest(hub_id: HubId, remedy: str) -> str:
+    close = similar_ids(hub_id.name)
+    if not close and "k2" not in hub_id.name.casefold():
+        return f"by its name it is of another family; trtspec takes Kimi-K2. Otherwise {remedy}"
+    return f"did you mean {' or '.join(close)}? Otherwise {remedy}" if close else remedy
+
+
+def cache_directory() -> Path:
+    """Where huggingface_hub keeps repositories: HF_HUB_CACHE, else hub/ under HF_HOME, else under the user's cache."""
+    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if named:
+        return Path(os.path.expandvars(named)).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    return Path(os.path.expandvars(home)).expanduser() / "hub"

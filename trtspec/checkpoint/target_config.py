@@ -17,7 +17,7 @@ from trtspec.checkpoint.published import catalogue
 from trtspec.data_files import load_yaml
 from trtspec.errors import Problem, Severity
 from trtspec.formats import WeightFormat, format_of_method
-from trtspec.specs import ModelSpec, QuantSpec
+from trtspec.specs import TEXT_MODEL_TYPES, ModelSpec, QuantSpec
 
 # keys that every reader takes for the published value where they are absent
 OPTIONAL = ("hidden_act", "scoring_func", "topk_method", "moe_layer_freq", "attention_bias",
@@ -40,7 +40,6 @@ CLASSES = {
     False: ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"),
     True: ("KimiK25ForConditionalGeneration",),
 }
-TEXT_TYPES = ("kimi_k2", "deepseek_v3")
 VISION_SIZES = ("vt_hidden_size", "vt_intermediate_size", "text_hidden_size", "patch_size", "init_pos_emb_height",
                 "init_pos_emb_width", "vt_num_attention_heads")  # fmt: skip
 # a small tower has others than published ones
@@ -54,7 +53,7 @@ def config_problems(config: dict[str, Any], spec: ModelSpec) -> list[Problem]:
     """Of a config.json that a ModelSpec could be read from."""
     nested = bool(config.get("text_config"))
     text = config["text_config"] if nested else config
-    return [*_nesting(config, text, nested), *_values(config, text, nested), *_rope(text, nested, spec),
+    return [*_nesting(config, text, nested, spec), *_values(config, text, nested), *_rope(text, nested, spec),
             *_contradictions(config, text, spec), *_two_levels(config, text), *_vision(config, spec)]  # fmt: skip
 
 
@@ -78,12 +77,18 @@ def _problem(code: str, key: str, message: str, severity: Severity = "error") ->
     return Problem(code, severity, f"config.json: {key}", message)
 
 
-def _nesting(config: dict[str, Any], text: dict[str, Any], nested: bool) -> Iterator[Problem]:
-    if (config.get("model_type") == "kimi_k25") != nested:
-        message = f"model_type is {config.get('model_type')!r} {'with' if nested else 'without'} a text_config"
+def _nesting(
+    config: dict[str, Any], text: dict[str, Any], nested: bool, spec: ModelSpec
+) -> Iterator[Problem]:
+    if spec.is_nested != nested:
+        message = (
+            f"model_type is {spec.model_type!r} {'with' if nested else 'without'} a text_config"
+        )
         yield _problem("TS-TARGET-NESTING", "text_config", message)
-    if nested and text.get("model_type") not in TEXT_TYPES:
-        message = f"{text.get('model_type')!r} is not a Kimi text model ({', '.join(TEXT_TYPES)})"
+    if nested and text.get("model_type") not in TEXT_MODEL_TYPES:
+        message = (
+            f"{text.get('model_type')!r} is not a Kimi text model ({', '.join(TEXT_MODEL_TYPES)})"
+        )
         yield _problem("TS-TARGET-NESTING", "text_config.model_type", message)
     named = config.get("architectures") or []
     if len(named) != 1 or named[0] not in CLASSES[nested]:

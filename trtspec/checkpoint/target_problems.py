@@ -20,7 +20,7 @@ from trtspec.checkpoint.target_tensors import coverage_problems, tensor_problems
 from trtspec.checkpoint.tokenizer_problems import tokenizer_problems
 from trtspec.errors import Problem, Severity, TrtspecError, UsageError, errors_in, has_errors
 from trtspec.formats import WeightFormat
-from trtspec.specs import ModelSpec
+from trtspec.specs import TARGET_MODEL_TYPES, ModelSpec
 
 HEAD_TENSORS = {"fc.weight", "model.fc.weight"}  # fuse the captured states
 SHOWN = 3  # further errors that a refusal names
@@ -69,8 +69,12 @@ def read_target(path: Path | str | Checkpoint) -> ReadTarget:
 
 
 def require_target(path: Path | str | Checkpoint) -> ReadTarget:
-    """A target without errors; raises TrtspecError with the code of the first one."""
-    target = read_target(path)
+    """Opens a target that has no error."""
+    return sound(read_target(path))
+
+
+def sound(target: ReadTarget) -> ReadTarget:
+    """The same target. Raises TrtspecError with the code of its first error."""
     if has_errors(target.problems):
         raise refusal(target.checkpoint.path, target.problems)
     return target
@@ -127,10 +131,8 @@ EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
 Kind = Literal["target", "head"]
 
 
-def detect(path_or_checkpoint: Path | str | Checkpoint) -> Kind:
+def detect(checkpoint: Checkpoint) -> Kind:
     """`target` or `head`, tensors first: a head fuses captured states (`fc`), a target has routed experts."""
-    given = path_or_checkpoint
-    checkpoint = given if isinstance(given, Checkpoint) else Checkpoint.open(given)
     if not HEAD_TENSORS.isdisjoint(checkpoint.tensors):
         return "head"
     if any(EXPERT.search(name) for name in checkpoint.tensors):
@@ -151,7 +153,7 @@ def config_kind(config: dict[str, Any], name: str) -> Kind:
         return "head"
     if config.get("num_hidden_layers") == 1:
         return "head"
-    if config.get("model_type") in ("kimi_k2", "kimi_k25", "deepseek_v3", "kimi_k3", "kimi_linear"):
+    if config.get("model_type") in TARGET_MODEL_TYPES:
         return "target"
     raise TrtspecError(
         f"{name} is neither a Kimi-K2 target nor an Eagle3 head (model_type {config.get('model_type')!r}, "

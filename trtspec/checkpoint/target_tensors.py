@@ -133,15 +133,9 @@ def _check_plain(
 ) -> None:
     """A tensor that no format packs; `absent` is the code where it is missing."""
     module, _, suffix = name.rpartition(".")
+    codes = (absent, *VALUE_FAULTS)
     info = unseen.get(module, {}).pop(suffix, None)
-    if info is None:
-        faults[absent].append(name)
-    elif info.shape != shape:
-        faults["TS-TARGET-SHAPE"].append(
-            f"{name} is {list(info.shape)}, config.json needs {list(shape)}"
-        )
-    elif info.dtype not in PLAIN_DTYPES:
-        faults["TS-TARGET-DTYPE"].append(f"{name} is {info.dtype}")
+    _check_part(faults, info, module, suffix, PLAIN_DTYPES, (shape,), codes, "config.json")
 
 
 def _check_linear(
@@ -161,25 +155,36 @@ def _check_linear(
     if stored is not spec.quant.format:
         group, block = 0, None
     shapes = stored.part_shapes(shape[0], shape[1], group, block)
-    for index, (suffix, dtypes) in enumerate(zip(storage.all_parts, storage.dtypes, strict=True)):
-        info = parts.get(suffix)
-        type_fault, shape_fault = SCALE_FAULTS if index else VALUE_FAULTS
-        if info is None:
-            faults["TS-TARGET-SCALE-MISSING"].append(f"{module}.{suffix}")
-        elif info.dtype not in dtypes:
-            faults[type_fault].append(
-                f"{info.name} is {info.dtype}, expected {' or '.join(dtypes)}"
-            )
-        elif info.shape not in shapes[suffix]:
-            needed = " or ".join(str(list(each)) for each in shapes[suffix])
-            faults[shape_fault].append(
-                f"{info.name} is {list(info.shape)}, {list(shape)} needs {needed}"
-            )
-    known = {*storage.all_parts, *KV_SCALES}
-    faults["TS-TARGET-SIBLING"] += [
-        info.name for suffix, info in parts.items() if suffix not in known
-    ]
+    absent, codes = "TS-TARGET-SCALE-MISSING", VALUE_FAULTS
+    for suffix, dtypes in zip(storage.all_parts, storage.dtypes, strict=True):
+        info, wanted = parts.pop(suffix, None), shapes[suffix]
+        _check_part(faults, info, module, suffix, dtypes, wanted, (absent, *codes), [*shape])
+        codes = SCALE_FAULTS
+    for suffix, info in parts.items():
+        if suffix not in KV_SCALES:
+            faults["TS-TARGET-SIBLING"].append(info.name)
     return stored
+
+
+def _check_part(
+    faults: Faults,
+    info: TensorInfo | None,
+    module: str,
+    suffix: str,
+    dtypes: tuple[str, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    codes: tuple[str, ...],
+    by: object,
+) -> None:
+    """`codes` are those of an absent tensor, a wrong dtype and a wrong shape; `by` needs the shape."""
+    absent, dtype, shape = codes
+    if info is None:
+        faults[absent].append(f"{module}.{suffix}")
+    elif info.dtype not in dtypes:
+        faults[dtype].append(f"{info.name} is {info.dtype}, expected {' or '.join(dtypes)}")
+    elif info.shape not in shapes:
+        needed = " or ".join(str([*each]) for each in shapes)
+        faults[shape].append(f"{info.name} is {[*info.shape]}, {by} needs {needed}")
 
 
 def _stored(parts: dict[str, TensorInfo]) -> WeightFormat | str | None:
@@ -222,13 +227,12 @@ LAYER_NUMBER, EXPERT_NUMBER = re.compile(r"\.layers\.\d+\."), re.compile(r"\.exp
 SCALES = (*SIDE_PARTS, *KV_SCALES)
 
 
-def logical_parameters(info: TensorInfo) -> int:
-    """Model parameters held by a stored tensor: 2 per packed NVFP4 byte, 8 per packed INT4 word, 0 for a scale."""
-    suffix = info.name.rsplit(".", 1)[-1]
+def parameters_per_element(suffix: str, dtype: str) -> int:
+    """Model parameters in an element of a stored tensor: 2 in a byte of NVFP4, 8 in a word of INT4, 0 in a scale."""
     if suffix in SCALES:
         return 0
-    format = PACKED.get(suffix) or (BY_DTYPE.get(info.dtype) if suffix == "weight" else None)
-    return info.numel * (format.values_per_element if format else 1)
+    format = PACKED.get(suffix) or (BY_DTYPE.get(dtype) if suffix == "weight" else None)
+    return format.values_per_element if format else 1
 
 
 def logical_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:

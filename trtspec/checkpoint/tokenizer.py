@@ -7,7 +7,6 @@ uses. The files are `tiktoken.model` (base64 token, rank), `tokenizer_config.jso
 
 from __future__ import annotations
 
-import base64
 import binascii
 import codecs
 import itertools
@@ -224,15 +223,15 @@ def _safe_pieces(text: str) -> Iterator[str]:
 def read_ranks(path: Path) -> dict[bytes, int]:
     """Parses `tiktoken.model`: one `base64 rank` per line, ranks 0..n-1."""
     try:
-        lines = files.read_bytes(path).splitlines()
+        words = files.read_bytes(path).split()
     except FileNotFoundError:
         raise TrtspecError(
             f"{path}: there are no tokenizer ranks here",
             "copy tiktoken.model from the original checkpoint (quantization scripts often leave it behind)",
         ) from None
     try:
-        pairs = [line.split() for line in lines if line.strip()]
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+        tokens = [binascii.a2b_base64(word, strict_mode=True) for word in words[::2]]
+        ranks = dict(zip(tokens, map(int, words[1::2]), strict=True))
     except (ValueError, binascii.Error):
         raise TrtspecError(
             f"{path}: not a tiktoken ranks file (base64 token, space, rank)",

@@ -259,14 +259,14 @@ def _rows(checkpoint: Checkpoint, info: TensorInfo, rows: np.ndarray) -> np.ndar
 
 def target_value_problems(target: ReadTarget, sample: int | None = None) -> list[Problem]:
     """Of the small tensors, and of `sample` large ones (0: all; None: none). Raises TrtspecError for a failing disk."""
-    scalars: dict[str, float] = {}
+    scales: Scales = {"weight_scale_2": {}, "input_scale": {}}
     by_shard: dict[str, list[TensorInfo]] = {}
     for info in target.checkpoint.tensors.values():
         if 0 < info.nbytes <= SMALL:
             by_shard.setdefault(info.shard, []).append(info)
     with ThreadPoolExecutor(READERS) as pool:
         parts = pool.map(
-            lambda infos: list(_small(target.checkpoint, infos, scalars)), by_shard.values()
+            lambda infos: list(_small(target.checkpoint, infos, scales)), by_shard.values()
         )
         found = [fault for part in parts for fault in part]
     found += [
@@ -275,46 +275,55 @@ def target_value_problems(target: ReadTarget, sample: int | None = None) -> list
         for fault in _large(target.checkpoint, info)
     ]
     scaled = [module for module, format in target.formats.items() if format.is_fp4]
-    found += [*_pairs(scaled, scalars), *_grid(scaled, scalars), *_inputs(scaled, scalars)]
+    ours = {suffix: {m: v[m] for m in scaled if m in v} for suffix, v in scales.items()}
+    found += [*_pairs(ours), *_grid(ours["weight_scale_2"]), *_inputs(ours["input_scale"])]
     groups: dict[tuple[str, Severity], list[str]] = {}
     for code, severity, text in dict.fromkeys(found):  # a large tensor comes in pieces
         groups.setdefault((code, severity), []).append(text)
     return [grouped(code, names, severity) for (code, severity), names in groups.items()]
 
 
-def _small(
-    checkpoint: Checkpoint, infos: list[TensorInfo], scalars: dict[str, float]
-) -> Iterator[Fault]:
-    """Faults of one shard's small tensors; adds the scalars of NVFP4 linears to `scalars`."""
+Scales = dict[str, dict[str, float]]  # suffix -> module -> the one number of that tensor
+Alike = dict[tuple[str, str, int], list[tuple[TensorInfo, bytes]]]
+
+
+def _small(checkpoint: Checkpoint, infos: list[TensorInfo], scales: Scales) -> Iterator[Fault]:
+    """Faults of one shard's small tensors; adds the scalars of NVFP4 linears to `scales`."""
+    alike: Alike = {}
+    size = 0
     with files.open_regular(checkpoint.path / infos[0].shard) as stream:
         for run in _runs(infos):
             begin = run[0].begin
             stream.seek(begin)
-            raw = memoryview(stream.read(run[-1].end - begin))
+            raw = stream.read(run[-1].end - begin)
             for info in run:
-                data = raw[info.begin - begin : info.end - begin]
-                module, _, suffix = info.name.rpartition(".")
-                yield from _byte_faults(info, data)
-                if suffix == "weight_shape":
-                    packed = checkpoint.tensors.get(f"{module}.{WeightFormat.INT4.parts[0]}")
-                    stated = (
-                        decode(bytes(data), info.dtype).tolist()
-                        if info.dtype in ("I64", "I32")
-                        else []
-                    )
-                    if (
-                        packed is not None
-                        and len(packed.shape) == 2
-                        and not _is_shape_of(packed.shape, stated)
-                    ):
-                        text = f"{info.name} is {stated}, the weight {list(packed.shape)}"
-                        yield "TS-TARGET-WEIGHT-SHAPE", "error", text
-                if (
-                    suffix in ("weight_scale_2", "input_scale")
-                    and info.dtype == "F32"
-                    and info.numel == 1
-                ):
-                    scalars[info.name] = float(np.frombuffer(data, "<f4")[0])
+                key = (info.name.rpartition(".")[2], info.dtype, info.nbytes)
+                entry = (info, raw[info.begin - begin : info.end - begin])
+                alike.setdefault(key, []).append(entry)
+            size += len(raw)
+            if size > READ:
+                yield from _alike_faults(checkpoint, alike, scales)
+                alike, size = {}, 0
+    yield from _alike_faults(checkpoint, alike, scales)
+
+
+def _alike_faults(checkpoint: Checkpoint, alike: Alike, scales: Scales) -> Iterator[Fault]:
+    """Tensors of one suffix, dtype and size are judged together."""
+    for (suffix, dtype, nbytes), entries in alike.items():
+        infos = [info for info, _ in entries]
+        raw = np.frombuffer(b"".join(data for _, data in entries), np.uint8).reshape(-1, nbytes)
+        yield from byte_faults(infos, raw)
+        if suffix == "weight_shape":
+            values = raw.view(KINDS[dtype]) if dtype in ("I64", "I32") else raw[:, :0]
+            for info, stated in zip(infos, values.tolist(), strict=True):
+                module = info.name.removesuffix(f".{suffix}")
+                packed = checkpoint.tensors.get(f"{module}.{WeightFormat.INT4.parts[0]}")
+                if packed and len(packed.shape) == 2 and not _is_shape_of(packed.shape, stated):
+                    text = f"{info.name} is {stated}, the weight {list(packed.shape)}"
+                    yield "TS-TARGET-WEIGHT-SHAPE", "error", text
+        if suffix in ("weight_scale_2", "input_scale") and (dtype, nbytes) == ("F32", 4):
+            numbers = zip(infos, raw.view("<f4")[:, 0].tolist(), strict=True)
+            scales[suffix] |= {info.name[: -len(suffix) - 1]: value for info, value in numbers}
 
 
 def _runs(infos: list[TensorInfo]) -> Iterator[list[TensorInfo]]:
@@ -334,24 +343,26 @@ def _is_shape_of(packed: tuple[int, ...], stated: list[int]) -> bool:
     return len(stated) == 2 and stated[0] == packed[0] and -(-stated[1] // values) == packed[1]
 
 
-def _byte_faults(info: TensorInfo, raw: memoryview) -> Iterator[Fault]:
-    """NaN, infinity, scales that are none, and nothing but zeros. A zero is the scale of a group of zeros in floats."""
-    if info.dtype not in (*FLOATS, "F8_E4M3"):
+def byte_faults(infos: list[TensorInfo], raw: np.ndarray) -> Iterator[Fault]:
+    """NaN, infinity, invalid scales, all-zero tensors, in bytes [tensors, size] of one suffix and dtype.
+
+    A zero float scale is valid: its group is all zeros.
+    """
+    name, dtype = infos[0].name, infos[0].dtype
+    if dtype not in (*FLOATS, "F8_E4M3"):
         return
-    suffix, codes = (
-        info.name.rpartition(".")[2],
-        np.frombuffer(raw, f"<u{DTYPE_BITS[info.dtype] // 8}"),
-    )
-    scale, (bad, _) = suffix in SIDE_PARTS, count_not_finite(raw, info.dtype)
+    suffix, (mask, least) = name.rpartition(".")[2], NOT_FINITE_BITS[dtype]
+    scale = suffix in SIDE_PARTS
+    codes = raw.view(f"<u{DTYPE_BITS[dtype] // 8}")
+    bad = (codes & codes.dtype.type(mask)).max(1) >= least
     if scale:
-        sign = codes.dtype.type(1 << (8 * codes.dtype.itemsize - 1))
-        zero = info.dtype in FLOATS and suffix in ("weight_scale", "weight_scale_inv")
-        if bad or (codes & sign).any() or not (zero or codes.all()):
-            yield "TS-TARGET-BAD-SCALE", "error", info.name
-    elif bad:
-        yield "TS-TARGET-NOT-FINITE", "error", info.name
-    elif info.dtype in FLOATS and not suffix.endswith("bias") and not codes.any():
-        yield _zero(info)
+        bad |= (codes > mask).any(1)  # negative
+        if dtype not in FLOATS or suffix not in ("weight_scale", "weight_scale_inv"):
+            bad |= ~codes.all(1)
+    code = "TS-TARGET-BAD-SCALE" if scale else "TS-TARGET-NOT-FINITE"
+    yield from ((code, "error", infos[index].name) for index in np.flatnonzero(bad))
+    if not scale and dtype in FLOATS and not suffix.endswith("bias"):
+        yield from (_zero(infos[index]) for index in np.flatnonzero(~codes.any(1)))
 
 
 def _zero(info: TensorInfo) -> Fault:
@@ -372,72 +383,57 @@ def _chosen(checkpoint: Checkpoint, sample: int | None) -> list[TensorInfo]:
 def _large(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[Fault]:
     zeros = True
     with ShardReader(checkpoint.path) as reader:
-        for raw in reader.pieces(info, READ):
-            zeros = zeros and not np.frombuffer(raw, np.uint8).any()
+        for piece in reader.pieces(info, PIECE):
+            raw = np.frombuffer(piece, np.uint8)
+            zeros = zeros and not raw.any()
             if not zeros:
-                yield from _byte_faults(info, raw)
+                yield from byte_faults([info], raw[None])
     if zeros:
         yield _zero(info)
 
 
-def _pairs(modules: list[str], scalars: dict[str, float]) -> Iterator[Fault]:
+def _pairs(scales: Scales) -> Iterator[Fault]:
     """Engines compute linears of one input as one, with one weight_scale_2; the other scales as many are off."""
-    for module in modules:
-        for partner in shared_partners(module):
-            for suffix, code in (
-                ("weight_scale_2", "TS-TARGET-PAIR-SCALE"),
-                ("input_scale", "TS-TARGET-PAIR-INPUT"),
-            ):
-                mine, theirs = scalars.get(f"{module}.{suffix}"), scalars.get(f"{partner}.{suffix}")
-                if mine is not None and theirs is not None and mine != theirs and module < partner:
+    for suffix, code in (
+        ("weight_scale_2", "TS-TARGET-PAIR-SCALE"),
+        ("input_scale", "TS-TARGET-PAIR-INPUT"),
+    ):
+        for module, mine in scales[suffix].items():
+            for partner in shared_partners(module):
+                theirs = scales[suffix].get(partner, mine)
+                if mine != theirs and module < partner:
                     other = partner.rpartition(".")[2]
-                    yield (
-                        code,
-                        "error",
-                        f"{module}.{suffix} is {mine:.7g}, {other} has {theirs:.7g}",
-                    )
+                    text = f"{module}.{suffix} is {mine:.7g}, {other} has {theirs:.7g}"
+                    yield code, "error", text
 
 
-def _grid(modules: list[str], scalars: dict[str, float]) -> Iterator[Fault]:
+def _grid(scales: dict[str, float]) -> Iterator[Fault]:
     """weight_scale_2 x 2688 is the largest of BF16 weights wherever the weights were BF16 when they were quantized."""
-    scales = {
-        name: scalars[name] for module in modules if (name := f"{module}.weight_scale_2") in scalars
-    }
-    off = {
-        name: value * NVFP4_RANGE
-        for name, value in scales.items()
-        if not _is_bf16(value * NVFP4_RANGE)
-    }
+    amax = np.array(list(scales.values())) * NVFP4_RANGE
+    inside = (amax > 0) & (amax < BF16_MOST)  # else reported as a bad scale
+    bits = np.where(inside, amax, 0).astype(np.float32).view(np.uint32)
+    nearest = (bits + np.uint32(0x8000) & np.uint32(0xFFFF0000)).view(np.float32)
+    off = np.flatnonzero(inside & (abs(nearest - amax) > ON_GRID * amax))
     if len(off) <= (1 - MOST) * len(scales):
-        yield from (
-            ("TS-TARGET-SCALE-2", "error", f"{name} x 2688 is {amax:.7g}")
-            for name, amax in off.items()
-        )
+        modules = list(scales)
+        for index in off:
+            text = f"{modules[index]}.weight_scale_2 x 2688 is {amax[index]:.7g}"
+            yield "TS-TARGET-SCALE-2", "error", text
 
 
-def _is_bf16(value: float) -> bool:
-    if not 0 < value < BF16_MOST:
-        return True  # reported as a bad scale
-    bits = int(np.float32(value).view(np.uint32))
-    nearest = np.uint32((bits + 0x8000) & 0xFFFF0000).view(np.float32)
-    return bool(abs(float(nearest) - value) <= ON_GRID * value)
-
-
-def _inputs(modules: list[str], scalars: dict[str, float]) -> Iterator[Fault]:
+def _inputs(scales: dict[str, float]) -> Iterator[Fault]:
     """input_scale x 2688 is the largest activation; linears of one kind see similar ones in all layers."""
     kinds: dict[str, dict[str, float]] = {}
-    for module in modules:
-        name = f"{module}.input_scale"
-        if 0 < scalars.get(name, 0.0) < float("inf"):
+    for module, value in scales.items():
+        if 0 < value < float("inf"):
             kind = LAYER_NUMBER.sub(".", EXPERT_NUMBER.sub(".", module))
-            kinds.setdefault(kind, {})[name] = scalars[name]
-    for scales in kinds.values():
-        median = statistics.median(scales.values())
-        for name, value in scales.items():
+            kinds.setdefault(kind, {})[module] = value
+    for alike in kinds.values():
+        median = statistics.median(alike.values())
+        for module, value in alike.items():
             off = max(value / median, median / value)
-            if value * NVFP4_RANGE > BF16_MOST or off >= FAR:
-                severity: Severity = (
-                    "error" if value * NVFP4_RANGE > BF16_MOST or off >= ABSURD else "warning"
-                )
-                text = f"{name} is {value:.3g}, the median of its kind {median:.3g}"
+            beyond = value * NVFP4_RANGE > BF16_MOST
+            if beyond or off >= FAR:
+                severity: Severity = "error" if beyond or off >= ABSURD else "warning"
+                text = f"{module}.input_scale is {value:.3g}, the median of its kind {median:.3g}"
                 yield "TS-TARGET-INPUT-SCALE", severity, text

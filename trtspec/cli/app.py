@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -26,6 +27,9 @@ from trtspec.records import (
     variable,
 )
 
+YOUNG_OBJECTS = (
+    200_000  # before Python looks for cycles; a checkpoint's headers are a million, and have none
+)
 COMMANDS = {
     "Start here": {
         "demo": "Run the whole workflow on a small Kimi model on this CPU and write a report.",
@@ -134,6 +138,7 @@ def main() -> None:
     """Entry point. Every failure is one TrtspecError here: its message on stderr, its exit status, and with `--json`
     an object with `ok` (false) and `error` on stdout, unless stdout has the command's own object already."""
     report.answered = False
+    gc.set_threshold(YOUNG_OBJECTS)
     if os.getpid() == 1:  # of a container: the kernel drops a signal to it that has no handler
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda caught, _: sys.exit(128 + caught))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from trtspec.cli.options import directory_of
@@ -86,9 +85,7 @@ def inspect(options: InspectOptions) -> Result:
         if report.kind == "head" and other.kind == "target":
             values, problems = compare_pair(values, problems, report, resolved, other)
         elif report.kind == other.kind:
-            result = compare_derived(
-                report.kind, directory_of(resolved), directory_of(other), options.sample
-            )
+            result = compare_derived(report.kind, resolved, other, options.sample)
             compared = asdict(result).items()
             values["comparison"] = {name: value for name, value in compared if name != "problems"}
             problems += result.problems
@@ -138,7 +135,6 @@ def compare_pair(
 ) -> tuple[dict[str, Any], list[Problem]]:
     """A head against its target; a draft of another type has nothing to compare. Layers that look shifted are an
     error."""
-    from trtspec.checkpoint.headers import Checkpoint
     from trtspec.checkpoint.heads import pairing
     from trtspec.checkpoint.heads.read import read_head
     from trtspec.checkpoint.heads.shapes import canonical_names
@@ -147,7 +143,7 @@ def compare_pair(
     if report.spec is None:
         return values, problems
     target = other.target_spec()
-    checkpoint = Checkpoint.open(resolved.weights) if resolved.weights else None
+    checkpoint = resolved.checkpoint if resolved.weights else None
     head = read_head(checkpoint)[0] if checkpoint is not None else resolved.head_spec()
     more = pairing.pair_problems(head, target, head_id=resolved.name, target_id=other.name)
     more = [replace(one, severity="error") if one.code == pairing.SHIFTED else one for one in more]
@@ -157,24 +153,25 @@ def compare_pair(
         more += pairing.yarn_problems(head, target)
         own = canonical_names(checkpoint.tensors).get("embed_tokens.weight")
         if own and other.weights:
-            more += embedding_problems(checkpoint, own, Checkpoint.open(other.weights), target)
+            more += embedding_problems(checkpoint, own, other.checkpoint, target)
     sizes = pairing.tensor_parallel_sizes(head)
     return values | {"tensor_parallel_sizes": sizes}, pairing.reported_once(problems + more)
 
 
 def compare_derived(
-    kind: str, made: Path, source: Path, sample: int | None
+    kind: str, made: Resolved, source: Resolved, sample: int | None
 ) -> HeadComparison | CheckpointComparison:
     """A converted head against the head that it was made from, all bytes; a target against its source, tensor by
     tensor."""
+    for each in (made, source):
+        directory_of(each)
     if kind == "head":
-        from trtspec.checkpoint.headers import Checkpoint
         from trtspec.checkpoint.heads.read import compare_heads
 
-        return compare_heads(Checkpoint.open(made), Checkpoint.open(source))
+        return compare_heads(made.checkpoint, source.checkpoint)
     from trtspec.quant.verify import compare
 
-    return compare(made, source, COMPARED if sample is None else sample)
+    return compare(made.target, source.checkpoint, COMPARED if sample is None else sample)
 
 
 def _tables(path: str, values: dict[str, Any]) -> list[Table]:

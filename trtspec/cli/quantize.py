@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from trtspec.cli.options import OutputFlags, PolicyOption, SourceArgument, directory_of, policy_of
+from trtspec.cli.options import OutputFlags, PolicyOption, SourceArgument, policy_of
 from trtspec.errors import CheckFailed, has_errors
 from trtspec.machine import check_device
 from trtspec.records import JsonOption, fill, option
@@ -63,16 +63,14 @@ def quantize(options: QuantizeOptions) -> Result:
 
     The bytes equal those of ModelOpt's export for the same scales.
     """
-    from trtspec.checkpoint.remote import open_headers
+    from trtspec.checkpoint.hub import find, resolve
     from trtspec.quant.plan import ConversionOptions
     from trtspec.quant.run import QuantizePlan, quantize_checkpoint, to_json
 
     check_device(options.device)
     # of a dry run what the headers say, which are read from the hub if need be
-    source = open_headers(options.source) if options.dry_run else directory_of(options.source)
-    policy = policy_of(
-        options.policy, options.source, source if isinstance(source, Path) else source.path
-    )
+    source = (find if options.dry_run else resolve)(options.source).checkpoint
+    policy = policy_of(options.policy, options.source, source.path)
     settings = fill(
         ConversionOptions,
         options,

@@ -77,11 +77,11 @@ def _command(options: ServeOptions) -> Result:
     """The command with every choice written out; names are looked up, nothing is fetched."""
     from trtspec.checkpoint.heads.pairing import learned_problems
     from trtspec.checkpoint.hub import load_head, load_target
-    from trtspec.checkpoint.target_problems import require_target
+    from trtspec.checkpoint.target_problems import sound
 
     target = load_target(options.target)
     if target.resolved.path is not None:
-        require_target(target.resolved.path)
+        sound(target.resolved.target)
     head = load_head(options.head) if options.head else None
     problems = learned_problems(head.resolved, target.resolved) if head is not None else []
     chosen = replace(options, api_key=None, dry_run=False, json_=False)

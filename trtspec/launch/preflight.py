@@ -18,8 +18,8 @@ from typing import Any
 from packaging.version import Version
 
 from trtspec import machine
-from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.hub import Resolved, is_online
+from trtspec.checkpoint.hub import Resolved
+from trtspec.checkpoint.remote import is_online
 from trtspec.errors import (
     CheckFailed,
     MissingDependency,
@@ -191,14 +191,12 @@ def check_gpus(
 def check_files(resolved: Resolved) -> Iterator[Problem]:
     """A local checkpoint must be whole, a target also without anything that `inspect` calls an error; one that is not
     here must be allowed to come."""
-    from trtspec.checkpoint.target_problems import read_target
-
     if resolved.path is not None:
         try:
             if resolved.kind == "target":
-                yield from errors_in(read_target(resolved.path).problems)
+                yield from errors_in(resolved.target.problems)
             else:
-                Checkpoint.open(resolved.path)
+                _ = resolved.checkpoint
         except TrtspecError as error:
             yield Problem(
                 "TS-SERVE-INCOMPLETE", "error", str(resolved.path), error.message, error.remedy

@@ -46,7 +46,7 @@ def load_target(
     target = require_target(path)
     checkpoint, spec = target.checkpoint, target.spec
     with torch.device("meta"):
-        model = KimiModel(spec, torch.float8_e4m3fn if spec.quant.kv_cache == "fp8" else None)
+        model = KimiModel(spec, torch.float8_e4m3fn if spec.quant.kv_cache else None)
     with LazyTensors(checkpoint) as tensors:
         for source in layout(spec):
             install(model, source, tensors, spec, dtype=dtype, device=device, activation=activation)

@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 
 from trtspec import machine
-from trtspec.checkpoint.headers import DTYPE_BITS, ShardReader
+from trtspec.checkpoint.headers import DTYPE_BITS, ShardReader, TensorInfo
 from trtspec.checkpoint.values import count_not_finite
 from trtspec.checkpoint.writer import ShardFile, publish
 from trtspec.errors import TrtspecError, UsageError
@@ -38,6 +38,8 @@ from trtspec.quant.native import (
     decoded,
     native_packer,
     prepared,
+    read_bytes,
+    read_rows,
 )
 from trtspec.quant.plan import Conversion, Group, ShardPlan, Weight
 from trtspec.report import Bar, file_sha256
@@ -187,28 +189,23 @@ class Converter:
 
     def _read(self, weight: Weight, done: Converted) -> Rows:
         """The stored tensors of a weight. Raises TrtspecError where they contradict each other."""
-        views = []
         digest = xxhash.xxh3_128()
-        for info, kind in zip(weight.parts, weight.format.storage.kinds, strict=False):
-            data: Array = np.empty(info.nbytes, np.uint8)
-            self.reader.read_bytes(info, info.begin, data.data)
+
+        def read(info: TensorInfo) -> Array:
+            data = read_bytes(self.reader, info)
             digest.update(data.data)
             content = Content(info)
             content.add(data)
             done.found += content.found()
-            view = data.view(f"u{DTYPE_BITS[info.dtype] // 8}").reshape(-1, info.shape[-1])
-            if kind == "shape" and tuple(view.reshape(-1).tolist()) != weight.shape:
-                text = f"{info.name} is {view.tolist()}, the packed tensor holds {[*weight.shape]}"
-                raise TrtspecError(text, "download the checkpoint again")
-            views.append(view)
+            return data
+
+        rows = read_rows(read, weight.format, weight.parts)
         done.read.append(digest.hexdigest())
-        if len(views) == 1:
-            return Rows(weight.format, weight.parts[0].dtype, views[0])
-        info, scale = weight.parts[1], views[1]
-        if bool((scale >> 8 * scale.itemsize - 1).any()):
+        if rows.scale is not None and bool((rows.scale >> 8 * rows.scale.itemsize - 1).any()):
+            info = weight.parts[1]
             text = f"{info.name} in {info.shard} holds a negative scale"
             raise TrtspecError(text, "download that file again", "TS-TARGET-BAD-SCALE")
-        return Rows(weight.format, weight.parts[0].dtype, views[0], scale, info.dtype)
+        return rows
 
 
 def choose_packer(

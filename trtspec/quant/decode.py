@@ -6,11 +6,10 @@ The packer here defines the bytes; it also packs what the C kernel does not know
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
-from trtspec.checkpoint.tensors import CODES, DTYPES, LazyTensors
+from trtspec.checkpoint.tensors import DTYPES, LazyTensors
 from trtspec.errors import TrtspecError
 from trtspec.formats import FP8_BLOCK_SIZE, WeightFormat, parts_of, stored_format
 from trtspec.quant import nvfp4
@@ -96,21 +95,6 @@ def dequantize_fp8_block(weight: torch.Tensor, weight_scale_inv: torch.Tensor) -
             values = table.index_select(0, part.reshape(-1).to(torch.int32)).view(part.shape)
             target.copy_(values.mul_(scales[index]))
     return result
-
-
-def rows_of(format: WeightFormat, values: torch.Tensor, scale: torch.Tensor | None = None) -> Rows:
-    """Values on the CPU, and their scale unless they are plain, as rows that share the tensors' memory."""
-    rows = Rows(format, CODES[values.dtype], _array(values))
-    return (
-        rows
-        if scale is None
-        else replace(rows, scale=_array(scale), scale_dtype=CODES[scale.dtype])
-    )
-
-
-def _array(tensor: torch.Tensor) -> Array:
-    array: Array = tensor.contiguous().view(torch.uint8).numpy().view(f"u{tensor.element_size()}")
-    return array
 
 
 def _tensor(array: Array, dtype: str) -> torch.Tensor:

@@ -18,13 +18,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from trtspec.checkpoint.headers import DTYPE_BITS, ShardReader, TensorInfo
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.formats import FP8_BLOCK_SIZE, NVFP4_BLOCK, NVFP4_RANGE, WeightFormat
 
@@ -80,6 +81,32 @@ class Rows:
         """The first `rows` of prepared ones."""
         scale = None if self.scale is None else self.scale[:rows]
         return Rows(self.format, self.dtype, self.values[:rows], scale, self.scale_dtype)
+
+
+def read_rows(
+    read: Callable[[TensorInfo], Array], format: WeightFormat, parts: Sequence[TensorInfo]
+) -> Rows:
+    """A linear from its stored tensors. Raises TrtspecError if they contradict each other."""
+    views: list[Array] = []
+    for info, kind in zip(parts, format.storage.kinds, strict=False):
+        view = read(info).view(f"u{DTYPE_BITS[info.dtype] // 8}").reshape(-1, info.shape[-1])
+        if kind == "shape":
+            rows, columns = views[0].shape
+            shape = [rows, columns * format.values_per_element]
+            if view.reshape(-1).tolist() != shape:
+                text = f"{info.name} is {view.tolist()}, the packed tensor holds {shape}"
+                raise TrtspecError(text, "download the checkpoint again")
+        views.append(view)
+    if len(views) == 1:
+        return Rows(format, parts[0].dtype, views[0])
+    return Rows(format, parts[0].dtype, views[0], views[1], parts[1].dtype)
+
+
+def read_bytes(reader: ShardReader, info: TensorInfo) -> Array:
+    """All bytes of a tensor."""
+    data: Array = np.empty(info.nbytes, np.uint8)
+    reader.read_bytes(info, info.begin, data.data)
+    return data
 
 
 class Scaling(NamedTuple):

@@ -19,7 +19,6 @@ from trtspec.formats import (
     PACKED,
     SIDE_PARTS,
     WeightFormat,
-    parts_of,
     shared_partners,
     stored_format,
 )
@@ -210,10 +209,12 @@ def plan_conversion(
     Raises TrtspecError naming the tensor for a missing input scale, a K that is not a multiple of 16 and a quantized
     tensor that is not a linear of the model.
     """
-    stored, shards, quantized = checkpoint.tensors, dict[str, list[Weight]](), dict[str, Weight]()
-    for name, carrier in plain_names(stored).items():
-        weight = _weight(stored, name, policy, formats)
-        shards.setdefault(stored[carrier].shard, []).append(weight)
+    shards, quantized = dict[str, list[Weight]](), dict[str, Weight]()
+    for info in checkpoint.tensors.values():
+        weight = _weight(checkpoint.tensors, info, policy, formats)
+        if weight is None:
+            continue
+        shards.setdefault(info.shard, []).append(weight)
         if weight.action == "quantize":
             quantized[weight.module] = weight
     return [
@@ -254,22 +255,29 @@ def plain_names(stored: Mapping[str, object]) -> dict[str, str]:
 
 
 def _weight(
-    stored: dict[str, TensorInfo], name: str, policy: Policy, formats: Mapping[str, WeightFormat]
-) -> Weight:
-    module = name.removesuffix(".weight")
-    format = stored_format(stored, module)
-    parts = tuple(stored[part] for part in parts_of(stored, name))
-    shape = parts[0].shape
-    if not format.is_plain and module not in formats:
-        text = (
-            f"{name} is stored as {format.storage.title}, and is not a linear of the language model"
-        )
-        raise TrtspecError(text, "pass a checkpoint that keeps it in BF16")
-    if module not in formats or not name.endswith(".weight"):
-        return Weight(name, "copy", parts, shape)
-    shape = (shape[0], shape[1] * format.values_per_element)
+    stored: dict[str, TensorInfo],
+    info: TensorInfo,
+    policy: Policy,
+    formats: Mapping[str, WeightFormat],
+) -> Weight | None:
+    """The weight whose values a tensor holds; None for a tensor beside them."""
+    module, _, suffix = info.name.rpartition(".")
+    format = formats.get(module)
+    if format is None:
+        other = stored_format(stored, module)
+        if not other.is_plain:
+            text = f"{info.name} is stored as {other.storage.title}, and is not a linear of the language model"
+            raise TrtspecError(text, "pass a checkpoint that keeps it in BF16")
+        return Weight(info.name, "copy", (info,), info.shape)
+    if suffix not in format.parts:
+        return Weight(info.name, "copy", (info,), info.shape)
+    if suffix != format.parts[0]:
+        return None
+    name = f"{module}.weight"
+    parts = tuple(stored[f"{module}.{part}"] for part in format.parts)
+    shape = (info.shape[0], info.shape[1] * format.values_per_element)
     if policy.quantizes(name):
-        _check_block(name, shape, parts[0].dtype if format.is_plain else "BF16")
+        _check_block(name, shape, info.dtype if format.is_plain else "BF16")
         return Weight(name, "quantize", parts, shape, format)
     return Weight(name, "copy" if format.is_plain else "decode", parts, shape, format)
 

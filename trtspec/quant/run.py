@@ -100,8 +100,7 @@ def _header(conversion: Conversion) -> dict[str, Any]:
     """What the journal is begun with: all that decides the bytes."""
     checkpoint = conversion.checkpoint
     source = identity(checkpoint) | commit_record(checkpoint.path)
-    header = {"source": source, "options": conversion.decisive}
-    return header | {"engine": "modelopt"} if conversion.options.by_modelopt else header
+    return {"source": source, "options": conversion.decisive}
 
 
 def _kept(conversion: Conversion, journal: Journal) -> set[str]:
@@ -154,9 +153,7 @@ def _write_configs(conversion: Conversion) -> None:
     )
     quantization = {
         "quant_algo": "NVFP4",
-        "kv_cache_quant_algo": "FP8"
-        if kv_cache == "fp8"
-        else None,  # the scale-free cast: no scale tensors
+        "kv_cache_quant_algo": "FP8" if kv_cache else None,  # the scale-free cast: no scale tensors
         "group_size": NVFP4_BLOCK,
         "exclude_modules": exclude,
     }
@@ -167,7 +164,7 @@ def _write_configs(conversion: Conversion) -> None:
         "ignore": exclude,
         "quant_algo": "NVFP4",
     }
-    if kv_cache == "fp8":
+    if kv_cache:
         block["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
     config = copy.deepcopy(conversion.checkpoint.config)
     config.pop("quantization_config", None)

@@ -7,27 +7,32 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 
 import numpy as np
-import torch
 
-from trtspec.checkpoint.headers import Checkpoint, read_json
-from trtspec.checkpoint.target_problems import read_target
-from trtspec.checkpoint.tensors import LazyTensors
+from trtspec.checkpoint.headers import Checkpoint, ShardReader, read_json, same_bytes
+from trtspec.checkpoint.target_problems import ReadTarget
+from trtspec.checkpoint.values import byte_faults
 from trtspec.errors import Problem, has_errors
-from trtspec.formats import WeightFormat, shared_partners, stored_format
-from trtspec.quant import nvfp4
+from trtspec.formats import WeightFormat, parts_of, shared_partners, stored_format
 from trtspec.quant.convert import choose_packer, weight_class
-from trtspec.quant.decode import decoded, rows_of
-from trtspec.quant.native import Scaling
+from trtspec.quant.native import (
+    BLOCK,
+    Array,
+    Rows,
+    Scaling,
+    decoded,
+    prepared,
+    read_bytes,
+    read_rows,
+)
 from trtspec.quant.plan import plain_names
 from trtspec.quant.policy import WEIGHT_SCALES
 
 AGAIN = "convert the source again with `trtspec quantize`"
 SCALES = ("weight_scale", "weight_scale_2", "input_scale")
 NEARLY_ALL = 0.8  # of the linears follow from the source: the others were changed
-GIVE_UP = 8  # linears that no rule gives, and none that one does: another exporter's
 NVFP4_ERROR_LIMIT = 0.2  # random weights round with 0.095; a wrong scale or order is far above
 
 
@@ -53,28 +58,28 @@ class CheckpointComparison:
     problems: list[Problem] = field(repr=False)
 
 
-def compare(out: Path, src: Path, sample: int = 64) -> CheckpointComparison:
-    """Re-reads `out` against `src`; `sample` tensors are decoded and compared, 0 for all.
+def compare(target: ReadTarget, source: Checkpoint, sample: int = 64) -> CheckpointComparison:
+    """Re-reads `target` against `source`; `sample` tensors are decoded and compared, 0 for all.
 
-    Nothing is decoded where `inspect` finds an error in `out` alone.
+    Nothing is decoded if `target` alone has an error.
     """
-    derived, source = Checkpoint.open(out), Checkpoint.open(src)
+    derived = target.checkpoint
     names, origin = plain_names(derived.tensors), plain_names(source.tensors)
     problems = _name_problems(names, origin) + _shape_problems(derived, source, names, origin)
-    whole = not has_errors(read_target(derived).problems)  # inspect names them
+    whole = not has_errors(target.problems)
     chosen = _sample(sorted(names.keys() & origin.keys()), derived, sample) if whole else []
-    with LazyTensors(derived) as new, LazyTensors(source) as old:
-        reread = _Reread(new, old)
+    with ShardReader(derived.path) as new, ShardReader(source.path) as old:
+        reread = _Reread(derived, source, new, old)
         for name in chosen:
             reread.add(name)
-    provenance = out / "provenance.json"
+    provenance = derived.path / "provenance.json"
     ours = provenance.is_file() and read_json(provenance).get("command") == "quantize"
     return CheckpointComparison(
         compared=len(chosen),
         tensors=len(names),
         classes={name: _rounding(tensors) for name, tensors in sorted(reread.errors.items())},
         zero_blocks=reread.zero_blocks,
-        repacked_alike=sum(reread.alike.values()),
+        repacked_alike=reread.alike,
         problems=problems + reread.found(ours),
     )
 
@@ -146,74 +151,82 @@ class _Reread:
     where trtspec made the checkpoint or nearly all other linears are as the source gives them.
     """
 
-    def __init__(self, derived: LazyTensors, source: LazyTensors) -> None:
-        self.derived, self.source = derived, source
+    def __init__(
+        self, derived: Checkpoint, source: Checkpoint, new: ShardReader, old: ShardReader
+    ) -> None:
+        self.derived, self.source, self.new, self.old = derived, source, new, old
         self.problems: list[Problem] = []
         self.errors: defaultdict[str, list[tuple[float, float]]] = defaultdict(
             list
         )  # (error, norm) by class
         self.zero_blocks = 0
-        self.packers = {rule: choose_packer(rule) for rule in WEIGHT_SCALES}
-        self.alike = dict.fromkeys(WEIGHT_SCALES, 0)
+        self.packers = [choose_packer(rule) for rule in WEIGHT_SCALES]
+        self.alike = 0
         self.scaled_otherwise: dict[str, float] = {}
         self.packed_otherwise: list[str] = []
         self._amax: dict[str, float] = {}
 
     def add(self, name: str) -> None:
-        new = decoded(self.derived, name)
-        old = decoded(self.source, name)
-        if new.shape != old.shape:
+        if _logical_shape(self.derived, name) != _logical_shape(self.source, name):
             return
-        if _format(self.derived.checkpoint, name).is_fp4:
-            stem = name.removesuffix(".weight")
-            scales = {suffix: self.derived[f"{stem}.{suffix}"] for suffix in SCALES}
-            self._check_scales(stem, scales)
-            self._measure(name, new.float(), old.float())
-            if old.dtype is torch.bfloat16 and bool(old.isfinite().all()):
-                stored = nvfp4.NVFP4Tensor(
-                    self.derived[name], scales["weight_scale"], scales["weight_scale_2"]
-                )
-                self._pack_again(name, old, stored)
-        elif not torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (new, old))):
+        if _format(self.derived, name).is_fp4:
+            self._add_packed(name)
+        elif not self._same_bytes(name):
             text = "is stored unquantized but its bytes are not the source's"
             self.problems.append(Problem("TS-QUANT-CHANGED", "error", name, text, AGAIN))
 
-    def _check_scales(self, stem: str, scales: dict[str, torch.Tensor]) -> None:
-        for suffix, value in scales.items():
-            if not bool((value.float().isfinite() & (value.float() > 0)).all()):
-                text = "holds NaN, infinity, zero or a negative number"
-                self.problems.append(
-                    Problem("TS-QUANT-BAD-SCALE", "error", f"{stem}.{suffix}", text, AGAIN)
-                )
-        packed = self.derived[f"{stem}.weight"].view(-1, nvfp4.BLOCK // 2)
-        self.zero_blocks += int(((packed & 0x77) == 0).all(-1).sum())
+    def _same_bytes(self, name: str) -> bool:
+        info = self.derived.tensors[name]
+        if _format(self.source, name).is_plain:
+            return same_bytes(self.derived, info, self.source, self.source.tensors[name])
+        values = decoded(self._rows(name), self.packers[0]).values
+        return np.array_equal(values.reshape(-1).view(np.uint8), read_bytes(self.new, info))
 
-    def _measure(self, name: str, new: torch.Tensor, old: torch.Tensor) -> None:
-        error, norm = float((new - old).norm()), float(old.norm())
+    def _rows(self, name: str) -> Rows:
+        """A linear of the source, as packers take it."""
+        tensors, format = self.source.tensors, _format(self.source, name)
+        parts = [tensors[part] for part in parts_of(tensors, name)]
+        rows = read_rows(partial(read_bytes, self.old), format, parts)
+        other = format.is_plain and rows.dtype != "BF16"
+        return (decoded if other else prepared)(rows, self.packers[0])
+
+    def _add_packed(self, name: str) -> None:
+        stem, tensors = name.removesuffix(".weight"), self.derived.tensors
+        for suffix in SCALES:
+            info = tensors[f"{stem}.{suffix}"]
+            if any(byte_faults([info], read_bytes(self.new, info)[None])):
+                text = "holds NaN, infinity, zero or a negative number"
+                self.problems.append(Problem("TS-QUANT-BAD-SCALE", "error", info.name, text, AGAIN))
+        rows = self._rows(name)
+        columns = rows.shape[1]
+        packed = read_bytes(self.new, tensors[name]).reshape(-1, columns // 2)
+        scale = read_bytes(self.new, tensors[f"{name}_scale"]).reshape(-1, columns // BLOCK)
+        scale_2 = float(read_bytes(self.new, tensors[f"{name}_scale_2"]).view("<f4")[0])
+        self.zero_blocks += int(((packed.reshape(-1, BLOCK // 2) & 0x77) == 0).all(-1).sum())
+        amax = self._amax[name] = self.packers[0].amax(rows)
+        squares = self.packers[0].errors(rows, Scaling(amax, scale_2), packed, scale)
+        error, norm = map(math.sqrt, squares)
         self.errors[weight_class(name)].append((error, norm))
         relative = error / norm if norm else error
         if not relative <= NVFP4_ERROR_LIMIT:
             text = f"differs from the source by {relative:.3f} of its norm; rounding alone gives about 0.1"
             self.problems.append(Problem("TS-QUANT-ERROR", "error", name, text, AGAIN))
+        if math.isfinite(amax):
+            self._pack_again(name, rows, packed, scale, scale_2)
 
-    def _pack_again(self, name: str, old: torch.Tensor, stored: nvfp4.NVFP4Tensor) -> None:
-        self._amax[name] = float(old.abs().max())
+    def _pack_again(
+        self, name: str, rows: Rows, packed: Array, scale: Array, scale_2: float
+    ) -> None:
         scaling = Scaling.of(max(self._amax[name], *self._partners_amax(name), 0.0))
-        if float(stored.scale_2) != scaling.scale_2:
-            self.scaled_otherwise[name] = float(stored.scale_2) / scaling.scale_2
+        if scale_2 != scaling.scale_2:
+            self.scaled_otherwise[name] = scale_2 / scaling.scale_2
             return
-        if len(self.packed_otherwise) < GIVE_UP or any(self.alike.values()):
-            packed, scale = (
-                np.empty(stored.packed.shape, np.uint8),
-                np.empty(stored.scale.shape, np.uint8),
-            )
-            for rule in sorted(self.alike, key=lambda rule: -self.alike[rule]):
-                self.packers[rule].pack(rows_of(WeightFormat.BF16, old), scaling, packed, scale)
-                if np.array_equal(packed, stored.packed) and np.array_equal(
-                    scale, stored.scale.view(torch.uint8)
-                ):
-                    self.alike[rule] += 1
-                    return
+        packed_again, scale_again = np.empty_like(packed), np.empty_like(scale)
+        for packer in self.packers:
+            packer.pack(rows, scaling, packed_again, scale_again)
+            if np.array_equal(packed_again, packed) and np.array_equal(scale_again, scale):
+                self.alike += 1
+                return
         self.packed_otherwise.append(name)
 
     def _partners_amax(self, name: str) -> Iterator[float]:
@@ -221,21 +234,21 @@ class _Reread:
         for partner in (
             f"{module}.weight" for module in shared_partners(name.removesuffix(".weight"))
         ):
-            if partner in self.derived and _format(self.derived.checkpoint, partner).is_fp4:
+            if partner in self.derived.tensors and _format(self.derived, partner).is_fp4:
                 if partner not in self._amax:
-                    self._amax[partner] = float(decoded(self.source, partner).abs().max())
+                    self._amax[partner] = self.packers[0].amax(self._rows(partner))
                 yield self._amax[partner]
 
     def found(self, ours: bool) -> list[Problem]:
         """The problems of all tensors that were added; `ours`: `trtspec quantize` made it, so each byte follows."""
-        found, alike = list(self.problems), sum(self.alike.values())
-        scaled_alike = alike + len(self.packed_otherwise)
+        found = list(self.problems)
+        scaled_alike = self.alike + len(self.packed_otherwise)
         if ours or scaled_alike >= NEARLY_ALL * (scaled_alike + len(self.scaled_otherwise)):
             for name, ratio in self.scaled_otherwise.items():
                 text = f"is {ratio:.6g} times what the largest weight of the source gives"
                 where = f"{name.removesuffix('.weight')}.weight_scale_2"
                 found.append(Problem("TS-QUANT-SCALE-2", "error", where, text, AGAIN))
-        if ours or alike >= NEARLY_ALL * scaled_alike:
+        if ours or self.alike >= NEARLY_ALL * scaled_alike:
             text = "its bytes or block scales are not those that packing the source gives"
             found += [
                 Problem("TS-QUANT-BYTES", "error", name, text, AGAIN)

@@ -368,11 +368,6 @@ def dynamo_releases() -> dict[str, str]:
     return {release: engine for engine, listed in carried.items() for release in listed.split()}
 
 
-def family(target: ModelSpec) -> str:
-    """Models of type deepseek_v3 with Kimi's shape are K2 and K2-Thinking."""
-    return "kimi_k25" if target.model_type == "kimi_k25" else "kimi_k2"
-
-
 @dataclass(frozen=True)
 class SpeculationMethod:
     """One row. Keys are below `speculative_config`; the meaning of each column is at the top of speculation.yaml."""

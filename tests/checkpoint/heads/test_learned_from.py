@@ -1,6 +1,7 @@
 """A head remembers the weights that it learned from, and every command that pairs it says when they are others."""
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,13 @@ def tuned(base: Path) -> Path:
 @pytest.fixture
 def head(base: Path, tmp_path: Path) -> Path:
     path = make_head(tmp_path / "head", base)
-    recorded(path, {"target": "org/base", "commit": "abc", **target_record(base)})
+    learned(path, base)
     return path
+
+
+def learned(head: Path, target: Path) -> None:
+    marks = target_record(resolve(str(target)).checkpoint)
+    recorded(head, {"target": "org/base", "commit": "abc", **marks})
 
 
 def recorded(head: Path, source: Any) -> None:
@@ -40,11 +46,8 @@ def recorded(head: Path, source: Any) -> None:
 
 
 def severities(head: Path, target: Path) -> list[str]:
-    problems = learned_problems(
-        resolve(str(head), weights=False), resolve(str(target), weights=False)
-    )
-    assert all(problem.code == CODE for problem in problems)
-    return [problem.severity for problem in problems]
+    pair = [resolve(str(path), weights=False) for path in (head, target)]
+    return [problem.severity for problem in learned_problems(*pair)]
 
 
 def test_other_weights_are_a_warning_that_names_both(base: Path, tuned: Path, head: Path) -> None:
@@ -81,9 +84,9 @@ def test_a_target_that_quantize_made_is_its_source(base: Path, tuned: Path, head
         out = head.parent / f"nvfp4-{source.name}"
         succeeded("quantize", source, "-o", out, "--policy", "k2.5")
         assert severities(head, out) == told
-        recorded(head, {"target": "nvfp4", **target_record(out)})
+        learned(head, out)
         assert severities(head, source) == [], "learned from the quantized one"
-        recorded(head, {"target": "org/base", **target_record(base)})
+        learned(head, base)
 
 
 @pytest.mark.parametrize("source", [None, "x", {}, {"target_samples": "x"}, {"target_samples": 5}])
@@ -96,15 +99,27 @@ def test_without_a_record_nothing_is_read_or_said(head: Path, tuned: Path, sourc
     assert severities(head, damaged) == []
 
 
+opened: list[str] = []  # the target's index
+
+
+def count(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and arguments[1] and str(arguments[0]).endswith(".index.json"):
+        opened.append(event)
+
+
 def test_every_command_that_pairs_them_says_so(base: Path, tuned: Path, head: Path) -> None:
+    """After it read the headers of each once."""
+    sys.addaudithook(count)
     serve = ("serve", "TARGET", "--head", str(head), "--dry-run", "--backend")
     for words in (
         ("inspect", str(head), "--against", "TARGET"),
         ("plan", "TARGET", "--head", str(head), "--acceptance", "3"),
         *((*serve, backend) for backend in ("trtllm", "vllm", "reference")),
     ):
-        for target, count in ((tuned, 1), (base, 0)):
+        for target, times in ((tuned, 1), (base, 0)):
+            opened.clear()
             given = [str(target) if word == "TARGET" else word for word in words]
             answer = trtspec(*given, "--json").json
             codes = [problem["code"] for problem in answer["problems"]]
-            assert codes.count(CODE) == count, (given, answer.get("error"))
+            assert codes.count(CODE) == times, (given, answer.get("error"))
+            assert len(opened) == 1, given

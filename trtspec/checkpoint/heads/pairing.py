@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from trtspec.checkpoint.headers import Checkpoint
@@ -44,13 +43,13 @@ def pair_problems(
     ]
 
 
-def target_record(directory: Path) -> dict[str, Any]:
+def target_record(target: Checkpoint) -> dict[str, Any]:
     """What provenance.json of a head says of the target that it learned from.
 
     `target_samples` are digests of the target's weights, and of those that `trtspec quantize` made them from.
     """
-    marks = identity(Checkpoint.open(directory))
-    record = recorded(directory)
+    marks = identity(target)
+    record = recorded(target.path)
     quantized = record.get("source") if record.get("command") == "quantize" else None
     original = quantized.get("sample") if isinstance(quantized, dict) else None
     samples = [marks["sample"], *([original] if isinstance(original, str) else [])]
@@ -68,7 +67,7 @@ def learned_problems(head: Resolved, target: Resolved) -> list[Problem]:
         return []
     if target.weights is None:
         return []
-    here = target_record(target.weights)
+    here = target_record(target.checkpoint)
     if any(sample in source["target_samples"] for sample in here["target_samples"]):
         return []
     name, commit = source.get("target"), source.get("commit")

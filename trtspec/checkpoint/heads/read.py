@@ -30,7 +30,6 @@ from trtspec.errors import Problem, TrtspecError, has_errors
 from trtspec.specs import HeadSpec, RopeSpec, Values
 
 MEDUSA = re.compile(r"^(medusa_heads?\.)?\d+\.\d+\.linear\.weight$|^medusa_heads?\.")
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 STORAGE = (
     "dialect",
     "layer_prefix",
@@ -145,26 +144,21 @@ def _flags(config: dict[str, Any], dialect: Dialect) -> dict[str, bool]:
 
 def no_eagle3_head(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Problem | None:
     """Why these tensors are no Eagle3 head, by names and shapes that only other things have; None if they may be."""
-    names = set(tensors)
+    names = tensors.keys()
     kind = config.get("speculators_model_type") or config.get("model_type")
-    if (
-        "medusa_num_heads" in config
-        or kind == "medusa"
-        or any(MEDUSA.search(name) for name in names)
-    ):
+    if "medusa_num_heads" in config or kind == "medusa" or any(map(MEDUSA.match, names)):
         return finding("TS-HEAD-MEDUSA", "tensor names")
     if config.get("speculators_model_type", "eagle3") != "eagle3":
         return finding("TS-HEAD-OTHER-DRAFT", "speculators_model_type")
-    fc = next(
-        (info for name, info in tensors.items() if name.removeprefix("model.") == "fc.weight"), None
-    )
+    fc = tensors.get("fc.weight") or tensors.get("model.fc.weight")
     if fc is not None:
         # EAGLE-1 and EAGLE-2 fuse the embedding with one state, in fc [H, 2H]
         normed = any(name.endswith("hidden_norm.weight") for name in names)
         if normed or len(fc.shape) != 2 or fc.shape[1] != 2 * fc.shape[0]:
             return None
         return finding("TS-HEAD-EAGLE1", "fc.weight")
-    layers = {int(found[1]) for found in map(LAYER.search, names) if found}
+    numbers = {f".{name}".partition(".layers.")[2].partition(".")[0] for name in names}
+    layers = {int(number) for number in numbers if number.isdecimal()}
     if len(layers) < 2 and any(name.endswith(("eh_proj.weight", "enorm.weight")) for name in names):
         return finding("TS-HEAD-OTHER-DRAFT", "tensor names")
     if len(layers) > 1 or any(".mlp.experts." in name for name in names):

@@ -2,7 +2,7 @@
 
 The source is read into the canonical record (HeadSpec); names, maps, config keys and the counting of layers are then
 written for the destination. Weights pass through unchanged, a piece at a time, so memory does not grow with them.
-What a dialect cannot express of a head is in `LIMITS`, each with its reason.
+What a dialect cannot express of a head is in data/dialects.yaml, each with its reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trtspec.checkpoint.heads.shapes import canonical_names
 from trtspec.checkpoint.hub import Resolved, commit_record
 from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.output import HEAD_FILES, OutputDirectory, carried_names, carry_files
-from trtspec.checkpoint.target_problems import require_target
+from trtspec.checkpoint.target_problems import sound
 from trtspec.checkpoint.values import embedding_problems, head_value_problems
 from trtspec.errors import CheckFailed, Problem, UsageError, errors_in, has_errors
 from trtspec.heads.card import conversion_card, serving_commands
@@ -114,9 +114,9 @@ def convert_head(
     """Converts and says what was done. With errors among the problems nothing is written. A dry run checks all that a
     run checks, every value of every tensor too. Raises CheckFailed for what is no Eagle3 head, UsageError for an output
     that is in the way, TrtspecError for one that has no room."""
-    begun, path = time.monotonic(), source.path
-    if path is None:
-        raise UsageError(f"{source.name} is not on this machine", source.fetch)
+    begun = time.monotonic()
+    checkpoint = source.checkpoint
+    path = checkpoint.path
     if output.resolve() == path.resolve() or output.resolve() in path.resolve().parents:
         raise UsageError(
             f"{output} is, or holds, the head that is converted", "choose another `output`"
@@ -128,7 +128,6 @@ def convert_head(
         options.dry_run, restart=True, force=options.force
     )  # a killed conversion starts over
     directory.check(again)
-    checkpoint = Checkpoint.open(path)
     wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
     if wrong is not None:
         raise CheckFailed(f"{source.name}: {wrong.message}", wrong.remedy, wrong.code)
@@ -177,9 +176,11 @@ def _plan(
         spec = replace(spec, aux_layers=model.default_aux_layers)
     if model is not None:
         problems += errors_in(pair_problems(spec, model))
-    lender = _lender(target, model)
+    problems += refusals(spec, dialect, model)
+    refused = has_errors(problems)  # by headers alone, so no weight is read
+    lender = None if refused else _lender(target, model)
     entries, about_tensors = plan_tensors(checkpoint, spec, dialect, lender, options.embed_tokens)
-    if not has_errors(problems):
+    if not refused:
         problems += about_tensors
         copied = {
             name: entry.info
@@ -191,7 +192,6 @@ def _plan(
         if own and own.info and own.checkpoint is checkpoint and lender:
             against = embedding_problems(checkpoint, own.info, lender.checkpoint, lender.spec)
             problems += errors_in(against)
-    problems += refusals(spec, dialect, model)
     config: dict[str, Any] = {}
     if not has_errors(problems):
         problems += cautions(spec, dialect)
@@ -246,7 +246,7 @@ def _left(
 def _lender(target: Resolved | None, model: ModelSpec | None) -> Lender | None:
     if target is None or model is None or target.weights is None:
         return None
-    return Lender(require_target(target.weights).checkpoint, model)
+    return Lender(sound(target.target).checkpoint, model)
 
 
 # problems of the source that conversion itself fixes, and those that only matter to some destinations
@@ -256,18 +256,6 @@ CURED = {
     "TS-HEAD-CODE", "TS-CODE-REFERENCE", "TS-CODE-REPOSITORY", "TS-CODE-ABSENT", "TS-CODE-LINK", "TS-NAME-NOT-PLAIN",
 }  # fmt: skip
 DEPENDS = {"TS-HEAD-NORM-RESIDUAL", "TS-HEAD-ROPE-MLA"}
-
-
-@dataclass(frozen=True)
-class Limit:
-    """What to say of a dialect that cannot express a property of a head."""
-
-    code: str
-    where: str
-    reason: str
-
-
-LIMITS = {name: Limit(**row) for name, row in DIALECT_TABLE["features"].items()}
 
 
 def features(spec: HeadSpec) -> list[str]:
@@ -308,9 +296,10 @@ def refusals(spec: HeadSpec, dialect: Dialect, target: ModelSpec | None) -> list
         needed = [name for name in needed if name not in OF_MLA]
     able = [row.option for row in DIALECTS.values() if row.expresses.issuperset(features(spec))]
     remedy = f"convert to {' or '.join(able)}" if able else "serve the head as it is"
+    rows = DIALECT_TABLE["features"]
     problems = [
-        Problem(limit.code, "error", limit.where, f"{dialect.title} {limit.reason}", remedy)
-        for limit in (LIMITS[name] for name in needed if name not in dialect.expresses)
+        Problem(row["code"], "error", row["where"], f"{dialect.title} {row['reason']}", remedy)
+        for row in (rows[name] for name in needed if name not in dialect.expresses)
     ]
     default = target.default_aux_layers if target is not None else None
     if dialect.stores_ids or spec.aux_layers in (None, default):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.dialects import head_config
 from trtspec.checkpoint.heads.pairing import target_record
 from trtspec.checkpoint.hub import source_name
@@ -83,7 +84,7 @@ def run_training(
             module.eagle_module.load_state_dict(initial_tensors(check_initial(run.init, plan.spec)))
         source = {f"{key}_sha256": fingerprint[key] for key in ("data", "init")}
         source["target_config"] = fingerprint["target"]
-        source |= fingerprint["target_id"] | target_record(run.target_dir)
+        source |= fingerprint["target_id"] | target_record(Checkpoint.open(run.target_dir))
         writer = HeadWriter(run, plan, options, model.spec, module, world, source)
         with (
             closing(open_states(run, model, plan, options, world, journal)) as states,

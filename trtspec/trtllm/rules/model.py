@@ -17,7 +17,6 @@ from trtspec.trtllm.deployment import (
     Finding,
     decoding_type,
     eagle3,
-    family,
     head_in,
     method_of,
     name_problem,
@@ -70,7 +69,7 @@ def right_parser(target: ModelSpec, name: str) -> str | None:
     record = known_target(name)
     if record is not None:
         return record.reasoning_parser
-    return "kimi_k25" if family(target) == "kimi_k25" else None
+    return target.engine_family if target.is_nested else None
 
 
 def reasoning_parser(document: Document, deployment: Deployment) -> Iterator[Finding]:
@@ -80,7 +79,7 @@ def reasoning_parser(document: Document, deployment: Deployment) -> Iterator[Fin
     if (
         target is None
         or written in (None, "auto", right)
-        or (right is None and written == "kimi_k2")
+        or (right is None and written == target.engine_family)
     ):
         return
     message = f"reasoning_parser {written} with {target.model_type}: reasoning lands in the answer, or the answer in "

@@ -9,7 +9,7 @@ from typing import Any
 
 from trtspec.errors import SEVERITIES, Problem, Severity
 from trtspec.specs import HeadSpec, ModelSpec
-from trtspec.trtllm.deployment import Deployment, Finding, Fix, family, method_of
+from trtspec.trtllm.deployment import Deployment, Finding, Fix, method_of
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 from trtspec.trtllm.rules.speculation import schedule_reaches_zero
 from trtspec.trtllm.schema import UNKNOWN, Rule, Schema, releases, schema_for
@@ -33,7 +33,7 @@ def facts(document: Document, deployment: Deployment) -> dict[str, Any]:
     if method is not None:
         found |= {f"method.{name}": value for name, value in vars(method).items()}
     if target is not None:
-        found |= {"target.family": family(target), "target.remote_code": target.remote_code}
+        found |= {"target.family": target.engine_family, "target.remote_code": target.remote_code}
         found["target.fp4"] = target.quant.format.is_fp4
         found["target.plain_attention"] = any(
             "self_attn" in item for item in target.quant.exclude

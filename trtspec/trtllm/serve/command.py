@@ -52,7 +52,7 @@ def build_command(
             argv += [flag] if schema.options[key].is_flag else [flag, str(value)]
     # what a Kimi needs beyond the model card's command, as far as the version is known to take it
     parser = right_parser(target, intent.published_as)
-    exists = parser == "kimi_k2" or all(schema.behaviours["parser_of_kimi_k25"])
+    exists = not target.is_nested or all(schema.behaviours["parser_of_kimi_k25"])
     if (
         parser is not None
         and _takes(schema, "reasoning_parser", parser)
