@@ -29,8 +29,8 @@ def usage_error(error: Any) -> UsageError:
         commands = [*command.commands]
         near = nearest(unknown[1], commands, "commands")
         return UsageError(message, f"did you mean `trtspec {near}`?" if near else page)
-    if extra := re.match(r"Got unexpected extra argument\(?s?\)? \((\S+)", message):
-        return UsageError(message, _meant_argument(extra[1].rstrip(")"), command) or page)
+    if extra := re.match(r"Got unexpected extra .* \((.+)\)", message):
+        return UsageError(message, _meant_argument(extra[1].split(), command) or page)
     if message.startswith("Missing") and (examples := load_yaml("examples.yaml").get(command.name)):
         return UsageError(message, f"for example `{examples[0]}`")
     return (
@@ -53,14 +53,17 @@ def _meant_option(option: str, command: Any) -> str:
     return ""
 
 
-def _meant_argument(word: str, command: Any) -> str:
-    """The remedy for one argument more than the command takes; "" if nothing is known of it."""
+def _meant_argument(extra: list[str], command: Any) -> str:
+    """The remedy for more arguments than the command takes; "" if nothing is known of them."""
     own, words = spellings(command), sys.argv
-    flag, value = words[max(0, words.index(word) - 2) :][:2] if word in words else ("", "")
+    index = words.index(extra[0]) if extra[0] in words else 0
+    flag, value = words[max(0, index - 2) : index] if index > 1 else ("", "")
+    if flag in own and value.isdigit():
+        return f"write {flag} {','.join([value, *extra])}"
     if flag in own:
-        return f"quote a value that has blanks: {flag} '{value} {word}'"
-    meant = next((flag for flag in SECOND if flag in own and flag not in sys.argv), None)
-    return f"did you mean {meant} {word}?" if meant else ""
+        return f"quote a value that has blanks: {flag} '{' '.join([value, *extra])}'"
+    meant = next((flag for flag in SECOND if flag in own and flag not in words), None)
+    return f"did you mean {meant} {extra[0]}?" if meant else ""
 
 
 def _wrong_value(message: str, context: Any, parameter: Any, page: str) -> UsageError:

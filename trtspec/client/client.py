@@ -238,6 +238,8 @@ def ask_once(
 
 
 def describe(error: Exception) -> str:
+    if isinstance(error, httpx.ConnectError) and "SSL" in str(error):
+        return "it does not speak HTTPS; write http://"
     if isinstance(error, httpx.ConnectError):
         return "nothing accepts connections there"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -170,7 +170,7 @@ def no_eagle3_head(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Pr
             "error",
             "fc.weight",
             message,
-            "pass the target first and a head second",
+            "name an Eagle3 head here, and the target where the command asks for it",
         )
     return None
 
