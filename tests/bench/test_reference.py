@@ -3,19 +3,23 @@ Minutes, so all of it is slow."""
 
 import contextlib
 import json
+import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from tests.bench.conftest import ci_steps, measured
 from tests.command_line import TRTSPEC, free_port, served
 from tests.json_files import read_json
 from trtspec import data_files
-from trtspec.bench.results import BY_LENGTH, BY_MINUTE, BY_REUSE
+from trtspec.bench.results import BY_LENGTH, BY_MINUTE, BY_REUSE, BenchResults
+from trtspec.bench.statistics import Ratio, paired_ratio
 
 NANO, HEAD = str(data_files.kimi_nano_dir()), str(data_files.DATA / "kimi-nano-eagle3")
 PLANTED = Path(__file__).with_name("planted_causes.py")
@@ -122,6 +126,57 @@ def test_a_planted_cause_has_the_shape_that_the_page_describes(
         "first minute": lengths[BY_MINUTE, 1] < LOW * lengths.get((BY_MINUTE, 2), 0.0),
     }
     assert [name for name, holds in low.items() if holds] == CAUSES.get(cause, [])
+
+
+def rounds_of(found: BenchResults, load: str) -> np.ndarray:
+    """[rounds, 4]: tokens and seconds of each round with the head, then alone."""
+    sides = []
+    for endpoint in found.all:
+        sums: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(2))
+        for speed in endpoint.speeds(load).values():
+            sums[speed.round] += (speed.tokens, speed.seconds)
+        sides.append([sums[number] for number in sorted(sums)])
+    return np.concatenate(sides, axis=1)
+
+
+def interval_of(rounds: np.ndarray) -> Ratio:
+    found = paired_ratio((dict(enumerate(rounds[:, :2])), dict(enumerate(rounds[:, 2:]))))
+    assert found
+    return found
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(3600)
+def test_six_launches_and_resampled_proofs_hold_the_pooled_figure() -> None:
+    """Launches are measured as a proof measures them, every second one beside four busy loops."""
+    launches = []
+    for number in range(6):
+        with contextlib.ExitStack() as running:
+            for _ in range(number % 2 * 4):
+                busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+                running.callback(busy.kill)
+            urls = {}
+            for name, options in (("spec", ("--head", HEAD)), ("plain", ())):
+                port = free_port()
+                words = ("serve", NANO, "--backend", "reference", "--port", port, *options)
+                urls[name] = running.enter_context(served(port, *TRTSPEC, *words))[0]
+            asked = {"samples": 32, "max_tokens": 48, "concurrency": (1, 4), "rounds": 8}
+            launches.append(measured(urls, "nano", **asked))
+    rng = np.random.default_rng(0)
+    for load in ("concurrency 1", "concurrency 4"):
+        live = [rounds_of(found, load) for found in launches]
+        pool = np.concatenate(live)
+        pooled = interval_of(pool).value
+        proofs = [interval_of(pool[rng.integers(0, len(pool), 8)]) for _ in range(1000)]
+        inside = [
+            sum(one.low <= pooled <= one.high for one in intervals)
+            for intervals in (map(interval_of, live), proofs)
+        ]
+        width = np.median([(one.high - one.low) / one.value for one in proofs])
+        print(
+            f"{load}: {pooled:.2f}, in {inside[0]} of 6 and {inside[1]} of 1000, width {width:.2f}"
+        )
+        assert inside[0] >= 5 and 930 <= inside[1] <= 970
 
 
 def test_the_ci_workflow_runs_as_it_is_written(tmp_path: Path) -> None:
