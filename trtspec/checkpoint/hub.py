@@ -193,7 +193,7 @@ def _not_a_checkpoint(name: str) -> UsageError:
     elif (path.parent / "config.json").is_file():
         remedy = f"pass its directory, {path.parent}"
     elif what == "not there":
-        remedy = f"did you mean {near}?" if near else remedy
+        remedy = f"did you mean {near}? Else {remedy}" if near else remedy
         remedy += "; where a job makes it later, build-config takes `like`"
         return UsageError(f"{name!r} is neither a directory nor a hub id", remedy)
     return UsageError(f"{name} is {what}, not a checkpoint directory", remedy)
