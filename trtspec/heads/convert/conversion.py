@@ -176,9 +176,11 @@ def _plan(
         spec = replace(spec, aux_layers=model.default_aux_layers)
     if model is not None:
         problems += errors_in(pair_problems(spec, model))
+    lender = _lender(target, model)
     problems += refusals(spec, dialect, model)
     refused = has_errors(problems)  # by headers alone, so no weight is read
-    lender = None if refused else _lender(target, model)
+    if refused:
+        lender = None
     entries, about_tensors = plan_tensors(checkpoint, spec, dialect, lender, options.embed_tokens)
     if not refused:
         problems += about_tensors
