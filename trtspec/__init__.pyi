@@ -21,7 +21,7 @@ def build_config(
     max_seq_len: int | None = None,
     draft_len: int = 3,
     nodes: int = 1,
-    gpu: str | Path | None = None,
+    gpu: Literal['b200', 'b300', 'gb200', 'gb300', 'h100', 'h200'] | None = None,
     role: Literal['context', 'generation', 'front'] | None = None,
     ep_size: int | None = None,
     isl: int | None = None,

@@ -107,7 +107,7 @@ def did_you_mean(value: str, choices: Collection[str], otherwise: str) -> str:
 
 
 def nearest(value: str, choices: Collection[str], *tables: str) -> str | None:
-    """The choice that `value` is in another tool's words, contains as a word, nearly spells, or is a part of, or None.
+    """The choice that `value` is in another tool's words, contains as a word, or nearly spells, or None.
 
     `tables`: those of words.yaml that are looked into.
     """
@@ -122,9 +122,7 @@ def nearest(value: str, choices: Collection[str], *tables: str) -> str | None:
     contained = [choice for choice in choices if choice in re.split(r"[^a-z0-9.]+", value.lower())]
     spelled = {_spelled(choice): choice for choice in choices}
     near = [spelled[name] for name in get_close_matches(wanted, spelled, n=1, cutoff=0.8)]
-    longer = [spelled[name] for name in spelled if len(wanted) > 3 and wanted in name]
-    meant = (*said, *contained, *near, *longer)
-    return next((choice for choice in meant if choice in choices), None)
+    return next((choice for choice in (*said, *contained, *near) if choice in choices), None)
 
 
 def _spelled(word: str) -> str:

@@ -20,7 +20,6 @@ import jiter
 import yaml
 
 from trtspec.errors import TrtspecError, UsageError, nearest
-from trtspec.foreign import DATA_FILES, what_is
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -62,10 +61,7 @@ def open_regular(path: str | Path, remedy: str = "") -> Iterator[BinaryIO]:
 def read_bytes(path: str | Path, most: int = MOST_JSON, remedy: str = "") -> bytes:
     """At most `most` bytes; a larger file is an error."""
     with open_regular(path, remedy) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if size > most:
-            raise unreadable(path, f"it has {size} bytes, more than {most}", remedy)
-        data = stream.read(most + 1)  # /proc and growing files say another size
+        data = stream.read(most + 1)
     return _within(most, data, path, remedy)
 
 
@@ -136,8 +132,6 @@ def read_yaml_text(path: str | Path, remedy: str = YAML_REMEDY, most: int = MOST
     text of at most `most` bytes; never waits for a pipe or a device."""
     if str(path) != STDIN:
         try:
-            if Path(path).suffix in DATA_FILES:
-                raise unreadable(path, f"it is {what_is(str(path))}, not YAML", remedy)
             return read_text(path, most, remedy)
         except FileNotFoundError:
             raise missing(path, remedy) from None

@@ -118,12 +118,6 @@ def without_code(value: Any) -> Any:
     return [without_code(item) for item in value] if isinstance(value, list) else value
 
 
-# what a file is by its ending, where that is not a text of options
-DATA_FILES = {
-    ".jsonl": "data rows",
-    ".parquet": "data rows",
-    ".safetensors": "weights",
-}
 HUB_PAGE = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/(?:models/)?([\w.-]+/[\w.-]+).*")
 
 
@@ -137,7 +131,7 @@ def what_is(text: str) -> str:
     if path.is_dir():
         return "a checkpoint" if (path / "config.json").exists() else "a directory"
     if path.exists():
-        return f"a file of {DATA_FILES[path.suffix]}" if path.suffix in DATA_FILES else "a file"
+        return "a file"
     if (DATA / text / "config.json").is_file():
         return "a checkpoint"
     return "a hub id" if parse_hub_id(text) else "not there"

@@ -395,7 +395,7 @@ def _draw(table: Table) -> None:
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(width=160, no_color=True, highlight=False)
+        console.width = 160
     drawn = RichTable(
         title=table.title, caption=table.note or None, title_justify="left", caption_justify="left",
         show_header=bool(table.columns), box=box.HEAVY_HEAD if table.ruled else None, pad_edge=table.ruled,

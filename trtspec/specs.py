@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import TypeAdapter, ValidationError, confloat, conint
 
-from trtspec.data_files import load_yaml
-from trtspec.errors import TrtspecError, UsageError, did_you_mean
+from trtspec.data_files import gpu_names, load_yaml
+from trtspec.errors import TrtspecError
 from trtspec.formats import WeightFormat, format_of_config
+
+if TYPE_CHECKING:
+    Gpu = str
+else:
+    Gpu = Literal[tuple(gpu_names())]  # a row in gpus.yaml is a choice of every option
 
 MOST = 2**31 - 1  # of a size
 REMEDY = "correct config.json, or download it again"
@@ -404,15 +409,9 @@ class GpuSpec:
         return self.nvlink_gpus > self.gpus_per_node
 
 
-def gpu_spec(name: str) -> GpuSpec:
-    """The row of gpus.yaml called `name` (b200, gb300, ..); raises UsageError listing the known ones."""
+def gpu_spec(name: Gpu) -> GpuSpec:
+    """The row of gpus.yaml called `name` (b200, gb300, ..)."""
     data = load_yaml("gpus.yaml")
-    if name.lower() not in data["gpus"]:
-        known = f"choose one of {', '.join(data['gpus'])}"
-        raise UsageError(
-            f"there are no figures for the GPU {name!r}",
-            did_you_mean(name.lower(), data["gpus"], known),
-        )
-    row = dict(data["gpus"][name.lower()])
+    row = dict(data["gpus"][name])
     memory = row.pop("memory_mib") * 2**20
-    return GpuSpec(name=name.lower(), memory_bytes=memory, source=data["source"], **row)
+    return GpuSpec(name=name, memory_bytes=memory, source=data["source"], **row)

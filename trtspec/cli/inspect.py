@@ -96,20 +96,9 @@ def inspect(options: InspectOptions) -> Result:
     message = f"{options.path} has {errors} error{'s' * (errors != 1)}"
     wrong = CheckFailed(message, "follow the remedy of each above") if errors else None
     clean = [] if problems else ["no problems found"]
-    tables = _tables(options.path, values)
-    if values.get("acceptance") and isinstance(report.known, PublishedHead):
-        tables.append(published_table(report.known))
-    return Result(values, problems, tables, ["", *clean], wrong)
-
-
-def published_table(record: PublishedHead) -> Table:
-    """The published tokens per step of a head, a row for each measurement."""
-    rows = []
-    for measured in record.acceptance:
-        figures = json.dumps(measured.figures).replace('"', "")
-        rows.append((figures, str(measured.draft_len), measured.protocol))
-    columns = ("published tokens per step", "drafts", "by")
-    return Table("", columns, rows, text_columns=frozenset({0, 2}), ruled=False)
+    return Result(
+        values, problems, _tables(options.path, values, report.known), ["", *clean], wrong
+    )
 
 
 def first_releases(record: PublishedHead, head: HeadSpec) -> dict[str, str | None]:
@@ -174,9 +163,9 @@ def compare_derived(
     return compare(made.target, source.checkpoint, COMPARED if sample is None else sample)
 
 
-def _tables(path: str, values: dict[str, Any]) -> list[Table]:
-    """What it is; what was published of a head; the rounding errors by class, of a checkpoint that was re-read; and its
-    files of code."""
+def _tables(path: str, values: dict[str, Any], known: object) -> list[Table]:
+    """What it is; the rounding errors by class, of a checkpoint that was re-read; its files of code; and the published
+    tokens per step of a head."""
     compared = values.get("comparison", {})
     facts = {
         key: value
@@ -190,4 +179,10 @@ def _tables(path: str, values: dict[str, Any]) -> list[Table]:
     errors = Table("", ("linears", "tensors", "relative error", "worst"), rows, ruled=False)
     files = list(values.get("code_files", {}).items())
     code = Table("", ("code", "SHA-256"), files, text_columns=frozenset({0, 1}), ruled=False)
-    return [value_table(facts, path), *(table for table in (errors, code) if table.rows)]
+    measured = [
+        (json.dumps(each.figures).replace('"', ""), str(each.draft_len), each.protocol)
+        for each in getattr(known, "acceptance", ())
+    ]
+    columns = ("published tokens per step", "drafts", "by")
+    published = Table("", columns, measured, text_columns=frozenset({0, 2}), ruled=False)
+    return [value_table(facts, path), *(table for table in (errors, code, published) if table.rows)]

@@ -445,12 +445,10 @@ def _lines(judged: Judged) -> Iterator[str]:
 
 
 def _excerpt(document: Document, finding: Finding, number: int) -> Iterator[str]:
-    """The line at fault, and carets below the key or value where its column is known."""
+    """The beginning of the line at fault, and carets below the key or value where it holds that."""
     line = "".join(document.text.split("\n")[number - 1 : number])
-    column = (finding.column or 1) - 1
-    shift = max(0, column - MOST_COLUMNS // 2) if len(line) > MOST_COLUMNS else 0
-    shown = "".join(char if char.isprintable() else " " for char in line[shift:][:MOST_COLUMNS])
+    shown = "".join(char if char.isprintable() else " " for char in line[:MOST_COLUMNS])
     yield f"{number:>12} | {shown}"
-    if finding.column is not None:
-        width = min(finding.width, len(shown) - column + shift)
-        yield f"{'':12} | {' ' * (column - shift)}{'^' * max(1, width)}"
+    if finding.column is not None and finding.column <= len(shown):
+        width = min(finding.width, len(shown) + 1 - finding.column)
+        yield f"{'':12} | {' ' * (finding.column - 1)}{'^' * max(1, width)}"

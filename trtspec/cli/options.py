@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from trtspec.data_files import gpu_names, load_yaml
+from trtspec.data_files import load_yaml
 from trtspec.errors import UsageError
 from trtspec.records import DryRunOption, ForceOption, RestartOption, argument, option
 from trtspec.report import OutputOptions
@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from trtspec.client.servers import DetectedServer
     from trtspec.quant.policy import Policy
 
-    Gpu = str
     PolicyName = str
 else:
-    Gpu = Literal[tuple(gpu_names())]  # a row in gpus.yaml is a choice here
     PolicyName = Literal[tuple(load_yaml("policies.yaml")["policies"])]
 
 MOST = 1e6  # of a number in a list

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from trtspec.cli.options import CountList, Gpu, OutputFlags, directory_of
+from trtspec.cli.options import CountList, OutputFlags, directory_of
 from trtspec.errors import Interrupted, UsageError
 from trtspec.files import load_file
 from trtspec.heads.card import interval_text
@@ -38,6 +38,7 @@ from trtspec.records import (
     words,
 )
 from trtspec.report import Result, Table, progress_bar, say
+from trtspec.specs import Gpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -369,16 +370,13 @@ def measure_acceptance(
 
 
 def _shown(advance: Callable[..., None]) -> Callable[[CurvePoint], None]:
-    """Draws each step: the loss, the agreement with the target at the first training-time-test steps, the last held-out
-    loss."""
-    done, held = 0, ""
+    """Draws each step: the loss, and the agreement with the target at the first training-time-test steps."""
+    done = 0
 
     def on_step(point: CurvePoint) -> None:
-        nonlocal done, held
-        held = f"  held out {point.held_out['loss']:.2f}" if point.held_out else held
+        nonlocal done
         shares = " ".join(f"{value:.2f}" for value in point.accuracy[:3])
-        speed = f"{point.tokens_per_second:.0f} tok/s"
-        advance(point.step - done, f"loss {point.loss:.2f}  agree {shares}  {speed}{held}")
+        advance(point.step - done, f"loss {point.loss:.2f}  agree {shares}")
         done = point.step
 
     return on_step

@@ -69,10 +69,9 @@ def bearer(key: str | None, option: str = "OPENAI_API_KEY") -> dict[str, str]:
     if not key:
         return {}
     if not SENDABLE.fullmatch(key):
-        if key != key.strip():
-            fault = "it begins or ends with a line break or other white space"
-        else:
-            fault = f"its character {len(re.match('[ -~]*', key)[0]) + 1} is not printable ASCII"  # type: ignore[index]
+        good = SENDABLE.match(key)
+        place = good.end() + 1 if good else 1
+        fault = f"its character {place} is a line break, other white space or not printable ASCII"
         raise UsageError(
             f"{option} (not shown) cannot be sent in a header: {fault}",
             'set it without, for example OPENAI_API_KEY="$(tr -d "[:space:]" < KEYFILE)"',

@@ -300,7 +300,7 @@ def compute_capability(gpu: str) -> str:
             f"the GPU {gpu!r} is not known",
             f"choose one of {listed}, or a capability such as sm120",
         )
-    return gpu_spec(gpu).compute_capability
+    return gpu_spec(name).compute_capability
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,10 @@ from typing import Annotated, Any, Literal
 from packaging.version import Version
 
 from trtspec.checkpoint.published import DRAFT_LEN
-from trtspec.data_files import gpu_names
 from trtspec.errors import UsageError
 from trtspec.foreign import parse_hub_id
 from trtspec.records import Excludes, HeadOption, Needs, TargetArgument, option, parse, words
-from trtspec.specs import gpu_spec
+from trtspec.specs import Gpu, gpu_spec
 from trtspec.trtllm.schema import parse_version
 
 Goal = Literal["latency", "throughput"]
@@ -102,10 +101,10 @@ class Intent:
         int, option("Nodes that one server spans.", min=1, group="Layout"), NOT_FRONT
     ] = 1
     gpu: Annotated[
-        str | None,
+        Gpu | None,
         option(
             "GPU type. Refuses what does not run or fit there; notes the KV-cache capacity in the file.",
-            metavar="|".join(gpu_names()),
+            case_sensitive=False,
         ),
         NOT_FRONT,
     ] = None
