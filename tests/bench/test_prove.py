@@ -60,18 +60,13 @@ def test_the_script_is_made_of_commands_that_exist(tmp_path: Path) -> None:
     subprocess.run(["bash", "-n", "-c", shell_text(SETUP, tmp_path, steps)], check=True)
 
 
-def test_a_dry_run_prints_the_script_and_counts_what_it_asks(tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_script(tmp_path: Path) -> None:
     done = succeeded(*NANO, "-o", tmp_path / "proof", "--dry-run", *SMALL)
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("# asks for at most ") and not (tmp_path / "proof").exists()
+    assert lines[0].startswith("mkdir -p ") and not (tmp_path / "proof").exists()
     assert [shlex.split(line)[1] for line in lines if line.startswith("trtspec ")] == [
         "serve", "serve", "bench", "check", "check",
     ]  # fmt: skip
-    tokens = [
-        trtspec(*NANO, "-o", "x", "--dry-run", "--json", "--samples", n).json["tokens"]
-        for n in (4, 8)
-    ]
-    assert tokens[1] > 1.5 * tokens[0] > 0
 
 
 @pytest.mark.parametrize("backend", ["trtllm", "vllm"])
@@ -182,9 +177,7 @@ def test_the_page_and_the_bundle_hold_what_was_found(
     evidence = gathered(setup, {"plan": plan, "score": scored}, tmp_path, **more)
     page = proof_html(evidence, pooled_results(setup, tmp_path), tmp_path)
     assert evidence.sentence.startswith("SAFE: the same output, ") and evidence.sentence in page
-    assert evidence.logs == ["logs/serve-spec.log"] and "s3cret" not in page + json.dumps(
-        asdict(evidence)
-    )
+    assert "s3cret" not in page + json.dumps(asdict(evidence))
     shown = (
         "70.70",
         "72.70",
@@ -219,7 +212,6 @@ def test_the_page_and_the_bundle_hold_what_was_found(
         evidence.sentence == "NOT PROVEN: the same output; the speed was not measured"
         and not evidence.proved
     )
-    assert evidence.acceptance_length is None
 
 
 def prove(out: Path, port: int, *words: str) -> subprocess.Popen[str]:

@@ -35,10 +35,10 @@ from trtspec.launch.processes import duration, require_free_ports, run_trtspec, 
 from trtspec.report import Table
 
 SPECULATING, PLAIN = "spec", "plain"
-# by server: name and reason of what check does, and how many requests it makes of each question
+# by server: name and reason of what check does
 CHECKS = {
-    SPECULATING: ("record", "what users get", 11),
-    PLAIN: ("score", "whether the target alone says the same", 8),
+    SPECULATING: ("record", "what users get"),
+    PLAIN: ("score", "whether the target alone says the same"),
 }
 CHECKED, CHECK_TOKENS = 20, 128  # questions of check, and tokens of an answer, at most
 STOP = "kill $(jobs -p) && wait"
@@ -107,18 +107,17 @@ def has_head(server: str) -> bool:
 @dataclass(frozen=True)
 class Step:
     """One command: `words` after `trtspec`, and why it runs. `servers`: names of all that run meanwhile. Its JSON is
-    `result`, a file of the proof; status 3 is a finding, not a failure. `tokens` are asked for at most."""
+    `result`, a file of the proof; status 3 is a finding, not a failure."""
 
     name: str
     why: str
     words: tuple[str, ...]
     result: str
     servers: tuple[str, ...] = ()
-    tokens: int = 0
 
 
 def script(setup: ProveSetup, directory: Path) -> list[Step]:
-    """All steps in their order. The tokens are those of questions with one turn."""
+    """All steps in their order."""
     steps = list[Step]()
     if setup.gpu is not None:
         gpus = ("--gpu", setup.gpu, "--gpus", str(setup.gpus))
@@ -145,26 +144,25 @@ def _bench(setup: ProveSetup, directory: Path, group: tuple[str, ...]) -> Step:
         words += ["--card", setup.head]
     words += ["--concurrency", setup.loads, "--rounds", str(setup.rounds), "--wait-ready", "7200"]
     words += ["-o", str(directory / group[0]), "--resume"]
-    tokens = setup.samples * setup.max_tokens * len(setup.concurrency) * len(group)
     result = f"{group[0]}/results.json"
-    return Step(f"bench-{group[0]}", "acceptance and speed", tuple(words), result, group, tokens)
+    return Step(f"bench-{group[0]}", "acceptance and speed", tuple(words), result, group)
 
 
 def _check(setup: ProveSetup, directory: Path, group: tuple[str, ...], server: str) -> Step:
     """Records what the server with the head says, or scores it by the target alone."""
-    name, why, requests = CHECKS[server]
-    checked, most = min(setup.samples, CHECKED), min(setup.max_tokens, CHECK_TOKENS)
+    name, why = CHECKS[server]
     recording, scores = str(directory / "spec.jsonl"), str(directory / "plain.jsonl")
     words = ["check", setup.url(server), "--tokenizer", setup.target]
     if server == SPECULATING:
         words += ["--record", recording, "--dataset", setup.dataset]
-        words += ["--samples", str(checked), "--max-tokens", str(most)]
+        words += ["--samples", str(min(setup.samples, CHECKED))]
+        words += ["--max-tokens", str(min(setup.max_tokens, CHECK_TOKENS))]
     else:
         words += ["--score", recording, "--record", scores]
         for row in setup.accept_unmeasured:
             words += ["--accept-unmeasured", row]
     words += ["--force", "--json"]
-    return Step(name, why, tuple(words), f"{name}.json", group, requests * checked * most)
+    return Step(name, why, tuple(words), f"{name}.json", group)
 
 
 def serve_words(setup: ProveSetup, server: str) -> tuple[str, ...]:
@@ -295,7 +293,7 @@ def _run(step: Step, journal: Journal, directory: Path) -> None:
 @dataclass(frozen=True, kw_only=True)
 class ProofEvidence:
     """`setup` has `...` in place of the words for the servers, which may hold a key. `identities`: fingerprints of the
-    checkpoints; `seconds`: of each step and start; `planned`: points of plan; `logs`: file names."""
+    checkpoints; `seconds`: of each step and start; `planned`: points of plan."""
 
     verdict: str
     sentence: str
@@ -304,13 +302,10 @@ class ProofEvidence:
     engine: str | None
     hardware: list[str]
     dataset_sha256: str
-    acceptance_length: float | None
-    acceptance_interval: list[float] | None
     speedups: list[SpeedUp]
     planned: list[dict[str, Any]]
     rows: list[Row]
     seconds: dict[str, float]
-    logs: list[str]
     created: str
     versions: dict[str, str]
 
@@ -348,18 +343,14 @@ def gathered(
         verdict, message = "NOT PROVEN", f"NOT PROVEN: {said}"
     points = found.get("plan", {}).get("points", ())
     drafts = (0, setup.draft_len)
-    sound = not results.degenerate()
     return ProofEvidence(
         verdict=verdict,
         sentence=sentence(verdict, message, ups),
         setup=replace(setup, serve_words=("...",) if setup.serve_words else ()),
         hardware=[f"{gpu.name}, driver {gpu.driver}" for gpu in read_gpus() or ()],
-        acceptance_length=results.acceptance_length if sound else None,
-        acceptance_interval=results.acceptance_length_interval if sound else None,
         speedups=ups,
         planned=[point for point in points if point["draft_len"] in drafts],
         rows=[Row(**row) for row in found["score"]["results"]],
-        logs=sorted(f"logs/{path.name}" for path in (directory / "logs").iterdir()),
         created=report.now(),
         versions=report.versions(),
         **more,

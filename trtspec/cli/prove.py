@@ -119,12 +119,9 @@ def prove(options: ProveOptions) -> Result:
     setup = _setup(options)
     locate(setup.dataset)
     steps = proving.script(setup, options.output)
-    if options.dry_run:  # the script, and what it costs
+    if options.dry_run:
         text = proving.shell_text(setup, options.output, steps)
-        tokens = sum(step.tokens for step in steps)
-        about = f"# asks for at most {tokens:,} tokens where questions have one turn"
-        about += "" if options.accept_slower else "; status 3 if slower at a load"
-        return Result({"script": text, "tokens": tokens}, text=f"{about}\n{text}")
+        return Result({"script": text}, text=text)
     dataset = load_dataset(setup.dataset, setup.samples)
     same = {"engine": _engine(options.backend), "dataset_sha256": dataset.sha256}
     key_header()  # a key that bench cannot send is refused before hours of work
