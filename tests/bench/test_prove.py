@@ -170,7 +170,6 @@ def test_the_page_and_the_bundle_hold_what_was_found(
     setup = replace(SETUP, serve_words=("--api-key", "s3cret"))
     more: dict[str, Any] = {
         "identities": {},
-        "seconds": {},
         "engine": "1.3.0rc20",
         "dataset_sha256": "0",
     }
@@ -271,6 +270,6 @@ def test_a_proof_killed_at_five_points_is_resumed(
     for text in (evidence, page, journal.read_text()):
         assert "--max-queue" not in text, "words for the servers may hold a key"
     with capsys.disabled():
-        print("", *table, found["sentence"], found["seconds"], sep="\n")
+        print("", *table, found["sentence"], sep="\n")
     other = prove(out, port, "--samples", "7", *passed)
     assert "was begun with something else: proof.samples was 6, now 7" in other.communicate()[1]

@@ -29,7 +29,6 @@ from trtspec.checkpoint.hub import resolve
 from trtspec.checkpoint.identity import identity_digest
 from trtspec.checkpoint.writer import Journal
 from trtspec.errors import TrtspecError, UsageError, errors_in
-from trtspec.foreign import PlainName
 from trtspec.launch.preflight import read_gpus
 from trtspec.launch.processes import duration, require_free_ports, run_trtspec, served
 from trtspec.report import Table
@@ -42,6 +41,7 @@ CHECKS = {
 }
 CHECKED, CHECK_TOKENS = 20, 128  # questions of check, and tokens of an answer, at most
 STOP = "kill $(jobs -p) && wait"
+REPEAT = "repeat the command as it was, or choose another -o"
 MAX_ROUNDS = 8  # that the questions are divided into; more gain little
 LEFT_OVER = 180.0  # seconds that the server of a killed run gets to end
 
@@ -200,7 +200,6 @@ def prove(
     directory: Path,
     about: dict[str, Any],
     startup: float,
-    restart: bool,
 ) -> ProofEvidence:
     """Runs what is not done yet, then writes evidence.json and report.html. `about`: more that a resumed run must have
     in common with this one. `startup`: seconds for a server to become ready.
@@ -223,11 +222,7 @@ def prove(
         :16
     ]  # they may hold a key
     header = {"proof": asdict(setup) | {"serve_words": words}, "identities": identities, **about}
-    with Journal(path, header, restart=restart, private=True) as journal:
-        for name in (*(group[0] for group in setup.groups), "logs") if restart else ():
-            report.remove_folder(directory, PlainName(name))
-        for recording in directory.glob("*.part") if restart else ():
-            report.remove_file(directory, PlainName(recording.name))
+    with Journal(path, header, remedy=REPEAT, private=True) as journal:
         with report.writing(directory):
             (directory / "logs").mkdir(exist_ok=True)
         done = [step for step in steps if step.name in journal.done and _result(step, directory)]
@@ -237,14 +232,13 @@ def prove(
             with ExitStack() as running:
                 require_free_ports(setup.port, 2, patience)
                 for server in group:
-                    _launch(setup, server, directory, journal, startup, running)
+                    _launch(setup, server, directory, startup, running)
                 for number, step in enumerate(steps, 1):
                     if step.servers == group and step not in done:
                         report.announce(f"[{number}/{len(steps)}] {step.name}: {step.why}")
                         _run(step, journal, directory)
-        seconds = {name: entry["seconds"] for name, entry in journal.done.items()}
     results = {step.name: _result(step, directory) for step in steps}
-    evidence = gathered(setup, results, directory, identities=identities, seconds=seconds, **about)
+    evidence = gathered(setup, results, directory, identities=identities, **about)
     report.write_json(directory / "evidence.json", asdict(evidence))
     write_page(directory, directory / "report.html")
     return evidence
@@ -254,18 +248,15 @@ def _launch(
     setup: ProveSetup,
     server: str,
     directory: Path,
-    journal: Journal,
     startup: float,
     running: ExitStack,
 ) -> None:
-    """Starts a server for the life of `running`, and notes its seconds."""
+    """Starts a server for the life of `running`."""
     report.announce(f"serve-{server}")
     began, log = time.monotonic(), directory / "logs" / f"serve-{server}.log"
     words, url = serve_words(setup, server), setup.url(server)
     running.enter_context(served(words, url, log, startup))
-    seconds = time.monotonic() - began
-    journal.record(f"serve-{server}", seconds=round(seconds, 1))
-    report.announce(f"  ready after {duration(seconds)}")
+    report.announce(f"  ready after {duration(time.monotonic() - began)}")
 
 
 def _result(step: Step, directory: Path) -> dict[str, Any]:
@@ -277,14 +268,13 @@ def _result(step: Step, directory: Path) -> dict[str, Any]:
 
 
 def _run(step: Step, journal: Journal, directory: Path) -> None:
-    began = time.monotonic()
     printed = step.result if "--json" in step.words else f"logs/{step.name}.out"
     status = run_trtspec(step.words, directory / printed)
     allowed = (0, 3) if step.servers else (0,)  # a finding is a result, but for a plan
     if status not in allowed or not _result(step, directory):
         message = f"{step.name} ended with status {status}; its message is above"
         raise TrtspecError(message, "give the same command again to resume")
-    journal.record(step.name, seconds=round(time.monotonic() - began, 1))
+    journal.record(step.name)
 
 
 # --- evidence and page ---
@@ -293,7 +283,7 @@ def _run(step: Step, journal: Journal, directory: Path) -> None:
 @dataclass(frozen=True, kw_only=True)
 class ProofEvidence:
     """`setup` has `...` in place of the words for the servers, which may hold a key. `identities`: fingerprints of the
-    checkpoints; `seconds`: of each step and start; `planned`: points of plan."""
+    checkpoints; `planned`: points of plan."""
 
     verdict: str
     sentence: str
@@ -305,7 +295,6 @@ class ProofEvidence:
     speedups: list[SpeedUp]
     planned: list[dict[str, Any]]
     rows: list[Row]
-    seconds: dict[str, float]
     created: str
     versions: dict[str, str]
 

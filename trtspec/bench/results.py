@@ -45,7 +45,6 @@ class LatencySpread:
 
     mean: float
     p50: float
-    p90: float
     p99: float
 
 

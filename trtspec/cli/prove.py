@@ -13,7 +13,6 @@ from trtspec.records import (
     DryRunOption,
     HeadOption,
     JsonOption,
-    RestartOption,
     TargetArgument,
     argument,
     fill,
@@ -98,7 +97,6 @@ class ProveOptions:
     startup_timeout: Annotated[
         float, option("Seconds until a server must be ready.", min=1, group="Servers")
     ] = 7200.0
-    restart: RestartOption = False
     dry_run: DryRunOption = False
     json_: JsonOption = False
 
@@ -126,9 +124,7 @@ def prove(options: ProveOptions) -> Result:
     same = {"engine": _engine(options.backend), "dataset_sha256": dataset.sha256}
     key_header()  # a key that bench cannot send is refused before hours of work
     with termination_as_interrupt():
-        found = proving.prove(
-            setup, steps, options.output, same, options.startup_timeout, options.restart
-        )
+        found = proving.prove(setup, steps, options.output, same, options.startup_timeout)
     page, wrong = options.output / "report.html", None
     lines = [found.sentence, f"page: {page}", f"evidence: {options.output / 'evidence.json'}"]
     if found.verdict != "SAFE":

@@ -169,8 +169,8 @@ def first_tokens(answers: Sequence[Answer]) -> LatencySpread | None:
 def spread_of(values: Sequence[float]) -> LatencySpread | None:
     if not values:
         return None
-    p50, p90, p99 = np.percentile(values, [50, 90, 99])
-    return LatencySpread(*(round(float(value), 5) for value in (np.mean(values), p50, p90, p99)))
+    p50, p99 = np.percentile(values, [50, 99])
+    return LatencySpread(*(round(float(value), 5) for value in (np.mean(values), p50, p99)))
 
 
 def question_speeds(rounds: Sequence[Round]) -> list[QuestionSpeed]:
