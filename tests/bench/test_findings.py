@@ -92,10 +92,10 @@ def test_answers_that_are_tool_calls_are_not_empty() -> None:
     assert codes(assemble.in_answers(silent)) == ["TS-BENCH-DEGENERATE"]
 
 
-def test_too_few_steps_are_said_with_how_many_would_do() -> None:
+def test_too_few_steps_are_said() -> None:
     turns = [TurnCounts(str(i), "c", 40, 10, 3 + 9 * (i % 3), 30, None, "s") for i in range(6)]
     found = list(assemble.too_few(turns))
-    assert codes(found) == ["TS-BENCH-FEW-STEPS"] and "give +-" in found[0][2]
+    assert codes(found) == ["TS-BENCH-FEW-STEPS"] and "6 questions are too few" in found[0][2]
     many = [TurnCounts(str(i), "c", 40, 10, 14 + i % 3, 30, None, "s") for i in range(60)]
     assert not codes(assemble.too_few(many))
 

@@ -60,18 +60,13 @@ def test_the_script_is_made_of_commands_that_exist(tmp_path: Path) -> None:
     subprocess.run(["bash", "-n", "-c", shell_text(SETUP, tmp_path, steps)], check=True)
 
 
-def test_a_dry_run_prints_the_script_and_counts_what_it_asks(tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_script(tmp_path: Path) -> None:
     done = succeeded(*NANO, "-o", tmp_path / "proof", "--dry-run", *SMALL)
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("# asks for at most ") and not (tmp_path / "proof").exists()
+    assert lines[0].startswith("mkdir -p ") and not (tmp_path / "proof").exists()
     assert [shlex.split(line)[1] for line in lines if line.startswith("trtspec ")] == [
         "serve", "serve", "bench", "check", "check",
     ]  # fmt: skip
-    tokens = [
-        trtspec(*NANO, "-o", "x", "--dry-run", "--json", "--samples", n).json["tokens"]
-        for n in (4, 8)
-    ]
-    assert tokens[1] > 1.5 * tokens[0] > 0
 
 
 @pytest.mark.parametrize("backend", ["trtllm", "vllm"])
@@ -175,16 +170,13 @@ def test_the_page_and_the_bundle_hold_what_was_found(
     setup = replace(SETUP, serve_words=("--api-key", "s3cret"))
     more: dict[str, Any] = {
         "identities": {},
-        "seconds": {},
         "engine": "1.3.0rc20",
         "dataset_sha256": "0",
     }
     evidence = gathered(setup, {"plan": plan, "score": scored}, tmp_path, **more)
     page = proof_html(evidence, pooled_results(setup, tmp_path), tmp_path)
     assert evidence.sentence.startswith("SAFE: the same output, ") and evidence.sentence in page
-    assert evidence.logs == ["logs/serve-spec.log"] and "s3cret" not in page + json.dumps(
-        asdict(evidence)
-    )
+    assert "s3cret" not in page + json.dumps(asdict(evidence))
     shown = (
         "70.70",
         "72.70",
@@ -219,7 +211,6 @@ def test_the_page_and_the_bundle_hold_what_was_found(
         evidence.sentence == "NOT PROVEN: the same output; the speed was not measured"
         and not evidence.proved
     )
-    assert evidence.acceptance_length is None
 
 
 def prove(out: Path, port: int, *words: str) -> subprocess.Popen[str]:
@@ -279,6 +270,6 @@ def test_a_proof_killed_at_five_points_is_resumed(
     for text in (evidence, page, journal.read_text()):
         assert "--max-queue" not in text, "words for the servers may hold a key"
     with capsys.disabled():
-        print("", *table, found["sentence"], found["seconds"], sep="\n")
+        print("", *table, found["sentence"], sep="\n")
     other = prove(out, port, "--samples", "7", *passed)
     assert "was begun with something else: proof.samples was 6, now 7" in other.communicate()[1]

@@ -190,8 +190,7 @@ def test_comparison_in_small() -> None:
     assert alarms(40, 0.0, 60, seed=4) <= 6 and alarms(60, 0.08, 40, seed=5) >= 36
 
 
-def test_units_are_counted_that_an_interval_needs() -> None:
-    assert Ratio(1.0, 0.8, 1.25, 10).units_needed(0.05) == 210
+def test_an_interval_needs_three_units() -> None:
     assert paired_ratio(({"a": (1, 1)}, {"a": (1, 1)})) is None
 
 

@@ -7,6 +7,7 @@ length whose interval reaches 1 may be as fast as the fastest: the shortest of t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median_low
 
 from trtspec.bench.results import (
     DraftChoice,
@@ -23,22 +24,24 @@ REMEDY = "pass further servers as `against_url` K=URL; K=0 is without a head"
 
 
 def choose(served: Mapping[int, EndpointResult]) -> DraftChoice:
-    """The proposal among `served`, by draft length. Raises UsageError where nothing can be chosen between, and for
-    degenerate output, on which every draft is right."""
+    """The proposal among `served`, by draft length. Raises UsageError where nothing can be chosen between, and where a
+    speed is not known, as for degenerate output."""
     if not any(served) or len(served) < 2:
         raise UsageError(f"{len(served)} draft length was measured, and a choice needs two", REMEDY)
-    for drafts, endpoint in served.items():
-        refuse_degenerate(drafts, endpoint)
     loads = []
     for level in next(iter(served.values())).concurrency:
         speeds = {
             drafts: found
             for drafts in sorted(served)
-            if (found := user_speed(served[drafts], level.label))
+            if not served[drafts].degenerate()
+            and (found := user_speed(served[drafts], level.label))
         }
         if missing := sorted(set(served) - set(speeds)):
-            message = f"no speed was measured with {missing[0]} drafts at {level.label}"
-            raise UsageError(message, "ask three questions or more")
+            message = f"no speed of {served[missing[0]].url} ({missing[0]} drafts) at {level.label}: its output is "
+            message += "degenerate, or fewer than three questions were answered"
+            raise UsageError(
+                message, "look at answers.jsonl, ask other questions, and measure again"
+            )
         fastest = max(speeds, key=lambda drafts: speeds[drafts].value)
         figures, best = list[LengthFigures](), fastest
         for drafts, speed in speeds.items():
@@ -58,27 +61,7 @@ def choose(served: Mapping[int, EndpointResult]) -> DraftChoice:
             )
         loads.append(LoadChoice(concurrency=level.concurrency, lengths=figures, best=best))
 
-    def worst(drafts: int) -> float:
-        speeds = [
-            {figures.draft_len: figures.tokens_per_s for figures in load.lengths} for load in loads
-        ]
-        return min(at[drafts] / max(at.values()) for at in speeds)
-
-    alike = {load.best for load in loads}
-    drafts = (
-        alike.pop() if len(alike) == 1 else max(served, key=lambda length: (worst(length), -length))
-    )
-    return DraftChoice(loads=loads, draft_len=drafts)
-
-
-def refuse_degenerate(drafts: int, endpoint: EndpointResult) -> None:
-    """Raises UsageError for output on which every draft is right."""
-    if endpoint.degenerate():
-        share = f"{100 * endpoint.degeneration.share:.0f} %"
-        message = f"{drafts} drafts, {endpoint.url}: {share} of its answers are degenerate"
-        raise UsageError(
-            message, "look at them in answers.jsonl, ask other questions, and measure it again"
-        )
+    return DraftChoice(loads=loads, draft_len=median_low(load.best for load in loads))
 
 
 def served_length(endpoint: EndpointResult) -> int | None:

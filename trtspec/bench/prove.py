@@ -29,19 +29,19 @@ from trtspec.checkpoint.hub import resolve
 from trtspec.checkpoint.identity import identity_digest
 from trtspec.checkpoint.writer import Journal
 from trtspec.errors import TrtspecError, UsageError, errors_in
-from trtspec.foreign import PlainName
 from trtspec.launch.preflight import read_gpus
 from trtspec.launch.processes import duration, require_free_ports, run_trtspec, served
 from trtspec.report import Table
 
 SPECULATING, PLAIN = "spec", "plain"
-# by server: name and reason of what check does, and how many requests it makes of each question
+# by server: name and reason of what check does
 CHECKS = {
-    SPECULATING: ("record", "what users get", 11),
-    PLAIN: ("score", "whether the target alone says the same", 8),
+    SPECULATING: ("record", "what users get"),
+    PLAIN: ("score", "whether the target alone says the same"),
 }
 CHECKED, CHECK_TOKENS = 20, 128  # questions of check, and tokens of an answer, at most
 STOP = "kill $(jobs -p) && wait"
+REPEAT = "repeat the command as it was, or choose another -o"
 MAX_ROUNDS = 8  # that the questions are divided into; more gain little
 LEFT_OVER = 180.0  # seconds that the server of a killed run gets to end
 
@@ -107,18 +107,17 @@ def has_head(server: str) -> bool:
 @dataclass(frozen=True)
 class Step:
     """One command: `words` after `trtspec`, and why it runs. `servers`: names of all that run meanwhile. Its JSON is
-    `result`, a file of the proof; status 3 is a finding, not a failure. `tokens` are asked for at most."""
+    `result`, a file of the proof; status 3 is a finding, not a failure."""
 
     name: str
     why: str
     words: tuple[str, ...]
     result: str
     servers: tuple[str, ...] = ()
-    tokens: int = 0
 
 
 def script(setup: ProveSetup, directory: Path) -> list[Step]:
-    """All steps in their order. The tokens are those of questions with one turn."""
+    """All steps in their order."""
     steps = list[Step]()
     if setup.gpu is not None:
         gpus = ("--gpu", setup.gpu, "--gpus", str(setup.gpus))
@@ -145,26 +144,25 @@ def _bench(setup: ProveSetup, directory: Path, group: tuple[str, ...]) -> Step:
         words += ["--card", setup.head]
     words += ["--concurrency", setup.loads, "--rounds", str(setup.rounds), "--wait-ready", "7200"]
     words += ["-o", str(directory / group[0]), "--resume"]
-    tokens = setup.samples * setup.max_tokens * len(setup.concurrency) * len(group)
     result = f"{group[0]}/results.json"
-    return Step(f"bench-{group[0]}", "acceptance and speed", tuple(words), result, group, tokens)
+    return Step(f"bench-{group[0]}", "acceptance and speed", tuple(words), result, group)
 
 
 def _check(setup: ProveSetup, directory: Path, group: tuple[str, ...], server: str) -> Step:
     """Records what the server with the head says, or scores it by the target alone."""
-    name, why, requests = CHECKS[server]
-    checked, most = min(setup.samples, CHECKED), min(setup.max_tokens, CHECK_TOKENS)
+    name, why = CHECKS[server]
     recording, scores = str(directory / "spec.jsonl"), str(directory / "plain.jsonl")
     words = ["check", setup.url(server), "--tokenizer", setup.target]
     if server == SPECULATING:
         words += ["--record", recording, "--dataset", setup.dataset]
-        words += ["--samples", str(checked), "--max-tokens", str(most)]
+        words += ["--samples", str(min(setup.samples, CHECKED))]
+        words += ["--max-tokens", str(min(setup.max_tokens, CHECK_TOKENS))]
     else:
         words += ["--score", recording, "--record", scores]
         for row in setup.accept_unmeasured:
             words += ["--accept-unmeasured", row]
     words += ["--force", "--json"]
-    return Step(name, why, tuple(words), f"{name}.json", group, requests * checked * most)
+    return Step(name, why, tuple(words), f"{name}.json", group)
 
 
 def serve_words(setup: ProveSetup, server: str) -> tuple[str, ...]:
@@ -202,7 +200,6 @@ def prove(
     directory: Path,
     about: dict[str, Any],
     startup: float,
-    restart: bool,
 ) -> ProofEvidence:
     """Runs what is not done yet, then writes evidence.json and report.html. `about`: more that a resumed run must have
     in common with this one. `startup`: seconds for a server to become ready.
@@ -225,11 +222,7 @@ def prove(
         :16
     ]  # they may hold a key
     header = {"proof": asdict(setup) | {"serve_words": words}, "identities": identities, **about}
-    with Journal(path, header, restart=restart, private=True) as journal:
-        for name in (*(group[0] for group in setup.groups), "logs") if restart else ():
-            report.remove_folder(directory, PlainName(name))
-        for recording in directory.glob("*.part") if restart else ():
-            report.remove_file(directory, PlainName(recording.name))
+    with Journal(path, header, remedy=REPEAT, private=True) as journal:
         with report.writing(directory):
             (directory / "logs").mkdir(exist_ok=True)
         done = [step for step in steps if step.name in journal.done and _result(step, directory)]
@@ -239,14 +232,13 @@ def prove(
             with ExitStack() as running:
                 require_free_ports(setup.port, 2, patience)
                 for server in group:
-                    _launch(setup, server, directory, journal, startup, running)
+                    _launch(setup, server, directory, startup, running)
                 for number, step in enumerate(steps, 1):
                     if step.servers == group and step not in done:
                         report.announce(f"[{number}/{len(steps)}] {step.name}: {step.why}")
                         _run(step, journal, directory)
-        seconds = {name: entry["seconds"] for name, entry in journal.done.items()}
     results = {step.name: _result(step, directory) for step in steps}
-    evidence = gathered(setup, results, directory, identities=identities, seconds=seconds, **about)
+    evidence = gathered(setup, results, directory, identities=identities, **about)
     report.write_json(directory / "evidence.json", asdict(evidence))
     write_page(directory, directory / "report.html")
     return evidence
@@ -256,18 +248,15 @@ def _launch(
     setup: ProveSetup,
     server: str,
     directory: Path,
-    journal: Journal,
     startup: float,
     running: ExitStack,
 ) -> None:
-    """Starts a server for the life of `running`, and notes its seconds."""
+    """Starts a server for the life of `running`."""
     report.announce(f"serve-{server}")
     began, log = time.monotonic(), directory / "logs" / f"serve-{server}.log"
     words, url = serve_words(setup, server), setup.url(server)
     running.enter_context(served(words, url, log, startup))
-    seconds = time.monotonic() - began
-    journal.record(f"serve-{server}", seconds=round(seconds, 1))
-    report.announce(f"  ready after {duration(seconds)}")
+    report.announce(f"  ready after {duration(time.monotonic() - began)}")
 
 
 def _result(step: Step, directory: Path) -> dict[str, Any]:
@@ -279,14 +268,13 @@ def _result(step: Step, directory: Path) -> dict[str, Any]:
 
 
 def _run(step: Step, journal: Journal, directory: Path) -> None:
-    began = time.monotonic()
     printed = step.result if "--json" in step.words else f"logs/{step.name}.out"
     status = run_trtspec(step.words, directory / printed)
     allowed = (0, 3) if step.servers else (0,)  # a finding is a result, but for a plan
     if status not in allowed or not _result(step, directory):
         message = f"{step.name} ended with status {status}; its message is above"
         raise TrtspecError(message, "give the same command again to resume")
-    journal.record(step.name, seconds=round(time.monotonic() - began, 1))
+    journal.record(step.name)
 
 
 # --- evidence and page ---
@@ -295,7 +283,7 @@ def _run(step: Step, journal: Journal, directory: Path) -> None:
 @dataclass(frozen=True, kw_only=True)
 class ProofEvidence:
     """`setup` has `...` in place of the words for the servers, which may hold a key. `identities`: fingerprints of the
-    checkpoints; `seconds`: of each step and start; `planned`: points of plan; `logs`: file names."""
+    checkpoints; `planned`: points of plan."""
 
     verdict: str
     sentence: str
@@ -304,13 +292,9 @@ class ProofEvidence:
     engine: str | None
     hardware: list[str]
     dataset_sha256: str
-    acceptance_length: float | None
-    acceptance_interval: list[float] | None
     speedups: list[SpeedUp]
     planned: list[dict[str, Any]]
     rows: list[Row]
-    seconds: dict[str, float]
-    logs: list[str]
     created: str
     versions: dict[str, str]
 
@@ -348,18 +332,14 @@ def gathered(
         verdict, message = "NOT PROVEN", f"NOT PROVEN: {said}"
     points = found.get("plan", {}).get("points", ())
     drafts = (0, setup.draft_len)
-    sound = not results.degenerate()
     return ProofEvidence(
         verdict=verdict,
         sentence=sentence(verdict, message, ups),
         setup=replace(setup, serve_words=("...",) if setup.serve_words else ()),
         hardware=[f"{gpu.name}, driver {gpu.driver}" for gpu in read_gpus() or ()],
-        acceptance_length=results.acceptance_length if sound else None,
-        acceptance_interval=results.acceptance_length_interval if sound else None,
         speedups=ups,
         planned=[point for point in points if point["draft_len"] in drafts],
         rows=[Row(**row) for row in found["score"]["results"]],
-        logs=sorted(f"logs/{path.name}" for path in (directory / "logs").iterdir()),
         created=report.now(),
         versions=report.versions(),
         **more,

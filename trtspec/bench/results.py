@@ -45,7 +45,6 @@ class LatencySpread:
 
     mean: float
     p50: float
-    p90: float
     p99: float
 
 
@@ -259,7 +258,7 @@ class LoadChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftChoice:
-    """One length for all loads: the one that loses least where it loses most. 0: serve without the head."""
+    """`draft_len`: the middle one of the proposals, the shorter of two. 0: serve without the head."""
 
     loads: list[LoadChoice]
     draft_len: int

@@ -178,11 +178,6 @@ class Ratio:
         high = min(self.high, max(most, self.value))
         return replace(self, low=max(self.low, least), high=high)
 
-    def units_needed(self, share: float) -> int:
-        """Units whose interval is value +- share, with the spread of these."""
-        narrower = math.log(self.high / self.value) / math.log1p(share)
-        return max(LEAST_UNITS, math.ceil(self.units * narrower**2))
-
 
 def ratio(
     numerators: ArrayLike, denominators: ArrayLike, confidence: float = CONFIDENCE

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from trtspec import machine
 from trtspec.checkpoint.headers import RangedFiles
-from trtspec.checkpoint.heads.dialects import training_record
 from trtspec.checkpoint.heads.read import head_facts, no_eagle3_head, read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
 from trtspec.checkpoint.hub import Resolved
@@ -39,9 +38,8 @@ class CheckpointReport:
     neither files nor catalogue tell them. `spec` is None for a draft that is no Eagle3 head, and for one whose config
     is not known.
 
-    `known` is its published record, if it has one. The last three do not always apply:
-    `hashes_verified` is None where no hash was asked for, `hub` where the files are here, `trained_with` for a head
-    that `trtspec train` did not make.
+    `known` is its published record, if it has one. The last two do not always apply:
+    `hashes_verified` is None where no hash was asked for, `hub` where the files are here.
     """
 
     path: str | None
@@ -57,7 +55,6 @@ class CheckpointReport:
     problems: list[Problem] = field(repr=False)
     hashes_verified: int | None = None
     hub: RangedFiles | None = None
-    trained_with: str | None = None
 
     @property
     def kind(self) -> Literal["target", "head"]:
@@ -82,7 +79,6 @@ class CheckpointReport:
         hub = self.hub.to_dict() if self.hub else None
         optional = {
             "code_files": self.code.hashes() or None,
-            "trained_with": self.trained_with,
             "hashes_verified": self.hashes_verified,
             "hub": hub,
         }
@@ -137,15 +133,7 @@ def _from_checkpoint(
         dtypes=dict(sizes.most_common()),
         code=read_code(checkpoint.path),
         problems=problems,
-        trained_with=_trained_with(checkpoint.path) if isinstance(spec, HeadSpec) else None,
     )
-
-
-def _trained_with(head: Path) -> str | None:
-    record = training_record(head)
-    version = (record.get("versions") or {}).get("nvidia-modelopt", "")
-    target = (record.get("source") or {}).get("target")
-    return f"trtspec train, ModelOpt {version}, on {target}" if record else None
 
 
 def _spec_and_problems(

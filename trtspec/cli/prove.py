@@ -13,7 +13,6 @@ from trtspec.records import (
     DryRunOption,
     HeadOption,
     JsonOption,
-    RestartOption,
     TargetArgument,
     argument,
     fill,
@@ -99,7 +98,6 @@ class ProveOptions:
     startup_timeout: Annotated[
         float, option("Seconds until a server must be ready.", min=1, group="Servers")
     ] = 7200.0
-    restart: RestartOption = False
     dry_run: DryRunOption = False
     json_: JsonOption = False
 
@@ -120,19 +118,14 @@ def prove(options: ProveOptions) -> Result:
     setup = _setup(options)
     locate(setup.dataset)
     steps = proving.script(setup, options.output)
-    if options.dry_run:  # the script, and what it costs
+    if options.dry_run:
         text = proving.shell_text(setup, options.output, steps)
-        tokens = sum(step.tokens for step in steps)
-        about = f"# asks for at most {tokens:,} tokens where questions have one turn"
-        about += "" if options.accept_slower else "; status 3 if slower at a load"
-        return Result({"script": text, "tokens": tokens}, text=f"{about}\n{text}")
+        return Result({"script": text}, text=text)
     dataset = load_dataset(setup.dataset, setup.samples)
     same = {"engine": _engine(options.backend), "dataset_sha256": dataset.sha256}
     key_header()  # a key that bench cannot send is refused before hours of work
     with termination_as_interrupt():
-        found = proving.prove(
-            setup, steps, options.output, same, options.startup_timeout, options.restart
-        )
+        found = proving.prove(setup, steps, options.output, same, options.startup_timeout)
     page, wrong = options.output / "report.html", None
     lines = [found.sentence, f"page: {page}", f"evidence: {options.output / 'evidence.json'}"]
     if found.verdict != "SAFE":

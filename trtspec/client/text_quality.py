@@ -77,6 +77,14 @@ class OutputQuality:
     distinct_4gram_ratio: float | None
     degenerate: bool
 
+    @property
+    def words(self) -> str:
+        ratio = self.distinct_4gram_ratio
+        return (
+            f"{self.answers} answers, {self.loop} loops, {self.empty} empty, {self.noise} noise; distinct 4-grams "
+            f"{'not known' if ratio is None else f'{ratio:.2f}'}"
+        )
+
 
 def judge_run(texts: Sequence[str]) -> OutputQuality:
     reasons = [degeneration(text) for text in texts]

@@ -51,7 +51,6 @@ class Point:
     concurrency: int
     draft_len: int
     cost_ratio: float
-    plain_ms: float
     step_ms: float
     acceptance_length: float | None
     trust: str
@@ -213,7 +212,6 @@ def plan_layout(layout: Layout, setting: Setting) -> LayoutPlan:
                     sequences,
                     drafts,
                     whole / plain,
-                    plain / 1000,
                     whole / 1000,
                     length,
                     setting.trust(sequences, drafts),

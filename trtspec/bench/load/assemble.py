@@ -38,12 +38,10 @@ from trtspec.bench.statistics import (
 from trtspec.client.client import Answer
 from trtspec.client.servers import TurnCounts, all_counts
 from trtspec.client.text_quality import OutputQuality, judge_run
-from trtspec.errors import Problem, Severity
+from trtspec.errors import Problem, Severity, listed
 
 ENOUGH_ANSWERS = 16  # of a run, in whose quarters waiting is compared
 WIDE = 0.1  # half an interval over its value: more is too few questions to judge by
-AIM = 0.05
-SHOWN = 3
 SHORT_PROMPT = 256  # tokens; up to here one length
 LATE_MINUTE = 4  # the minutes from here on are one
 Findings = Iterator[tuple[str, Severity, str]]  # code, severity, message
@@ -171,8 +169,8 @@ def first_tokens(answers: Sequence[Answer]) -> LatencySpread | None:
 def spread_of(values: Sequence[float]) -> LatencySpread | None:
     if not values:
         return None
-    p50, p90, p99 = np.percentile(values, [50, 90, 99])
-    return LatencySpread(*(round(float(value), 5) for value in (np.mean(values), p50, p90, p99)))
+    p50, p99 = np.percentile(values, [50, 99])
+    return LatencySpread(*(round(float(value), 5) for value in (np.mean(values), p50, p99)))
 
 
 def question_speeds(rounds: Sequence[Round]) -> list[QuestionSpeed]:
@@ -236,11 +234,7 @@ def in_answers(answers: Sequence[Answer]) -> Findings:
         yield "TS-BENCH-ERRORS", "error", message
     verdict = quality_of(answers)
     if verdict.degenerate:
-        message = (
-            f"{verdict.loop} loops, {verdict.empty} empty, {verdict.noise} noise among {verdict.answers} answers "
-            f"(distinct 4-grams {verdict.distinct_4gram_ratio}): loops flatter every drafter"
-        )
-        yield "TS-BENCH-DEGENERATE", "warning", message
+        yield "TS-BENCH-DEGENERATE", "warning", f"{verdict.words}: loops flatter every drafter"
     long = [a for a in answers if not a.error and a.completion_tokens >= 2 * TOKENS_PER_ARRIVAL]
     sizes = [a.completion_tokens / max(1, len({when for when, _ in a.chunks})) for a in long]
     if sizes and min(sizes) > TOKENS_PER_ARRIVAL:
@@ -259,9 +253,8 @@ def without_acceptance(
         "TS-BENCH-NO-ACCEPTANCE",
         f"acceptance is {'measured in part' if counts else 'not measured'}",
     )
-    if unmeasured := list(dict.fromkeys(unmeasured)):
-        more = f", and {len(unmeasured) - SHOWN} more" if len(unmeasured) > SHOWN else ""
-        yield code, "warning", f"{start}: {'; '.join(unmeasured[:SHOWN])}{more}"
+    if unmeasured:
+        yield code, "warning", f"{start}: {listed(unmeasured)}"
     elif not counts:
         message = (
             f"the server ({kind}) reports nothing about speculation: acceptance is not measured"
@@ -318,15 +311,14 @@ def in_request(limits: RequestLimits, asked: Mapping[str, Any]) -> Findings:
 
 
 def too_few(counts: Sequence[TurnCounts]) -> Findings:
-    """An acceptance length that is too uncertain to judge by, with how many questions would do."""
+    """An acceptance length that is too uncertain to judge by."""
     summary, found = summarize(counts), length_ratio(counts)
     length = summary.acceptance_length
     certain = found is not None and found.high / found.value - 1 <= WIDE
     if length is None or certain or not per_question(counts):
         return
-    needed, sure = (found.units_needed(AIM), f" ({found.words})") if found else (20, "")
-    message = f"{summary.questions} questions are too few to judge by: acceptance length {length:.2f}{sure}; about "
-    message += f"{needed} give +- {100 * AIM:.0f} %"
+    between = f" ({found.words})" if found else ""
+    message = f"{summary.questions} questions are too few to judge by: acceptance length {length:.2f}{between}"
     yield "TS-BENCH-FEW-STEPS", "info", message
 
 

@@ -123,13 +123,6 @@ class RunJournal:
                 rounds.append(Round(level, number, answers, end.seconds, counts))
         return rounds
 
-    def kept(self) -> int:
-        """Answers of earlier processes, which are not asked again."""
-        entries = [
-            entry for each in self.stored.values() for entries in each.values() for entry in entries
-        ]
-        return sum(entry.answer is not None and not entry.answer.error for entry in entries)
-
     def __enter__(self) -> RunJournal:
         return self
 

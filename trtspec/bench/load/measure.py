@@ -191,8 +191,6 @@ async def measure(
         for target in targets:
             bar.say(f"{target.name}: warming up")
             await target.warm_up()
-        if kept := journal.kept():
-            bar.say(f"{kept} answers of the interrupted run are kept")
         asked = list(enumerate(workload.dataset.questions))
         rounds = min(workload.rounds, len(asked))
         # in each round every endpoint answers the same questions, in rotating order

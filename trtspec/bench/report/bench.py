@@ -196,12 +196,9 @@ def workload_line(results: BenchResults) -> str:
 
 def quality_line(endpoint: EndpointResult) -> str:
     """One sentence on the output itself; printed wherever acceptance is."""
-    d = endpoint.degeneration
-    verdict = "DEGENERATE OUTPUT, acceptance on it says little: " if d.degenerate else "output: "
-    return (
-        f"{verdict}{d.answers} answers, {d.loop} loops, {d.empty} empty, {d.noise} noise; distinct 4-grams "
-        f"{number(d.distinct_4gram_ratio)}"
-    )
+    quality = endpoint.degeneration
+    bad = "DEGENERATE OUTPUT, acceptance on it says little: "
+    return f"{bad if quality.degenerate else 'output: '}{quality.words}"
 
 
 def acceptance_table(endpoint: EndpointResult, workload: Workload) -> Table:
