@@ -224,12 +224,3 @@ def test_answers_before_an_interruption_are_said_to_be_uncounted(tmp_path: Path)
         f"{len(kept)} answers of concurrency 2, round 1 were read before"
         in results.problems[0].message
     )
-
-
-def test_a_resumed_rate_reports_how_many_were_in_flight(tmp_path: Path) -> None:
-    (level,) = (
-        CountingServer()
-        .run(stopped_and_resumed(tmp_path / "answers.jsonl", rates=(200.0,)))
-        .concurrency
-    )
-    assert 1 <= level.concurrency <= 8 and level.throughput.requests == 8

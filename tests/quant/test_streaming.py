@@ -102,7 +102,7 @@ def test_configs_index_and_files(tmp_path, format, new_target):
     index = read_json(out / "model.safetensors.index.json")
     found = Checkpoint.open(out)
     assert index["weight_map"] == {name: info.shard for name, info in found.tensors.items()}
-    assert index["metadata"]["total_size"] == found.bytes
+    assert index["metadata"]["total_size"] == sum(info.nbytes for info in found.tensors.values())
     assert target_spec(found).quant.format == "nvfp4" and target_spec(found).quant.kv_cache == "fp8"
     provenance = read_json(out / "provenance.json")
     assert provenance["command"] == "quantize" and provenance["options"]["policy"]["name"] == "k2.5"
@@ -329,7 +329,7 @@ def test_bad_input_is_named_and_leaves_nothing(out, case, new_target):
         "float32": f"{name} is F32, and BF16, FP8 or INT4 becomes NVFP4",
         "tiny": f"{name} in model.safetensors has no weight above 2\\^-88",
         "nvfp4": "is NVFP4 already",
-        "unknown": "projector.weight is stored as INT4 pack-quantized, and is not a linear",
+        "unknown": "projector.weight_shape is stored as INT4 pack-quantized, and is not a linear",
         "same directory": "the same directory",
     }[case]
     with pytest.raises(TrtspecError, match=message):
