@@ -99,5 +99,14 @@ def test_the_modelopt_engine_writes_the_same_files(tmp_path, policy, format):
 def test_the_modelopt_engine_is_modelopts_class(tmp_path, out, monkeypatch):
     name = "modelopt.torch.quantization.qtensor.nvfp4_tensor"
     monkeypatch.setitem(sys.modules, name, None)
-    run = trtspec("quantize", make_target(tmp_path / "in"), "-o", out, "--engine", "modelopt", "--weight-scales", "max")
-    assert run.status == 4 and name in run.stderr
+    run = trtspec(
+        "quantize",
+        make_target(tmp_path / "in"),
+        "-o",
+        out,
+        "--engine",
+        "modelopt",
+        "--weight-scales",
+        "max",
+    )
+    assert run.status == 4 and "needs modelopt" in run.stderr
