@@ -243,10 +243,8 @@ def test_the_published_config_of_kimi_k3_is_refused_by_name(upstream_data: Path)
 
 
 def test_gpus() -> None:
-    assert gpu_spec("B200").memory_bytes == 183359 * 2**20
+    assert gpu_spec("b200").memory_bytes == 183359 * 2**20
     assert "h200" in gpu_names()
-    with pytest.raises(UsageError, match="RTX"):
-        gpu_spec("RTX 4090")
 
 
 @pytest.mark.parametrize(

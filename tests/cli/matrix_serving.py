@@ -120,7 +120,7 @@ SERVING: dict[str, dict[str, Situation]] = {
             effects(
                 "--head {mla} --output {out}.2 --backend vllm --gpu b300 --gpus 8 --draft-len 5 "
                 "--dataset {questions} --samples 4 --max-tokens 32 --concurrency 2 --accept-unmeasured sampled "
-                "--port 8999 --launches 2 --startup-timeout 5 --restart --dry-run --json",
+                "--port 8999 --launches 2 --startup-timeout 5 --dry-run --json",
                 target=Effect(instead=line("prove {other} --head {head} --backend reference -o {out}")),
                 passed=Effect(line("-- --dtype float32")),
                 card=Effect(line("--card"), base=PUBLISHED),

@@ -171,7 +171,7 @@ def test_bar_and_note_fit_eighty_columns():
         (("plan", "kimi-nano", "--gpu", "a100"), "-> write one of these"),
         (("benchmark", "http://localhost:1"), "-> did you mean `trtspec bench`?"),
         (("plan", "kimi-nano", "kimi-nano-eagle3"), "-> did you mean --head kimi-nano-eagle3?"),
-        (("build-config", "x", "--gpu", "NVIDIA", "B200"), "blanks: --gpu 'NVIDIA B200'"),
+        (("build-config", "x", "--gpu", "NVIDIA", "B200"), "-> write one of these"),
         (("quantize", "--model-path", "x"), "-> SRC is given without an option: `trtspec quantize"),
         (("serve", "kimi-nano", "--swap-space", "4"), "`trtspec serve TARGET -- --swap-space`"),
         (("bench", "http://localhost:1", "--dataset", "mtbench"), "-> did you mean mt-bench?"),

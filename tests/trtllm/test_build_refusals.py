@@ -43,7 +43,6 @@ REFUSED = [
     ([K26, "--role", "front", "--format", "helm-values"], UsageError, "helm-values is not used with --role front"),
     ([K26, "--force"], UsageError, "--force is not used without --output or --disaggregated"),
     (["/models/made-later", "--format", "helm-values"], UsageError, "where a job makes it later"),
-    ([K26, "--gpu", "b100"], UsageError, "choose one of"),
     ([K26, "--concurrency", "100000", "--gpu", "gb300"], CheckFailed, "100,000 requests of up to 8,192 tokens do not"),
     ([K26, "--max-batch-size", "100000", "--gpu", "b200"], CheckFailed, "fewer requests, or a smaller"),
     ([f"{K26}@-x"], UsageError, f"'-x' is not a commit, tag or branch of {K26}"),

@@ -120,7 +120,8 @@ def prove(options: ProveOptions) -> Result:
     steps = proving.script(setup, options.output)
     if options.dry_run:
         text = proving.shell_text(setup, options.output, steps)
-        return Result({"script": text}, text=text)
+        slower = "" if options.accept_slower else "# ends with status 3 if slower at a load\n"
+        return Result({"script": text}, text=text + slower)
     dataset = load_dataset(setup.dataset, setup.samples)
     same = {"engine": _engine(options.backend), "dataset_sha256": dataset.sha256}
     key_header()  # a key that bench cannot send is refused before hours of work
