@@ -65,9 +65,7 @@ class CheckOptions:
     dataset: Annotated[str, option("Questions, as for bench.", group="Requests"), Modes(ALONE)] = (
         "nano"
     )
-    samples: Annotated[
-        int, option("Questions; twice as many are sampled.", min=1, group="Requests"), Modes(ALONE)
-    ] = 20
+    samples: Annotated[int, option("Questions.", min=1, group="Requests"), Modes(ALONE)] = 20
     max_tokens: Annotated[
         int, option("Maximum tokens per answer.", min=8, group="Requests"), Modes(ALONE)
     ] = 128

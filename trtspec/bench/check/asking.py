@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from trtspec.bench.check.evidence import SAMPLED, TOP
 from trtspec.bench.check.prompts import (
     PENALTIES,
     TRUNCATIONS,
@@ -38,16 +39,16 @@ if TYPE_CHECKING:
 
 MAX_FAILURES = 8  # in a row, after which nothing more is sent
 CROWD = 4  # times the concurrency: requests at once in the crowd
-TOP = 20  # alternatives that are asked for
-SAME = 1e-6  # nats within which two tokens are as likely
+MIN_LOGPROB = -100.0  # of a token that may occur
 OTHER_SEEDS = 100_000
 # fields with which an answer may end without an end of turn
 OTHER_ENDS = ("stop", "stop_token_ids", "response_format", "tool_choice")
 MOVED = {*TRUNCATIONS, *PENALTIES}  # whose answers are scored, for the tokens that they move
 # tokens that are scored one by one: of an answer by its kind, else behind a difference
-SCORED, BEHIND = dict.fromkeys(MOVED, 16) | {"sampled": 12}, 8
+SCORED = dict.fromkeys(MOVED, 16) | {"places": 12, "tail": 24, "unlisted": 96}
+BEHIND = 8
 ASKED_AGAIN = PROBES["parameters"].keys() - TRUNCATIONS.keys()
-EQUAL = Score(chosen=0.0, best=0.0, likelier=0.0, same=1.0, total=1.0)
+EQUAL = Score(0.0, (0.0,))
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ async def score_answers(
     other = [
         replace(request_of(one), body=one.body | {"seed": one.body["seed"] + OTHER_SEEDS})
         for one in got
-        if one.kind == "sampled"
+        if is_sampled(one)
     ]
     own = await asker.all([*texts, *other[::2]])
     # the requests whose faults count unless the plain server shows them too
@@ -196,7 +197,7 @@ def _judged(one: Exchange) -> bool:
 
 
 def _identity(one: Exchange) -> tuple[Any, ...]:
-    return _prompt(one), one.token_ids, one.kind == "sampled"
+    return _prompt(one), one.token_ids, one.kind in SAMPLED
 
 
 async def _echoed(asker: Asker, one: Exchange) -> tuple[Score, ...]:
@@ -243,22 +244,16 @@ async def _logprobs(asker: Asker, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _score(chosen: Any, top: Any) -> Score | None:
-    """None for what are no log-probabilities. A token that is not listed is one of the class of all others."""
+    """None if these are not log-probabilities."""
     listed = map(finite, (top or {}).values())
-    values = [value for value in listed if value is not None]
+    values = sorted(
+        (value for value in listed if value is not None and value > MIN_LOGPROB), reverse=True
+    )[:TOP]
     if not values or not isinstance(chosen, (int, float)):
         return None
-    best, last = max(values), min(values)
-    return Score(
-        chosen=max(float(chosen), last - CERTAIN - 1) if math.isinf(chosen) else float(chosen),
-        best=best,
-        likelier=sum(math.exp(value) for value in values if value > chosen + SAME),
-        same=sum(math.exp(value) for value in values if abs(value - chosen) <= SAME)
-        or math.exp(chosen),
-        total=min(1.0, sum(map(math.exp, values))),
-        listed=chosen > last - SAME,
-        tied=sum(best - value <= CERTAIN for value in values) > 1,
-    )
+    # a token that is not listed is behind all that are
+    unlisted = values[-1] - CERTAIN - 1
+    return Score(unlisted if math.isinf(chosen) else float(chosen), tuple(values))
 
 
 def _prompt(one: Exchange) -> tuple[int, ...]:

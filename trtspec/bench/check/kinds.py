@@ -31,7 +31,8 @@ TABLE = """\
 | TS-CHECK-GREEDY | crowd | the same among many requests | crowd |
 | TS-CHECK-GREEDY | after the crowd | the same after many requests | later |
 | TS-CHECK-SAMPLED | distribution | too tame or too wild: temperature, rejected drafts | places |
-| TS-CHECK-SAMPLED | tail | rare words never come: top_p or top_k that nobody asked for | tail |
+| TS-CHECK-SAMPLED | tail | rare words never come: a top_p that nobody asked for | tail |
+| TS-CHECK-SAMPLED | unlisted | the same: a top_k that nobody asked for | unlisted |
 | TS-CHECK-SAMPLED | n | its choices are equal, or fewer | n |
 | TS-CHECK-SAMPLED | seed | it does not repeat an answer, or all seeds give one | seed |
 | TS-CHECK-TRANSPORT | text | a text other than its tokens, whole or streamed | text |

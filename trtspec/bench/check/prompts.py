@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from trtspec.bench.check.evidence import KNOWN, OPEN, PLAIN
 from trtspec.checkpoint.chat_parser import (
     END_OF_TURN,
     THINK,
@@ -83,21 +84,21 @@ PICTURE = (
 )
 NEVER = "\u2405"  # a character that no answer holds
 MIN_LONG = 4  # prompts, so that a collapse of drafts shows
-MIN_SAMPLED = 32  # answers, so that enough tokens are unsure
-HOT: dict[str, Any] = {"temperature": 2.0, "top_p": 1.0, "top_k": 0}  # no target is sure at it
+MIN_SAMPLED = 24  # prompts, so that enough tokens are unsure
 HOT_TOKENS = 24
 TRUNCATIONS: dict[str, dict[str, Any]] = {
-    "control": {},
     "top_k": {"top_k": 1},
     "top_p": {"top_p": 1e-6},
     "min_p": {"min_p": 1.0},
 }
+UNLISTED = {"unlisted": {"max_tokens": 96, "ignore_eos": True}}
+# below 0, or 1: what was said is said again and again, so that every token shows the effect
 PENALTIES = {
-    "frequency_penalty": {"frequency_penalty": 2.0},
-    "presence_penalty": {"presence_penalty": 2.0},
-    "repetition_penalty": {"repetition_penalty": 1.5},
+    "frequency_penalty": {"frequency_penalty": -2.0},
+    "presence_penalty": {"presence_penalty": -2.0},
+    "repetition_penalty": {"repetition_penalty": 0.5},
 }
-PENALTY_TOKENS = 128
+PENALTY_TOKENS = 64
 CHOICES = 3
 SEED_TOKENS = 6  # few, so that rounding seldom parts two answers of one seed
 ODD_TOKENS = 8
@@ -126,7 +127,7 @@ class Prompts:
         text = self.texts[: self.samples]
         for index, messages in enumerate(text):
             yield from self.twins(f"text {index}", "text", messages)
-        yield from self._sampled(self.texts[: max(MIN_SAMPLED, 2 * self.samples)])
+        yield from self._sampled()
         yield from self._unsure(text[0])
         yield from self._lengths(text)
         offered = [one.first_request() for one in self.questions if one.tools]
@@ -227,17 +228,17 @@ class Prompts:
     def few(self) -> int:
         return max(1, self.samples // 5)
 
-    def _sampled(self, texts: Sequence[list[Message]]) -> Iterator[Exchange]:
-        """One answer a prompt at temperature 1. A target that is sure of its answers shows no sampler; it is less sure
-        of a user's words, so three of four prompts are questions cut short."""
-        drawn = HOT | {"temperature": 1.0}
-        for index, messages in enumerate(texts):
-            asked = self.raw(f"sampled {index}", "sampled", messages, seed=index, **drawn)
-            yield self._opened(asked, messages, 0.25) if index % 4 else asked
+    def _sampled(self) -> Iterator[Exchange]:
+        """Answers by two samplers. A target that is sure of its words shows none. Most prompts are questions cut short,
+        because it is less sure of a user's words."""
+        for kind, fields in (("places", PLAIN), ("tail", KNOWN)):
+            for index, messages in enumerate(self.texts[: max(MIN_SAMPLED, self.samples)]):
+                asked = self.raw(f"{kind} {index}", kind, messages, seed=index, **fields)
+                yield self._opened(asked, messages, 0.25) if index % 4 else asked
 
     def _unsure(self, messages: list[Message]) -> Iterator[Exchange]:
         """Requests where a target is unsure: a user's first words, most of them at a high temperature."""
-        base = self._opened(self.raw("", "", messages, **HOT), messages, 0.0)
+        base = self._opened(self.raw("", "", messages, **OPEN), messages, 0.0)
         for seed in range(CHOICES):
             body = base.body | {"seed": seed, "max_tokens": SEED_TOKENS}
             for run in ("ids", "again"):
@@ -245,7 +246,7 @@ class Prompts:
         body = base.body | {"n": CHOICES, "seed": 0, "max_tokens": SEED_TOKENS, "stream": False}
         yield replace(base, key="n", kind="n", body=body)
         body = base.body | {"seed": 0, "max_tokens": HOT_TOKENS}
-        yield from self._steered(replace(base, body=body), TRUNCATIONS)
+        yield from self._steered(replace(base, body=body), TRUNCATIONS | UNLISTED)
         body = base.body | {"temperature": 0.0, "ignore_eos": True, "max_tokens": PENALTY_TOKENS}
         yield from self._steered(replace(base, body=body), PENALTIES)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,20 +16,18 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
+from trtspec.bench.check import evidence
 from trtspec.bench.check.kinds import KINDS
 from trtspec.bench.check.prompts import CALLED, PENALTIES, SAID, TRUNCATIONS, VALUES
 from trtspec.checkpoint.chat_parser import parse_reply, reply_text
-from trtspec.client.exchange import Exchange, Score
+from trtspec.client.exchange import Exchange
 
 # every threshold of the gate
 NEAR = 0.25  # nats behind the best token from which an answer counts as different; rounding seldom reaches it
 CERTAIN = 2.0  # nats behind from which one answer fails; bfloat16 reaches 1.1 where the target itself is unsure
 EXACT = 1e-3  # nats, with --exact: float32 rounds far below
 ALPHA = 1e-3 / 5  # false alarms of one test; a check makes five of them at most
-SURE = 0.9  # probability of the best token from which a token says little about the sampler
-MIN_UNSURE = 300  # such tokens, among which a top_p of 0.95 that nobody asked for shows
-MOVED = 1.0  # nats by which a parameter must move an answer from the target's own tokens
-EFFECT = 4  # times as far as that of a server that ignores it
+MISSED = 0.01  # probability below which a fault may pass by chance; else its kind was not measured
 KEPT_DRAFTS = 0.8  # accepted drafts over those of the same texts before: below it is a regression
 COLLAPSE = 0.05  # the same for long prompts, which are other texts, over short ones
 COLLAPSE_STEPS = 8  # in which a drafter that accepts next to nothing shows
@@ -210,7 +207,7 @@ def greedy(
     for one in asked:
         fault: str | None = "" if one.scores else None
         if (behind := regret(one)) > limit:
-            token = _behind(one).index(behind)
+            token = [score.behind for score in one.scores].index(behind)
             fault = f"token {token} is {behind:.2f} of {limit:g} nats behind the target's best"
         looks.append(Look(one.run if one.run in REPEATS else one.kind, one.name, fault))
     if not regrets:
@@ -228,12 +225,7 @@ def _identity(one: Exchange) -> tuple[str, tuple[int, ...]]:
 
 
 def regret(one: Exchange) -> float:
-    return max(_behind(one), default=0.0)
-
-
-def _behind(one: Exchange) -> list[float]:
-    """Nats that each token is behind the target's best one."""
-    return [score.best - score.chosen for score in one.scores]
+    return max((score.behind for score in one.scores), default=0.0)
 
 
 def more_often(mine: int, of: int, theirs: int, among: int) -> bool:
@@ -250,98 +242,59 @@ def more_often(mine: int, of: int, theirs: int, among: int) -> bool:
 
 
 def is_sampled(one: Exchange) -> bool:
-    return bool(one.token_ids) and one.answered and one.kind == "sampled"
+    return one.answered and bool(one.token_ids) and one.kind in evidence.SAMPLED
 
 
 def sampled(got: Sequence[Exchange], plain: Sequence[Exchange]) -> tuple[list[Look], str]:
-    """Answers at temperature 1 are drawn from the target's distribution; seeds repeat and differ; choices differ."""
+    """Answers at a temperature are drawn from the target's distribution; seeds repeat and differ; choices differ."""
     looks = list(_unsure(got))
-    drawn = drawn_scores(got)
-    if not drawn:
+    found = evidence.collect(filter(is_sampled, got))
+    if not found:
         return looks, NO_SCORES
-    limit = -math.log(ALPHA)
-    mine, theirs = log_e(drawn), log_e(drawn_scores(plain))
-    unsure = sum(map(_is_unsure, drawn))
-    tokens = f"{unsure} tokens of which the target is unsure, {MIN_UNSURE} are needed"
-    why = f"log e {mine:.1f} of {limit:.1f} over {tokens}, without speculation {theirs:.1f}"
-    won = list(zip([*BETS, *BETS], _bets(drawn), strict=True))
-    for probe in ("places", "tail"):
-        best = max(log for bet, log in won if bet[0] == probe)
+    limit, theirs = -math.log(ALPHA), log_e(plain)
+    won = evidence.mixed(found)
+    share = math.log(len(found))  # of one bet in all
+    weakest = min(found, key=lambda bet: bet.faulty)
+    why = (
+        f"log e {won:.1f} of {limit:.1f}, without speculation {theirs:.1f}, "
+        f"{weakest.fault} would bring {weakest.faulty - share:.1f}"
+    )
+    for probe in dict.fromkeys(bet.probe for bet in found):
+        bets = [bet for bet in found if bet.probe == probe]
+        best = max(bets, key=lambda bet: bet.won)
+        power = min(bet.faulty for bet in bets) - share
         fault: str | None = ""
-        if theirs > limit or (mine <= limit and unsure < MIN_UNSURE):
+        if theirs > limit or max(won, power) <= limit:
             fault = None
-        elif min(mine, best) > limit:
-            fault = f"tokens at temperature 1 are not drawn from the target's distribution ({why})"
+        elif min(won, best.won) > limit:
+            fault = (
+                f"tokens are not drawn from the target's distribution, as with {best.fault} ({why})"
+            )
         looks.append(Look(probe, ("sampled", "all"), fault))
     return looks, why
 
 
-def drawn_scores(exchanges: Sequence[Exchange]) -> list[Score]:
-    return [score for one in exchanges if is_sampled(one) for score in one.scores]
-
-
-def _tail(share: float) -> Callable[[float], float]:
-    return lambda place: -1.0 if place > 1 - share else share / (1 - share)
-
-
-# probe, shape and size of a stake on a token's place; a shape has the mean 0 for an exact sampler
-SHAPES: tuple[Callable[[float], float], ...] = (
-    lambda u: 2 * u - 1,
-    lambda u: math.cos(2 * math.pi * u),
-    lambda u: math.cos(4 * math.pi * u),
-)
-BETS = [("places", shape, size) for shape in SHAPES for size in (-0.6, -0.3, -0.1, 0.1, 0.3, 0.6)]
-BETS += [("tail", _tail(share), size) for share in (0.02, 0.05, 0.1, 0.2) for size in (0.3, 0.9)]
-
-
-def log_e(scores: Sequence[Score]) -> float:
-    """Logarithm of a mixture of betting martingales over the tokens' places in the target's distribution, which are
-    uniform for an exact sampler: above log 5000 by chance once in 5,000 checks at most."""
-    logs = _bets(scores)
-    most = max(logs)
-    return most + math.log(sum(math.exp(value - most) for value in logs) / len(logs))
-
-
-def _bets(scores: Sequence[Score]) -> list[float]:
-    """Logarithms of what each of BETS won on all tokens, then on those of which the target is unsure. Where it is sure,
-    every sampler is right."""
-    dice = random.Random(0)
-    places = [_place(score, dice.random()) for score in scores]
-    unsure = [place for place, score in zip(places, scores, strict=True) if _is_unsure(score)]
-    logs = []
-    for chosen in (places, unsure):
-        for _, shape, size in BETS:
-            logs.append(sum(math.log1p(size * shape(place)) for place in chosen))
-    return logs
-
-
-def _is_unsure(score: Score) -> bool:
-    return math.exp(score.best) < SURE
-
-
-def _place(score: Score, u: float) -> float:
-    """The mass of the likelier tokens, and a random share of that of those as likely."""
-    low, mass = (score.likelier, score.same) if score.listed else (score.total, 1 - score.total)
-    return min(1.0, low + u * max(0.0, mass))
+def log_e(exchanges: Sequence[Exchange]) -> float:
+    """Evidence against a sampler: above log 5000 by chance once in 5,000 checks at most."""
+    found = evidence.collect(filter(is_sampled, exchanges))
+    return evidence.mixed(found) if found else 0.0
 
 
 def _unsure(exchanges: Sequence[Exchange]) -> Iterator[Look]:
     """At a high temperature, the choices of one `n` differ, a seed repeats its answer, and seeds differ."""
-    seeds: dict[Name, tuple[int, ...]] = {}
+    seeds = [one for one in exchanges if one.kind == "seed" and one.token_ids]
     for one in exchanges:
         if one.kind == "n" and one.answered:
             wanted, count, different = one.body["n"], len(one.choices), len({*one.choices})
             fault = f"{count} of {wanted} choices, {different} of them different"
             yield Look("n", one.name, "" if count == wanted and different > 1 else fault)
-        if one.kind == "seed" and one.token_ids:
-            seeds[one.name] = one.token_ids
-    first = {ids for (_, run), ids in seeds.items() if run == "ids"}
-    again = {ids for (_, run), ids in seeds.items() if run == "again"}
+    again = {one.token_ids for one in seeds if one.run == "again"}
+    first = {one.token_ids for one in seeds if one.run == "ids"}
     fault = "" if first & again else "no seed repeats its answer"
     if len(first) == 1 and len(seeds) > 2:
         fault = "all seeds give one answer"
-    for name in seeds if again else ():
-        yield Look("seed", name, fault)
+    for one in seeds if again else ():
+        yield Look("seed", one.name, fault)
 
 
 # --- transport ---
@@ -501,8 +454,9 @@ def _tied(one: Exchange, raws: Sequence[Exchange]) -> bool:
         base = "".join(_parsed(other.raw)[:2])
         same = len(commonprefix([text, base]))
         token = len(other.token_ids) * same // max(1, len(base))
-        if any(score.tied for score in other.scores[max(0, token - 2) : token + 2]):
-            return True
+        for score in other.scores[max(0, token - 2) : token + 2]:
+            if sum(value >= score.top[0] - CERTAIN for value in score.top) > 1:
+                return True
     return False
 
 
@@ -512,18 +466,18 @@ def _tied(one: Exchange, raws: Sequence[Exchange]) -> bool:
 def parameters(got: Sequence[Exchange], plain: Sequence[Exchange]) -> Iterator[Look]:
     """What the plain server honours, this one honours or refuses."""
     theirs = {one.kind: one for one in plain if one.answered}
-    control = sum(_moved(one) for one in got if one.kind == "control")
     yield from _overruns(got)
     for one in got:
+        other = theirs.get(one.kind)
         if not one.answered:
             continue
-        other = theirs.get(one.kind)
-        if one.kind in TRUNCATIONS:
-            ignored = _moved(one) * EFFECT > control
-            shown = bool(one.scores) and control >= MOVED
+        if one.kind in TRUNCATIONS:  # each leaves the best token alone
+            ignored = regret(one) > CERTAIN
+            shown = bool(one.scores) and (ignored or _missed(one) < MISSED)
         elif one.kind in PENALTIES and other:
-            ignored = _moved(one) * EFFECT < _moved(other)
-            shown = bool(one.scores) and _moved(other) >= MOVED
+            moved = _moved(other), len(other.scores)
+            ignored = more_often(*moved, _moved(one), len(one.scores))
+            shown = more_often(*moved, 0, len(one.scores))
         elif other:
             ignored = not _kept(one)
             shown = _kept(other)
@@ -531,6 +485,15 @@ def parameters(got: Sequence[Exchange], plain: Sequence[Exchange]) -> Iterator[L
             continue
         fault = "no effect, and has one without speculation" if ignored else ""
         yield Look(one.kind, one.name, fault if shown else None)
+
+
+def _missed(one: Exchange) -> float:
+    """Probability that a server that ignores a truncation gives tokens near the best ones here all the same."""
+    missed = 1.0
+    for score in one.scores:
+        values, masses, _ = evidence.classes(score.top, one.body["temperature"], 0)
+        missed *= masses[values >= values[0] - CERTAIN].sum()
+    return missed
 
 
 def _overruns(exchanges: Sequence[Exchange]) -> Iterator[Look]:
@@ -541,9 +504,9 @@ def _overruns(exchanges: Sequence[Exchange]) -> Iterator[Look]:
             yield Look("max_tokens", one.name, "" if right else over)
 
 
-def _moved(one: Exchange) -> float:
-    """Nats that all tokens of an answer together are behind the target's own."""
-    return sum(_behind(one))
+def _moved(one: Exchange) -> int:
+    """Tokens that are not the target's own."""
+    return sum(score.behind > NEAR for score in one.scores)
 
 
 def _kept(one: Exchange) -> bool:
