@@ -324,7 +324,6 @@ WRITES = {
 }  # fmt: skip
 # functions with a path that the test below cannot judge: names made of numbers, and divisions of numbers
 UNJUDGED = {
-    "bench/prove: prove", "bench/prove: write_page", "checkpoint/writer: __init__",
     "cli/synthesize: _record", "heads/training/processes: require_shared",
     "heads/training/producers: _write", "launch/preflight: launch", "quant/convert: convert_shards",
 }  # fmt: skip

@@ -162,7 +162,7 @@ def test_a_line_that_does_not_parse_is_named() -> None:
     ("command", "options"),
     [
         ("watch", ["--listen="]),
-        ("bench", ["--rate=", "--model=", "--dataset=", "--at="]),
+        ("bench", ["--rate=", "--model=", "--dataset=", "--card="]),
         ("check", ["--model=", "--accept-unmeasured=", "--dataset=", "--against="]),
         ("prove", ["--dataset=", "--concurrency="]),
         ("synthesize", ["--model=", "--base-url=", "--extra-body=", "--shard="]),

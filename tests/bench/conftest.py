@@ -42,8 +42,8 @@ TOPICS = {
 
 SERVER = DetectedServer("reference", "m")
 WORKLOAD = Workload(dataset="d", dataset_sha256="0", licence=None, questions=40, turns=40, template="t",
-                    thinking=None, concurrency=[1, 4, 16], rates=[], rounds=1, max_tokens=9, temperature=0.0,
-                    seed=0)  # fmt: skip
+                    thinking=None, system=None, concurrency=[1, 4, 16], rates=[], rounds=1, max_tokens=9,
+                    temperature=0.0, seed=0)  # fmt: skip
 NO_RATES = Throughput(
     requests=1, errors=0, output_tokens=1, wall_s=1.0, tokens_per_s=1.0,
     ttft_s=None, inter_token_s=None, itl_s=None,

@@ -62,12 +62,6 @@ def test_a_fall_is_found_by_question_and_its_verdict_says_so() -> None:
     assert compare(old, [new]).figures[0].verdict == "improvement"
 
 
-def test_all_is_compared_once_where_there_are_no_categories() -> None:
-    new, old = (replace(run, categories={"all": run}) for run in runs(2))
-    named = [figure.figure for figure in compare(new, [old]).figures]
-    assert named.count("acceptance, all") == 1, named
-
-
 def test_totals_are_judged_from_four_earlier_runs_on() -> None:
     several = [totals(run) for run in runs(6, fall=0.2)]
     one, four = (compare(several[0], earlier) for earlier in (several[1:2], several[1:]))

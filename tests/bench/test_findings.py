@@ -109,7 +109,7 @@ def test_a_rate_that_the_server_cannot_keep_is_named() -> None:
             answers.append(
                 Answer(str(i), "c", 0, started=start, finished=start + 1 + late, chunks=chunks)
             )
-        return Round(level=LoadLevel(0, 10.0), number=0, answers=answers, seconds=9.0, most=10)
+        return Round(level=LoadLevel(0, 10.0), number=0, answers=answers, seconds=9.0)
 
     assert codes(assemble.overloaded([run(0.1)])) == ["TS-BENCH-OVERLOAD"]
     assert not codes(assemble.overloaded([run(0.0)]))
@@ -118,7 +118,7 @@ def test_a_rate_that_the_server_cannot_keep_is_named() -> None:
 def test_a_load_that_the_questions_do_not_reach_is_named() -> None:
     def run(load: int, questions: int, rate: float | None = None) -> Round:
         answers = [Answer(str(i), "c", 0, started=0.0) for i in range(questions)]
-        return Round(level=LoadLevel(load, rate), number=0, answers=answers, seconds=9.0, most=load)
+        return Round(level=LoadLevel(load, rate), number=0, answers=answers, seconds=9.0)
 
     found = list(assemble.underfilled([run(4, 80), run(256, 80), run(100, 80)]))
     assert (

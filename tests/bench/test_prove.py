@@ -1,7 +1,6 @@
 """Proofs: the script is made of commands that exist, what is refused before a launch, what verdict and bundle hold; and
 whole ones of kimi-nano, killed and resumed."""
 
-import itertools
 import json
 import os
 import shlex
@@ -25,6 +24,7 @@ from trtspec.bench.prove import (
     SPECULATING,
     ProveSetup,
     gathered,
+    pooled_results,
     proof_html,
     script,
     sentence,
@@ -43,9 +43,11 @@ SMALL = ("--samples", "6", "--max-tokens", "32", "--concurrency", "1,2")
 
 
 def test_the_script_is_made_of_commands_that_exist(tmp_path: Path) -> None:
-    """Every line parses as the command that it names, and both launches are the same but for the head."""
+    """Every line parses as the command that it names; launches are the same but for head and port."""
     steps = script(replace(SETUP, thinking="medium", card=True), tmp_path)
     assert [step.name for step in steps] == ["plan", "bench-spec", "record", "bench-plain", "score"]
+    twice = [(step.name, step.servers) for step in script(replace(SETUP, launches=2), tmp_path)]
+    assert twice[5:] == [("bench-spec-2", ("spec-2",)), ("bench-plain-2", ("plain-2",))]
     for words in (
         *(step.words for step in steps),
         *(serve_words(SETUP, launch) for launch in (SPECULATING, PLAIN)),
@@ -53,9 +55,8 @@ def test_the_script_is_made_of_commands_that_exist(tmp_path: Path) -> None:
         command = getattr(import_module(f"trtspec.cli.{words[0]}"), words[0])
         parse(record_of(command), list(words[1:]), words[0])
     speculating, plain = (set(serve_words(SETUP, launch)) for launch in (SPECULATING, PLAIN))
-    assert (
-        speculating - plain == {"--head", PAIR[1], "--draft-len", "2"} and not plain - speculating
-    )
+    assert speculating - plain == {"--head", PAIR[1], "--draft-len", "2", "8310"}
+    assert plain - speculating == {"8311"}
     subprocess.run(["bash", "-n", "-c", shell_text(SETUP, tmp_path, steps)], check=True)
 
 
@@ -64,7 +65,7 @@ def test_a_dry_run_prints_the_script_and_counts_what_it_asks(tmp_path: Path) -> 
     lines = done.stdout.splitlines()
     assert lines[0].startswith("# asks for at most ") and not (tmp_path / "proof").exists()
     assert [shlex.split(line)[1] for line in lines if line.startswith("trtspec ")] == [
-        "serve", "bench", "check", "serve", "bench", "check",
+        "serve", "serve", "bench", "check", "check",
     ]  # fmt: skip
     tokens = [
         trtspec(*NANO, "-o", "x", "--dry-run", "--json", "--samples", n).json["tokens"]
@@ -118,13 +119,14 @@ def test_the_protocol_of_a_card_is_measured_without_the_network(tmp_path: Path) 
 
 
 def test_the_sentence_says_verdict_and_speed() -> None:
-    ups = [SpeedUp(of="a", over="b", level=f"concurrency {c}", ratio=Ratio(r, r - 0.1, r + 0.1, 8))
-           for c, r in ((1, 1.4), (4, 1.28))]  # fmt: skip
+    ups = [SpeedUp(of="a", over="b", level=f"concurrency {c}", ratio=Ratio(r, r - 0.1, r + 0.1, 8),
+                   questions=32, rounds=8) for c, r in ((1, 1.4), (4, 1.28))]  # fmt: skip
     said = sentence("SAFE", "SAFE: the same output as without speculation", ups)
     speeds = (
         "1.40 times as fast (1.30 to 1.50) at concurrency 1, 1.28 (1.18 to 1.38) at concurrency 4"
     )
-    assert said == f"SAFE: the same output, {speeds}"
+    over = "95 % intervals over 32 questions in 8 rounds of one launch"
+    assert said == f"SAFE: the same output, {speeds}; {over}"
     slow = replace(ups[1], ratio=Ratio(0.65, 0.6, 0.71, 8))
     said = sentence("SAFE", "", [ups[0], slow])
     assert said.startswith("SAFE but slower at concurrency 4: the same output, 1.40 times as fast")
@@ -178,7 +180,7 @@ def test_the_page_and_the_bundle_hold_what_was_found(
         "dataset_sha256": "0",
     }
     evidence = gathered(setup, {"plan": plan, "score": scored}, tmp_path, **more)
-    page = proof_html(evidence, *results.values())
+    page = proof_html(evidence, pooled_results(setup, tmp_path), tmp_path)
     assert evidence.sentence.startswith("SAFE: the same output, ") and evidence.sentence in page
     assert evidence.logs == ["logs/serve-spec.log"] and "s3cret" not in page + json.dumps(
         asdict(evidence)
@@ -187,7 +189,9 @@ def test_the_page_and_the_bundle_hold_what_was_found(
         "70.70",
         "72.70",
         "tokens per step",
-        "one launch of each server",
+        "12 questions of one launch",
+        "another launch can differ by more",
+        "--draft-len 2 ...",
         "largest difference 0.01 nats",
         'class="sentence pass"',
     )
@@ -195,10 +199,12 @@ def test_the_page_and_the_bundle_hold_what_was_found(
     slow = [replace(up, ratio=replace(up.ratio, high=0.9)) for up in evidence.speedups[1:]]
     slower = replace(evidence, speedups=[evidence.speedups[0], *slow])
     assert evidence.proved and slow and not slower.proved
-    assert 'class="sentence unmeasured"' in proof_html(slower, *results.values())
+    assert 'class="sentence unmeasured"' in proof_html(
+        slower, pooled_results(SETUP, tmp_path), tmp_path
+    )
     failed = {"verdict": "NOT SAFE", "message": "NOT SAFE: greedy: 1 fault", "results": rows}
     evidence = gathered(SETUP, {"score": failed}, tmp_path, **more)
-    page = proof_html(evidence, *results.values())
+    page = proof_html(evidence, pooled_results(SETUP, tmp_path), tmp_path)
     assert (
         'class="sentence fail"' in page
         and "NOT SAFE: greedy: 1 fault" in page
@@ -235,13 +241,14 @@ def keys_of(journal: Path) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.clock
-def test_a_proof_killed_at_ten_points_is_resumed(
+def test_a_proof_killed_at_five_points_is_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The kills come before the first server is ready, then in each of the four steps, early and later."""
+    """Before the first server is ready, in the first round, rounds later, while check records, and while it scores."""
     out, port, seen = tmp_path / "proof", free_port(), ""
     journal, passed = out / "journal.jsonl", ("--", "--max-queue", "77")
-    for entries, later in itertools.product((0, 1, 2, 4, 5), (0.5, 2.0)):
+    answered, table = out / "spec" / "answers.jsonl", ["done before the kill | answers kept"]
+    for entries, later in ((0, 0.5), (2, 1.0), (2, 5.0), (3, 0.5), (4, 0.5)):
         process = prove(out, port, *passed)
         while process.poll() is None and (not journal.exists() or len(keys_of(journal)) < entries):
             time.sleep(0.05)
@@ -254,17 +261,15 @@ def test_a_proof_killed_at_ten_points_is_resumed(
         assert not alive, "what it started outlives it"
         assert journal.read_text().startswith(seen), "what was done was done again"
         seen = journal.read_text().rpartition("\n")[0]
+        kept = len(answered.read_bytes().splitlines()) if answered.exists() else 0
+        table.append(f"{sorted(keys_of(journal))} | {kept}")
     done = prove(out, port, "--json", *passed)
     said, errors = done.communicate()
     assert done.returncode in (0, 3), errors
     found = json.loads(said)
     keys = [json.loads(line)["key"] for line in journal.read_text().splitlines()[1:]]
-    assert [key for key in keys if not key.startswith("serve-")] == [
-        "bench-spec",
-        "record",
-        "bench-plain",
-        "score",
-    ]
+    steps = [key for key in keys if not key.startswith("serve-")]
+    assert steps == ["bench-spec", "record", "score"]
     evidence, page = (out / "evidence.json").read_text(), (out / "report.html").read_text()
     assert (
         json.loads(evidence)["sentence"] == found["sentence"]
@@ -274,6 +279,6 @@ def test_a_proof_killed_at_ten_points_is_resumed(
     for text in (evidence, page, journal.read_text()):
         assert "--max-queue" not in text, "words for the servers may hold a key"
     with capsys.disabled():
-        print(f"\n{found['sentence']}; {found['seconds']}")
+        print("", *table, found["sentence"], found["seconds"], sep="\n")
     other = prove(out, port, "--samples", "7", *passed)
     assert "was begun with something else: proof.samples was 6, now 7" in other.communicate()[1]

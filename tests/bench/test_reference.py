@@ -1,10 +1,10 @@
-"""bench and check against the real reference server: its counters, the best draft length, the tables of model cards, no
-false alarm, the CI workflow. Minutes, so all of it is slow. TRTSPEC_HONEST_CHECKS is the number of checks, 20."""
+"""bench and check against the real reference server: its counters, planted causes of low acceptance, the CI workflow.
+Minutes, so all of it is slow."""
 
 import contextlib
 import json
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,15 @@ from tests.bench.conftest import ci_steps, measured
 from tests.command_line import TRTSPEC, free_port, served
 from tests.json_files import read_json
 from trtspec import data_files
-from trtspec.bench.choose_draft import choose
-from trtspec.bench.results import BY_LENGTH, BY_REUSE, BenchResults, EndpointResult
+from trtspec.bench.results import BY_LENGTH, BY_MINUTE, BY_REUSE
 
 NANO, HEAD = str(data_files.kimi_nano_dir()), str(data_files.DATA / "kimi-nano-eagle3")
+PLANTED = Path(__file__).with_name("planted_causes.py")
+CAUSES = {
+    "blind_prefix": ["reused"], "shifted_layers": ["everywhere"], "cold_start": ["first minute"],
+}  # fmt: skip
+CHARACTERS = 2.4  # of a token, or more
+LOW = 0.8  # of the acceptance length elsewhere
 pytestmark = [pytest.mark.clock, pytest.mark.slow]
 
 
@@ -27,18 +32,13 @@ def reference() -> Iterator[Callable[..., str]]:
     """reference("--head", HEAD) -> base URL of a running reference server on kimi-nano."""
     with contextlib.ExitStack() as running:
 
-        def start(*options: str) -> str:
+        def start(*options: str, cause: str = "") -> str:
             port = free_port()
-            words = (*TRTSPEC, "serve", NANO, "--backend", "reference", "--port", port, *options)
+            program = (sys.executable, PLANTED, cause) if cause else TRTSPEC
+            words = (*program, "serve", NANO, "--backend", "reference", "--port", port, *options)
             return running.enter_context(served(port, *words))[0]
 
         yield start
-
-
-def run(urls: dict[str, str], **options: Any) -> BenchResults:
-    return measured(
-        urls, "nano", **{"concurrency": (4,), "samples": 24, "temperature": 1.0, **options}
-    )
 
 
 def counters(url: str) -> dict[str, float]:
@@ -58,71 +58,70 @@ def counters(url: str) -> dict[str, float]:
     }
 
 
-def test_steps_drafts_and_tokens_are_the_engines_own(reference: Callable[..., str]) -> None:
-    url = reference("--head", HEAD)
+def recorded(file: Path, count: int, longest: int) -> Path:
+    """Bodies of chat and completions requests up to about so many tokens, in steps of the power of two; all twice, so
+    that prompts are reused."""
+    lines = (Path(NANO) / "prompts_heldout.jsonl").read_text().splitlines()
+    texts = [json.loads(line)["messages"][-1]["content"] for line in lines]
+    bodies = list[dict[str, Any]]()
+    for index in range(count // 2):
+        size = int(CHARACTERS * (longest >> index % 6))
+        text = " ".join(texts[index:] + texts * (size // 20_000 + 1))[:size]
+        sampled = {"temperature": 0.5, "seed": index}
+        chat: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "temperature": 0}
+        bodies.append(chat if index % 2 else {"prompt": text, **sampled})
+    asked = [{"model": "recorded", "max_tokens": 24, **body} for body in bodies * 2]
+    file.write_text("".join(json.dumps(body) + "\n" for body in asked))
+    return file
+
+
+@pytest.mark.parametrize(("count", "longest"), [(500, 2048), (50, 33_792)])
+@pytest.mark.timeout(3600)
+def test_recorded_requests_by_length_and_reuse_add_up_to_the_counters(
+    reference: Callable[..., str], tmp_path: Path, count: int, longest: int
+) -> None:
+    file = recorded(tmp_path / "bodies.jsonl", count, longest)
+    url = reference("--head", HEAD, "--max-seq-len", str(longest))
     before = counters(url)
-    results = run({"e": url}, warmup=0)
+    results = measured({"e": url}, file, warmup=0)
     gone = {name: value - before[name] for name, value in counters(url).items()}
-    print({key: (getattr(results, key), gone[f"spec_decode_{name}"]) for key, name in
-           (("steps", "steps"), ("drafted", "draft_tokens"), ("accepted", "accepted_tokens"))})  # fmt: skip
-    assert (
-        results.steps == gone["spec_decode_steps"]
-        and results.drafted == gone["spec_decode_draft_tokens"]
-    )
-    assert (
-        results.accepted == gone["spec_decode_accepted_tokens"]
-        and results.tokens == gone["generation_tokens"]
-    )
+    server = [gone[f"spec_decode_{name}"] for name in ("steps", "draft_tokens", "accepted_tokens")]
+    assert [results.steps, results.drafted, results.accepted] == server
+    assert results.tokens == gone["generation_tokens"]
+    for by in (BY_LENGTH, BY_REUSE):
+        parts = [part for part in results.slices if part.by == by]
+        for part in parts:
+            print(by, part.value, part.answers, part.steps, part.accepted, part.acceptance_length)
+        told = [sum(getattr(part, key) for part in parts) for key in ("steps", "accepted")]
+        assert len(parts) > 1 and told == [results.steps, results.accepted]
+        assert sum(part.answers for part in parts) == count
+    assert longest / 2 < max(part.value for part in results.slices if part.by == BY_LENGTH)
     assert not [problem for problem in results.problems if problem.severity == "error"]
 
 
-def test_recorded_requests_by_length_and_reuse_add_up_to_the_counters(
-    reference: Callable[..., str], tmp_path: Path
+@pytest.mark.parametrize("cause", ["", *CAUSES])
+def test_a_planted_cause_has_the_shape_that_the_page_describes(
+    reference: Callable[..., str], tmp_path: Path, cause: str
 ) -> None:
-    """Chat requests, every second one behind more turns, and texts; all twice, so that prompts are reused."""
-    lines = (Path(NANO) / "prompts_heldout.jsonl").read_text().splitlines()
-    asked = [json.loads(line)["messages"][-1] for line in lines[:40]]
-    sent: list[dict[str, Any]] = []
-    for index, message in enumerate(asked[:24]):
-        sent.append({"messages": [*asked[24 : 24 + index % 2 * 16], message], "temperature": 0})
-        sent.append({"prompt": message["content"], "temperature": 0.5, "seed": index})
-    bodies = [{"model": "recorded", "max_tokens": 24, **body} for body in sent * 2]
-    file = tmp_path / "bodies.jsonl"
-    file.write_text("".join(json.dumps(body) + "\n" for body in bodies))
-    url = reference("--head", HEAD)
-    before = counters(url)
-    slices = measured({"e": url}, file, warmup=0).slices
-    after = counters(url)
-    for by in (BY_LENGTH, BY_REUSE):
-        parts = [part for part in slices if part.by == by]
-        told = [sum(getattr(part, key) for part in parts) for key in ("steps", "accepted")]
-        names = "spec_decode_steps", "spec_decode_accepted_tokens"
-        assert len(parts) > 1 and told == [after[name] - before[name] for name in names]
-
-
-@pytest.mark.alone
-def test_the_chosen_draft_length_is_within_3_percent_of_the_best_measured(
-    reference: Callable[..., str],
-) -> None:
-    """Chosen on every other question of one run, judged on the questions between them, so that both see the same
-    machine: a second run of the same servers is up to a quarter slower or faster."""
-    urls = {f"draft-{k}": reference("--head", HEAD, "--draft-len", str(k)) for k in (1, 3, 5)}
-    found = run(urls, concurrency=(1, 4), samples=32, rounds=4, temperature=0.0, max_tokens=48)
-
-    def half(odd: int) -> dict[int, EndpointResult]:
-        return {
-            int(e.name.removeprefix("draft-")): replace(
-                e, questions_detail=e.questions_detail[odd::2]
-            )
-            for e in found.all
-        }
-
-    for told, truth in zip(choose(half(0)).loads, choose(half(1)).loads, strict=True):
-        speed = {figure.draft_len: figure.tokens_per_s for figure in truth.lengths}
-        print(
-            f"concurrency {told.concurrency}: {told.best} chosen, {speed} tokens/s on the other questions"
-        )
-        assert speed[told.best] >= 0.97 * max(speed.values())
+    """docs/long-context.md: low where prompts are reused, everywhere from position 1, or in the first minute."""
+    file = recorded(tmp_path / "bodies.jsonl", 96, 1000)
+    rows = enumerate(file.read_text().splitlines())
+    late = [f'{{"timestamp": {65_000 * (index % 2)}, "body": {row}}}\n' for index, row in rows]
+    file.write_text("".join(late))
+    url, times = reference("--head", HEAD, cause=cause), cause == "cold_start"
+    found = measured({"e": url}, file, warmup=0, rates=(1.0,) * times, recorded_times=times)
+    lengths = {
+        (part.by, part.value): part.acceptance_length or 0.0 for part in found.slices if part.steps
+    }
+    print(cause, found.acceptance_length, found.cumulative, lengths)
+    reused = [length for (by, share), length in lengths.items() if by == BY_REUSE and share]
+    fresh = lengths[BY_REUSE, 0]
+    low = {
+        "reused": max(reused) < LOW * fresh,
+        "everywhere": found.cumulative is not None and found.cumulative[0] < 0.4,
+        "first minute": lengths[BY_MINUTE, 1] < LOW * lengths.get((BY_MINUTE, 2), 0.0),
+    }
+    assert [name for name, holds in low.items() if holds] == CAUSES.get(cause, [])
 
 
 def test_the_ci_workflow_runs_as_it_is_written(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from trtspec.bench.report.bench import (
     speed_plot,
     speedup_table,
 )
-from trtspec.bench.report.page import Bar, Figure, Plot, Section, bars, render
+from trtspec.bench.report.page import Bar, Figure, Plot, Section, plot, render
 from trtspec.bench.results import BenchResults, read_results
 from trtspec.errors import Problem
 from trtspec.report import Table
@@ -155,16 +155,14 @@ def test_what_is_missing_is_left_out() -> None:
     assert 'class="figures"' not in render("t", "s", [], [])
 
 
-def test_plots_hold_their_values_and_intervals() -> None:
-    found = bars(
-        {"a": {"code & co": (2.5, 2.0, 3.0)}, "b": {"code & co": (1.5, None, None)}}, baseline=1.0
-    )
-    assert found == {"code & co": [Bar(1, "2.50", 75.0, (50.0, 100.0)), Bar(2, "1.50", 25.0, None)]}
-    page = parsed(
-        render("t", "s", [], [Section(title="Bars", plots=[Plot("c", ["a", "b"], bars=found)])])
-    )
-    assert (
-        "code &amp; co" in page
-        and page.count('class="track"') == 2
-        and "left: 50.0%; width: 50.0%" in page
-    )
+def test_plots_hold_their_values_intervals_and_an_axis() -> None:
+    series = {"a": {"code & co": (2.5, 2.0, 3.0)}, "b": {"code & co": (1.5, None, None)}}
+    found = plot("c", "tokens per step", series, baseline=1.0)
+    assert found.bars == {
+        "code & co": [Bar(1, "2.50", 75.0, (50.0, 100.0)), Bar(2, "1.50", 25.0, None)]
+    }
+    page = parsed(render("t", "s", [], [Section(title="Bars", plots=[found])]))
+    assert "code &amp; co" in page and "left: 50.0%; width: 50.0%" in page
+    assert page.count('class="track"') == 2 and "tokens per step" in page
+    for longest, end in ((2.0, "2"), (97.3, "100"), (0.061, "0.08"), (1200.0, "1500")):
+        assert plot("c", "", {"a": {"x": (longest, None, None)}}, 0.0).ticks[-1] == end

@@ -84,7 +84,6 @@ ASKED = line("synthesize {prompts} -o {out} --base-url {url}/v1 --samples 3")
 SYNTHESIZE = (*ASKED, "--extra-body", '{{"delay": 2}}')  # until two are asked at once
 BENCH = line("bench {url} --samples 3 --concurrency 1 --max-tokens 8")
 DRAFTING = (*BENCH, "--extra-body", '{{"drafts": 3}}')
-CHOOSING = (*DRAFTING, *line("--at 1={shallow} --choose-draft"))
 SLOWLY = (
     *line("bench {url} --samples 1 --warmup 0 --concurrency 1 --max-tokens 8"),
     "--extra-body",
@@ -233,7 +232,6 @@ MAKING: dict[str, dict[str, Situation]] = {
                 rate=Effect(line("--rate 50"), base=line("bench {url} --samples 2 --max-tokens 8")),
                 max_regression=Effect(line("--max-regression 0.05"), base=(*BENCH, "--compare", "{drafted}")),
                 choose_draft=Effect(line("--choose-draft"), base=DRAFTING),
-                at=Effect(line("--at 2={middling}"), base=CHOOSING),
                 timeout=Effect(line("--timeout 0.2"), base=SLOWLY),
                 wait_ready=Effect(
                     line("--wait-ready 0.1"), base=line("bench {nowhere} --samples 2 --concurrency 1 --max-tokens 8")

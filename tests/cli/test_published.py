@@ -30,6 +30,7 @@ def test_inspect_plan_and_build_config_agree(target: str, head: str) -> None:
     written = built["config"]["speculative_config"]["max_draft_len"]
     drafts = {row["draft_len"] for row in planned["recommended"].values()} - {0}
     assert drafts == {written if seen["acceptance"] else None} and seen["draft_len"] == written
+    print(target, head, written, planned["context"], built["version"], sep=" | ")
     told = [each["message"] for each in built["problems"] if each["code"] == "TS-PAIR-CONTEXT"]
     assert all(f"to {planned['context']:,};" in message for message in told)
     assert (seen["context"], built["version"]) == (planned["context"], planned["version"])

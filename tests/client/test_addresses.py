@@ -26,8 +26,6 @@ COMMANDS = (
     ("bench", "http://127.0.0.1:9", "--against-url", "b={}"),
     ("bench", "http://127.0.0.1:9", "--against-url", "{}"),
     ("bench", "3={}", "--choose-draft"),
-    ("bench", "http://127.0.0.1:9", "--choose-draft", "--at", "3={}"),
-    ("bench", "http://127.0.0.1:9", "--choose-draft", "--at", "{}"),
     ("check", "{}"),
     ("check", "http://127.0.0.1:9", "--against", "{}"),
     ("watch", "{}", "--once"),
@@ -47,9 +45,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_is_no_address_is_refused_and_a_password_is_never_shown() -> None:
     for address in WRONG:
         with pytest.raises(
-            UsageError, match=r"^--at 3: .*(is not the URL of a server|holds a)"
+            UsageError, match=r"^--base-url: .*(is not the URL of a server|holds a)"
         ) as refused:
-            server_url(address, "--at 3:")
+            server_url(address, "--base-url:")
         assert SECRET not in refused.value.message and "write it as http" in refused.value.remedy
 
 

@@ -38,6 +38,7 @@ MODELS = "tensorrt_llm._torch.models"
 REAL = (
     "tensorrt_llm.models.modeling_utils",
     "tensorrt_llm.quantization.modelopt_config",
+    "tensorrt_llm._torch.configs",
     "tensorrt_llm._torch.model_config",
     "tensorrt_llm._torch.pyexecutor.config_utils",
     "tensorrt_llm._torch.attention.backends.interface",
@@ -56,7 +57,7 @@ Place = tuple[str, str, int]
 class Mapping(Anything):
     """One rank; questions about other ways to deal a model are answered with no."""
 
-    cp_size, cp_rank, gpus_per_node, enable_attention_dp = 1, 0, 8, False
+    cp_size, cp_rank, dp_size, gpus_per_node, enable_attention_dp = 1, 0, 1, 8, False
 
     def __init__(self, ranks: int = 1, rank: int = 0) -> None:
         self.tp_size, self.tp_rank = ranks, rank

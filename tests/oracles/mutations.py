@@ -1,7 +1,6 @@
 """Engine YAML files to judge: real ones and made ones, each with a change that a hurried person could make."""
 
 import copy
-import datetime
 import random
 import string
 from collections.abc import Iterator
@@ -22,106 +21,12 @@ def paths_ever() -> Iterator[tuple[str, Any]]:
             yield from ((entry.path, entry) for entry in reading.entries.values())
 
 
-ODD: list[Any] = [
-    None, True, False, 0, 1, -1, 2, 3, 8, 128, 8192, 0.0, 0.5, 1.0, 1.5, -0.5, float("inf"), float("nan"),
-    "true", "False", "yes", "on", "8", "8.0", "0.5", " 8 ", "1_000", "0x10", "1e3", "text", "", "null", "None",
-    [], [1], [1, 2], [2, 1], [0], [-1], ["8"], ["text"], [1.5], [None], [[1]], [True], {}, {"a": 1}, {1: 2}, {"1": "3"},
-    {4: 3, 8: 1}, {"key": None}, datetime.date(2026, 1, 31),
-]  # fmt: skip
-SAMPLES: dict[str, list[Any]] = {
-    "int": [1, 2, 8, 64, 1024], "float": [0.1, 0.5, 0.9, 1.5], "bool": [True, False], "str": ["text"], "object": [{}],
-    "list[int]": [[1, 2, 4]], "list[float]": [[0.5, 0.5], [0.1, 0.2]], "list[str]": [["a"]], "dict[int,int]": [{4: 3}],
-    "dict[str,str]": [{"a": "b"}], "null": [None],
-}  # fmt: skip
-# Keys whose classes cannot be run from the sources alone, with the reason.
-NOT_RUN = {
-    "backend": "another backend has another class of arguments (AutoDeploy's, the TensorRT engine's)",
-    "build_config": "tensorrt_llm.builder is not among the sources; trtllm-serve drops it for the PyTorch backend",
-    "calib_config": "a field of the TensorRT engine's class",
-    "cp_config.cp_type": "the enumeration in tensorrt_llm.mapping is not among the sources",
-    "decoding_config": "a class of the engine's binary",
-    "disagg_cluster": "taken out by trtllm-serve before the class sees it",
-    "enable_build_cache": "a class of the TensorRT engine",
-    "quant_config": "a class of tensorrt_llm.models, which is not among the sources",
-    "tokenizer": "loaded from its path",
-    "custom_tokenizer": "imported by its name",
-    "moe_config.load_balancer": "a path is opened; only a mapping can be judged",
-    "kv_cache_config.disk_cache_path": "must exist on the machine that serves",
-    "speculative_config.speculative_model": "DSpark and DFlash look into the directory",
-}
-SPECULATION: list[dict[str, Any]] = [
-    {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model_dir": "/models/head"},
-    {"decoding_type": "Eagle3", "max_draft_len": 3, "speculative_model": "/models/head"},
-    {"decoding_type": "MTP", "max_draft_len": 1},
-    {"decoding_type": "MTP", "num_nextn_predict_layers": 3},
-    {"decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 4},
-    {"decoding_type": "Draft_Target", "max_draft_len": 3, "speculative_model": "/models/draft"},
-    {"decoding_type": "SA", "max_draft_len": 4},
-    {"decoding_type": "PARD", "max_draft_len": 4, "speculative_model": "/models/draft"},
-    {"decoding_type": "DFlash", "max_draft_len": 4, "speculative_model": "/models/draft"},
-    {"decoding_type": "AUTO"},
-]
-CONFLICTS: list[dict[str, Any]] = [
-    {"speculative_config": {"max_concurrency": 16, "draft_len_schedule": {4: 3}}},
-    {"speculative_config": {"draft_len_schedule": {4: 3, 16: 1}}},
-    {"speculative_config": {"draft_len_schedule": {"4": 3, "16": 0}}},
-    {"speculative_config": {"draft_len_schedule": {4: 1, 16: 3}}},
-    {"speculative_config": {"draft_len_schedule": {}}},
-    {"speculative_config": {"draft_len_schedule": {0: 3}}},
-    {"speculative_config": {"use_dynamic_tree": True}},
-    {"speculative_config": {"use_dynamic_tree": True, "dynamic_tree_max_topK": 4}},
-    {"speculative_config": {"dynamic_tree_max_topK": 4, "max_total_draft_tokens": 99}},
-    {"speculative_config": {"eagle_choices": [[0], [0, 0]]}},
-    {"speculative_config": {"eagle_choices": [[0], [1, 0]]}},
-    {"speculative_config": {"use_rejection_sampling": True, "sa_config": {"threshold": 4}}},
-    {"speculative_config": {"use_rejection_sampling": True}, "guided_decoding_backend": "xgrammar"},
-    {"cuda_graph_config": {"batch_sizes": [1, 2, 4], "max_batch_size": 8}},
-    {"cuda_graph_config": {"batch_sizes": [4, 2, 1], "max_batch_size": 4}},
-    {"cuda_graph_config": {"num_tokens": [1, 2], "max_num_token": 4}},
-    {"cuda_graph_config": {"mode": "decode", "num_tokens": [1, 2]}},
-    {"kv_cache_config": {"pool_ratio": [0.5, 0.4]}},
-    {"kv_cache_config": {"pool_ratio": [0.5, 0.5]}},
-    {"kv_cache_config": {"pool_ratio": [1.5, -0.5]}},
-    {"kv_cache_config": {"disk_cache_size": 1024}},
-    {"kv_cache_config": {"disk_cache_size": 1024, "disk_cache_path": "/"}},
-    {"kv_cache_config": {"dtype": "fp8_ds_mla", "enable_kv_pool_rebalance": True}},
-    {"kv_cache_config": {"block_reuse_policy": "per_request"}},
-    {"kv_cache_config": {"block_reuse_config": {"block_reuse_policy": "per_request"}}},
-    {"kv_cache_config": {"block_reuse_config": {"policy": "per_conversation"}}},
-    {"kv_cache_config": {"free_gpu_memory_fraction": None}},
-    {"attention_dp_config": {"enable_balance": True, "timeout_iters": -1}},
-    {"attention_dp_config": {"enable_balance": False, "timeout_iters": -1}},
-    {"load_format": "GMS", "moe_config": {"load_balancer": {"num_slots": 288}}},
-    {"load_format": "DUMMY"},
-    {"moe_config": {"load_balancer": {"num_slot": 288}}},
-    {"disable_mm_encoder": True, "mm_encoder_only": True},
-    {
-        "torch_compile_config": {"enable_piecewise_cuda_graph": True},
-        "prefill_cuda_graph_backend": "breakable",
-    },
-    {"torch_compile_config": {"capture_num_tokens": [1]}, "prefill_capture_num_tokens": [2]},
-    {"enable_mla_skip_correction": True, "attn_backend": "FLASHINFER"},
-    {"encoder_cuda_graph_config": {"mode": "encode"}},
-    {"enable_speculative_beam_history_d2h": True, "sampler_force_async_worker": True},
-    {"ray_worker_extension_cls": "a.B"},
-    {"peft_cache_config": {"lora_prefetch_dir": "/somewhere"}},
-    {"kv_connector_config": {"connector": "lmcache"}},
-    {"kv_connector_config": {"connector": "unheard"}},
-    {"kv_connector_config": {"connector_module": "a.b"}},
-    {"multimodal_config": None},
-    {"moe_config": None},
-    {"kv_cache_config": None},
-    {"cuda_graph_config": None},
-    {"speculative_config": None},
-    {"attention_dp_config": None},
-    {"layer_wise_benchmarks_config": {"calibration_mode": "COLLECT"}},
-    {"prometheus_metrics_config": {"time_to_first_token_buckets": [0.1, 0.1]}},
-    {"prometheus_metrics_config": {"time_to_first_token_buckets": []}},
-    {"skip_tokenizer_init": True, "post_processor_hook": "a.B"},
-    {"sampler_type": "TRTLLMSampler"},
-    {"sampler_type": "auto"},
-    {"context_parallel_size": 2, "cp_config": {"tokens_per_block": 64}},
-]
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+ODD: list[Any] = TABLES["odd"]
+SAMPLES: dict[str, list[Any]] = TABLES["samples"]
+NOT_RUN: dict[str, str] = TABLES["not_run"]
+SPECULATION: list[dict[str, Any]] = TABLES["speculation"]
+CONFLICTS: list[dict[str, Any]] = TABLES["conflicts"]
 
 
 def bases() -> list[dict[str, Any]]:

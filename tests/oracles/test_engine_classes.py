@@ -16,92 +16,12 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import ROOT, printed
-from tests.oracles.mutations import Mutator
+from tests.oracles.mutations import TABLES, Mutator
 from trtspec.trtllm.deployment import Deployment, Finding
 from trtspec.trtllm.lint import lint
 from trtspec.trtllm.schema import schema_for
 
 AGREE = 0.997
-# Errors of lint about what the engine does with a file that its classes take: code, key (a pattern), reason.
-BEYOND = (
-    ("TS-LINT-DYNAMIC-TREE", "", "no Kimi runs with dynamic trees: latent attention"),
-    ("TS-LINT-HEAD-ARCH", "", "the other head class is not Kimi's"),
-    ("TS-LINT-EPLB-SLOTS", "", "MoeLoadBalancerConfig.setup asserts it when the model loads"),
-    ("TS-LINT-KV-CONNECTOR", "", "py_executor_creator asserts it"),
-    ("TS-LINT-TRANSCEIVER", "", "the transceiver refuses it when it is made"),
-    ("TS-LINT-DUPLICATE-KEY", "", "YAML keeps the last of two without a word"),
-    ("TS-LINT-NO-EFFECT", "", "the setting is dropped or overwritten without a word"),
-    (
-        "TS-LINT-COMBINATION",
-        r"moe_config\.backend",
-        "the kernels assert it when the model is built",
-    ),
-    ("TS-LINT-STATIC-TREE", "", "the server raises an exception when drafts are written"),
-    ("TS-LINT-DRAFT-PIPELINE", "", "PyExecutor raises NotImplementedError when it is made"),
-    ("TS-LINT-TRANSFER-BLOCKS", "", "the transceiver's buffer asserts it when it is made"),
-    ("TS-LINT-REJECTION-CRASH", "", "the server stops at its first warm-up step"),
-    ("TS-LINT-GUIDED-SCHEDULE", "", "the server stops while graphs are captured"),
-    ("TS-LINT-(MLA-)?TWO-MODEL", "", "two-model speculation with latent attention has no class"),
-    ("TS-LINT-FORCED-ACCEPTANCE", "", "made-up throughput"),
-    ("TS-LINT-(STOPS-AT-START|NO-WEIGHTS)", "", "the model loader raises, or loads nothing"),
-    ("TS-LINT-DISAGGREGATED-NO-HEAD", "", "the two sides of a disaggregated server must agree"),
-    (
-        "TS-LINT-(TRANSFER-BUFFER|POOL|NO-SIZE)",
-        "",
-        "too small for the longest prompt, or for a server",
-    ),
-    ("TS-LINT-SET-TWICE", "", "which of two places wins changed between releases"),
-    ("TS-LINT-MTP-KIMI", "", "Kimi-K2 has no MTP layers"),
-    ("TS-LINT-BACKEND", "", "the attention backend does not run Eagle3 heads"),
-    ("TS-LINT-COMBINATION", "moe_.*parallel_size", "Mapping asserts it when the ranks start"),
-    (
-        "TS-LINT-COMBINATION",
-        "enable_iter_req_stats|return_perf_metrics|perf_metrics_max_.*",
-        "nothing is collected",
-    ),
-    (
-        "TS-LINT-BAD-VALUE",
-        "reasoning_parser|dtype",
-        "looked up when the first answer is parsed, or the model is read",
-    ),
-    (
-        "TS-LINT-WRONG-TYPE",
-        r"moe_config\.load_balancer$",
-        "MoeLoadBalancer takes a mapping or a path",
-    ),
-    (
-        "TS-LINT-WRONG-TYPE",
-        r"speculative_config\.num_nextn_predict_layers",
-        "dropped beside max_draft_len",
-    ),
-    (
-        "TS-LINT-BAD-VALUE",
-        r"sparse_attention_config\.kt_cache_dtype",
-        "looked up when the cache is made",
-    ),
-    ("TS-LINT-WRONG-TYPE", "telemetry_config$", "anything but a mapping is dropped without a word"),
-    (
-        "TS-LINT-WRONG-TYPE",
-        "load_format$",
-        "the class takes the number of an enumeration, which nobody publishes",
-    ),
-    (
-        "TS-LINT-NO-DRAFT-MODEL|TS-NAME-PLACEHOLDER",
-        "",
-        "the engine stops when it looks for the model",
-    ),
-    ("TS-LINT-BAD-VALUE", "attn_backend", "get_attention_backend raises when the model is built"),
-    (
-        "TS-LINT-(BAD-VALUE|WRONG-TYPE)",
-        r"telemetry_config\.usage_context",
-        "trtllm-serve overwrites it",
-    ),
-    (
-        "TS-LINT-WRONG-TYPE",
-        r"batched_logits_processor|checkpoint_loader|.*\.drafter|.*\.resource_manager",
-        "a Python object, which no file can hold",
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -124,7 +44,8 @@ class Judged:
 
 def is_beyond(finding: Finding) -> bool:
     return any(
-        re.fullmatch(code, finding.code) and re.match(key, finding.key) for code, key, _ in BEYOND
+        re.fullmatch(code, finding.code) and re.match(key, finding.key)
+        for code, key, _ in TABLES["beyond"]
     )
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trtspec.bench.results import ALL, BenchResults, ComparedFigure, Comparison, Workload
+from trtspec.bench.results import BenchResults, ComparedFigure, Comparison, Workload
 from trtspec.bench.statistics import LEAST_RUNS, Ratio, next_ratio, paired_ratio, per_question
 from trtspec.checkpoint.writer import differences
 from trtspec.errors import Problem, UsageError
 
-SAME = ("dataset_sha256", "temperature", "max_tokens", "thinking", "extra_body")
+SAME = ("dataset_sha256", "temperature", "max_tokens", "thinking", "system", "extra_body")
 ALARMS = 0.05  # share of comparisons of equal runs that may raise one
 REGRESSION, IMPROVEMENT, NO_CHANGE, NOT_JUDGED = (
     "regression",
@@ -23,7 +23,7 @@ REGRESSION, IMPROVEMENT, NO_CHANGE, NOT_JUDGED = (
     "no change found",
     "not judged",
 )
-RUN = "run"
+RUN, ACCEPTANCE = "run", "acceptance"
 
 
 def refuse_different(workload: Workload, earlier: Mapping[str, BenchResults]) -> None:
@@ -42,20 +42,12 @@ def compare(
     """This run over `earlier` ones of the same workload and model; the first of them is the one whose questions are
     paired. With `max_regression` (0.05: 5 %) the comparison is a gate: nothing judged is an error."""
     old, allowed = earlier[0], max_regression or 0.0
-    everywhere = set.intersection(*({level.label for level in run.concurrency} for run in earlier))
-    levels = [level.label for level in new.concurrency if level.label in everywhere]
+    levels = [level.label for level in new.concurrency]
     confidence = 1 - 2 * ALARMS / (
         1 + (len(earlier) >= LEAST_RUNS) * len(levels)
     )  # one of its ends is a regression
-    found = [acceptance_figure(new, earlier, ALL, confidence, allowed)]
+    found = [acceptance_figure(new, earlier, confidence, allowed)]
     found += [speed_figure(new, earlier, label, confidence, allowed) for label in levels]
-    # a data set without categories has one that is named as the whole
-    shown = [
-        name
-        for name in new.categories
-        if name != ALL and not (new.degenerate(name) or old.degenerate(name))
-    ]
-    found += [acceptance_figure(new, earlier, name, confidence, allowed) for name in shown]
     figures = [figure for figure in found if figure]
     problems = not_judged(figures, [new, *earlier], max_regression is not None)
     for figure in figures:
@@ -67,12 +59,7 @@ def compare(
             message += f", more than the {100 * allowed:g} % allowed" if allowed else ""
             problems.append(Problem("TS-BENCH-REGRESSION", "error", "`compare`", message))
     return Comparison(
-        old={
-            "name": old.name,
-            "url": old.url,
-            "model": old.server.model,
-            "version": old.server.version,
-        },
+        old={"name": old.name, "url": old.url},
         runs=len(earlier),
         max_regression=allowed,
         confidence=round(confidence, 5),
@@ -82,33 +69,26 @@ def compare(
 
 
 def acceptance_figure(
-    new: BenchResults,
-    earlier: Sequence[BenchResults],
-    category: str,
-    confidence: float,
-    allowed: float,
+    new: BenchResults, earlier: Sequence[BenchResults], confidence: float, allowed: float
 ) -> ComparedFigure | None:
     """Tokens per step, paired by the questions that both answered, or where answers were counted together against
-    several runs. None if a run does not report it. One category is shown alone, and so is degenerate output."""
+    several runs. None if a run does not report it. Degenerate output is shown alone."""
     runs = (new, *earlier)
-    lengths = [
-        run.groups[category].acceptance_length if category in run.groups else None for run in runs
-    ]
+    lengths = [run.acceptance_length for run in runs]
     if None in lengths[:2]:
         return None
-    sides = [
-        per_question([turn for turn in run.turns_detail if category in (ALL, turn.category)])
-        for run in runs[:2]
-    ]
     now, before = (
-        {question: (steps + accepted, steps) for question, (steps, accepted, _) in side.items()}
-        for side in sides
+        {
+            question: (steps + accepted, steps)
+            for question, (steps, accepted, _) in per_question(run.turns_detail).items()
+        }
+        for run in runs[:2]
     )
-    test, by = paired_ratio(now, before, confidence), "question"
-    if test is None and category == ALL and None not in lengths:
+    test, by = paired_ratio((now, before), confidence=confidence), "question"
+    if test is None and None not in lengths:
         test, by = next_ratio(lengths[0], lengths[1:], confidence), RUN  # type: ignore[arg-type]
-    judged = category == ALL and not any(run.degenerate() for run in runs)
-    return _figure(f"acceptance, {category}", test, lengths, allowed, judged, by)  # type: ignore[arg-type]
+    judged = not any(run.degenerate() for run in runs)
+    return _figure(ACCEPTANCE, test, lengths, allowed, judged, by)  # type: ignore[arg-type]
 
 
 def speed_figure(
@@ -154,20 +134,16 @@ def not_judged(
     """That acceptance, or anything at all, is not judged, and why."""
     judged = {figure.figure for figure in figures if figure.verdict != NOT_JUDGED}
     reports = [run.acceptance_length is not None for run in runs]
-    if f"acceptance, {ALL}" in judged or (judged and not any(reports)):
+    if ACCEPTANCE in judged or (judged and not any(reports)):
         return []
     remedy = f"repeat `compare` for {LEAST_RUNS} earlier runs, or measure both servers in one run: bench A=URL B=URL"
     if any(run.degenerate() for run in runs):
         reason = "the output of a run is degenerate, and loops flatter every drafter"
         remedy = "read answers.jsonl; measure at the temperature that users have, with the right chat template"
-    elif not any(reports):
-        reason = f"no run reports acceptance, and speed is judged from {LEAST_RUNS} earlier runs on"
-    elif not all(reports):
+    elif any(reports) and not all(reports):
         reason = f"{'an earlier' if reports[0] else 'this'} run reports no acceptance, and the other does"
         remedy = "see whether the server has loaded its head, and what it says of its speculation"
     else:
-        reason = (
-            f"the server reports only totals, which are judged from {LEAST_RUNS} earlier runs on"
-        )
+        reason = f"totals and speed are judged from {LEAST_RUNS} earlier runs on"
     message, severity = f"acceptance is not judged: {reason}", "error" if gate else "warning"
     return [Problem("TS-BENCH-NOT-COMPARED", severity, "`compare`", message, remedy)]  # type: ignore[arg-type]

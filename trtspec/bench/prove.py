@@ -1,8 +1,9 @@
 """A proof of a target and its head: a script of plain trtspec commands, run and resumed; typed evidence; one page.
 
-Two launches follow each other on the same GPUs. The speculating server comes first: what it said is then scored by the
-target alone. A journal notes each step when its result is on the disk, so that the same command after a kill resumes
-with the first step that has none.
+Where both servers fit at once, they are measured in alternating rounds. Else two launches follow each other on the
+same GPUs, once or several times. What the speculating server said is then scored by the target alone. A journal notes
+each step when its result is on the disk, so that the same command after a kill resumes with the first step that has
+none.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from pydantic import TypeAdapter
 
 from trtspec import files, report
 from trtspec.bench.check.rows import Row
-from trtspec.bench.load.assemble import speedups
 from trtspec.bench.report import bench
 from trtspec.bench.report.page import Section, render
-from trtspec.bench.results import BenchResults, LevelResult, SpeedUp, read_results
+from trtspec.bench.results import BenchResults, SpeedUp, read_results, speed_up
+from trtspec.bench.statistics import LEAST_ROUNDS
 from trtspec.checkpoint.hub import resolve
 from trtspec.checkpoint.identity import identity_digest
 from trtspec.checkpoint.writer import Journal
@@ -34,18 +35,21 @@ from trtspec.launch.processes import duration, require_free_ports, run_trtspec, 
 from trtspec.report import Table
 
 SPECULATING, PLAIN = "spec", "plain"
-CHECKED, RECORDED, SCORED = (
-    20,
-    11,
-    8,
-)  # questions of check at most, and how many requests it makes of each
+# by server: name and reason of what check does, and how many requests it makes of each question
+CHECKS = {
+    SPECULATING: ("record", "what users get", 11),
+    PLAIN: ("score", "whether the target alone says the same", 8),
+}
+CHECKED, CHECK_TOKENS = 20, 128  # questions of check, and tokens of an answer, at most
+STOP = "kill $(jobs -p) && wait"
+MAX_ROUNDS = 8  # that the questions are divided into; more gain little
 LEFT_OVER = 180.0  # seconds that the server of a killed run gets to end
 
 
 @dataclass(frozen=True)
 class ProveSetup:
-    """What is proved, and with how much. `serve_words` go to both launches; without `gpu` there is no plan. `card`:
-    whether the head's published figures are shown beside the measured ones."""
+    """What is proved, and with how much. `serve_words` go to all servers; without `gpu` there is no plan. `card`:
+    whether the head's published figures are shown beside the measured ones. `launches`: of either server."""
 
     target: str
     head: str
@@ -62,90 +66,114 @@ class ProveSetup:
     serve_words: tuple[str, ...] = ()
     thinking: str | None = None
     card: bool = False
+    launches: int = 1
 
     @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+    def alternates(self) -> bool:
+        """Whether both servers run at once, and their rounds alternate."""
+        return self.backend == "reference"
+
+    @property
+    def rounds(self) -> int:
+        """As many as leave each enough questions for the highest load."""
+        return max(LEAST_ROUNDS, min(MAX_ROUNDS, self.samples // max(self.concurrency)))
+
+    @property
+    def groups(self) -> list[tuple[str, ...]]:
+        """Names of the servers that run at once, group after group."""
+        found = list[tuple[str, ...]]()
+        for number in range(1, self.launches + 1):
+            suffix = f"-{number}" if number > 1 else ""
+            names = [f"{name}{suffix}" for name in (SPECULATING, PLAIN)]
+            found += [tuple(names)] if self.alternates else [(name,) for name in names]
+        return found
+
+    @property
+    def loads(self) -> str:
+        return ",".join(map(str, self.concurrency))
+
+    def port_of(self, server: str) -> int:
+        return self.port if has_head(server) else self.port + 1
+
+    def url(self, server: str) -> str:
+        return f"http://127.0.0.1:{self.port_of(server)}"
+
+
+def has_head(server: str) -> bool:
+    """Whether it is a launch with the head."""
+    return server.startswith(SPECULATING)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command: `words` after `trtspec`, and why it runs. `launch` is the server that it asks, "" for none. Its JSON
-    is `result`, a file of the proof; status 3 is a finding, not a failure. `tokens` are asked for at most."""
+    """One command: `words` after `trtspec`, and why it runs. `servers`: names of all that run meanwhile. Its JSON is
+    `result`, a file of the proof; status 3 is a finding, not a failure. `tokens` are asked for at most."""
 
     name: str
     why: str
     words: tuple[str, ...]
     result: str
-    launch: str = ""
+    servers: tuple[str, ...] = ()
     tokens: int = 0
 
 
 def script(setup: ProveSetup, directory: Path) -> list[Step]:
     """All steps in their order. The tokens are those of questions with one turn."""
-    levels = ("--concurrency", ",".join(map(str, setup.concurrency)))
-    asked: tuple[str, ...] = (
-        "--dataset",
-        setup.dataset,
-        "--samples",
-        str(setup.samples),
-        "--max-tokens",
-        str(setup.max_tokens),
-    )
-    if setup.thinking:
-        asked += ("--thinking", setup.thinking)
-    if setup.card:
-        asked += ("--card", setup.head)
-    checked, most = min(setup.samples, CHECKED), min(setup.max_tokens, 128)
-    recording = str(directory / "spec.jsonl")
-    judged = ("--dataset", setup.dataset, "--samples", str(checked), "--max-tokens", str(most))
-    accepted = tuple(
-        word for row in setup.accept_unmeasured for word in ("--accept-unmeasured", row)
-    )
-
-    def bench_step(launch: str) -> Step:
-        out = ("-o", str(directory / launch), "--resume")
-        words = ("bench", f"{launch}={setup.url}", *asked, *levels, "--wait-ready", "7200", *out)
-        return Step(
-            f"bench-{launch}",
-            "acceptance and speed",
-            words,
-            f"{launch}/results.json",
-            launch,
-            setup.samples * setup.max_tokens * len(setup.concurrency),
-        )
-
-    def check(name: str, why: str, launch: str, requests: int, *words: str) -> Step:
-        words = ("check", setup.url, "--tokenizer", setup.target, *words, "--force", "--json")
-        return Step(name, why, words, f"{name}.json", launch, requests * checked * most)
-
-    plain_words = ("--score", recording, "--record", str(directory / "plain.jsonl"), *accepted)
-    steps = [
-        bench_step(SPECULATING),
-        check("record", "what users get", SPECULATING, RECORDED, "--record", recording, *judged),
-        bench_step(PLAIN),
-        check("score", "whether the target alone says the same", PLAIN, SCORED, *plain_words),
-    ]
+    steps = list[Step]()
     if setup.gpu is not None:
         gpus = ("--gpu", setup.gpu, "--gpus", str(setup.gpus))
-        drafts = ("--max-draft", str(setup.draft_len))
-        words = ("plan", setup.target, "--head", setup.head, *gpus, *levels, *drafts, "--json")
-        steps.insert(0, Step("plan", "how long a step should take", words, "plan.json"))
+        drafts = ("--max-draft", str(setup.draft_len), "--concurrency", setup.loads)
+        words = ("plan", setup.target, "--head", setup.head, *gpus, *drafts, "--json")
+        steps.append(Step("plan", "how long a step should take", words, "plan.json"))
+    for group in setup.groups:
+        steps.append(_bench(setup, directory, group))
+        steps += [_check(setup, directory, group, name) for name in group if name in CHECKS]
     return steps
 
 
-def serve_words(setup: ProveSetup, launch: str) -> tuple[str, ...]:
+def _bench(setup: ProveSetup, directory: Path, group: tuple[str, ...]) -> Step:
+    """Asks all questions of each server of a group, in alternating rounds."""
+    first, *others = (f"{server}={setup.url(server)}" for server in group)
+    words = ["bench", first]
+    for other in others:
+        words += ["--against-url", other]
+    words += ["--dataset", setup.dataset, "--samples", str(setup.samples)]
+    words += ["--max-tokens", str(setup.max_tokens)]
+    if setup.thinking:
+        words += ["--thinking", setup.thinking]
+    if setup.card:
+        words += ["--card", setup.head]
+    words += ["--concurrency", setup.loads, "--rounds", str(setup.rounds), "--wait-ready", "7200"]
+    words += ["-o", str(directory / group[0]), "--resume"]
+    tokens = setup.samples * setup.max_tokens * len(setup.concurrency) * len(group)
+    result = f"{group[0]}/results.json"
+    return Step(f"bench-{group[0]}", "acceptance and speed", tuple(words), result, group, tokens)
+
+
+def _check(setup: ProveSetup, directory: Path, group: tuple[str, ...], server: str) -> Step:
+    """Records what the server with the head says, or scores it by the target alone."""
+    name, why, requests = CHECKS[server]
+    checked, most = min(setup.samples, CHECKED), min(setup.max_tokens, CHECK_TOKENS)
+    recording, scores = str(directory / "spec.jsonl"), str(directory / "plain.jsonl")
+    words = ["check", setup.url(server), "--tokenizer", setup.target]
+    if server == SPECULATING:
+        words += ["--record", recording, "--dataset", setup.dataset]
+        words += ["--samples", str(checked), "--max-tokens", str(most)]
+    else:
+        words += ["--score", recording, "--record", scores]
+        for row in setup.accept_unmeasured:
+            words += ["--accept-unmeasured", row]
+    words += ["--force", "--json"]
+    return Step(name, why, tuple(words), f"{name}.json", group, requests * checked * most)
+
+
+def serve_words(setup: ProveSetup, server: str) -> tuple[str, ...]:
     """After `trtspec`. What the user passes comes last, since it may end in a `--` with options of the engine."""
-    words = (
-        "serve",
-        setup.target,
-        "--backend",
-        setup.backend,
-        *f"--host 127.0.0.1 --port {setup.port}".split(),
-    )
+    address = ("--host", "127.0.0.1", "--port", str(setup.port_of(server)))
+    words: tuple[str, ...] = ("serve", setup.target, "--backend", setup.backend, *address)
     if setup.backend != "reference":
         words += ("--tp-size", str(setup.gpus))
-    if launch == SPECULATING:
+    if has_head(server):
         words += ("--head", setup.head, "--draft-len", str(setup.draft_len))
         if setup.backend == "reference":  # as build-config sets it for the engines
             words += ("--draft-sampling", "probabilistic")
@@ -154,15 +182,15 @@ def serve_words(setup: ProveSetup, launch: str) -> tuple[str, ...]:
 
 def shell_text(setup: ProveSetup, directory: Path, steps: Sequence[Step]) -> str:
     """The script for a shell: all that a proof does, but for resuming and the page."""
-    lines, launch = [f"mkdir -p {shlex.quote(str(directory))}"], ""
+    lines, running = [f"mkdir -p {shlex.quote(str(directory))}"], tuple[str, ...]()
     for step in steps:
-        if step.launch != launch:
-            lines += ["kill $! && wait $!"] if launch else []
-            lines.append(f"trtspec {shlex.join(serve_words(setup, step.launch))} &")
-            launch = step.launch
+        if step.servers != running:
+            lines += [STOP] if running else []
+            lines += [f"trtspec {shlex.join(serve_words(setup, one))} &" for one in step.servers]
+            running = step.servers
         into = f" > {shlex.quote(str(directory / step.result))}" if "--json" in step.words else ""
         lines.append(f"trtspec {shlex.join(step.words)}{into}")
-    return "\n".join([*lines, "kill $!"]) + "\n"
+    return "\n".join([*lines, STOP]) + "\n"
 
 
 # --- run and resume ---
@@ -198,37 +226,48 @@ def prove(
     ]  # they may hold a key
     header = {"proof": asdict(setup) | {"serve_words": words}, "identities": identities, **about}
     with Journal(path, header, restart=restart, private=True) as journal:
-        for name in (SPECULATING, PLAIN, "logs") if restart else ():
+        for name in (*(group[0] for group in setup.groups), "logs") if restart else ():
             report.remove_folder(directory, PlainName(name))
         for recording in directory.glob("*.part") if restart else ():
             report.remove_file(directory, PlainName(recording.name))
         with report.writing(directory):
             (directory / "logs").mkdir(exist_ok=True)
         done = [step for step in steps if step.name in journal.done and _result(step, directory)]
-        if done:
-            report.announce(f"already done: {', '.join(step.name for step in done)}")
-        for launch in dict.fromkeys(step.launch for step in steps if step not in done):
-            with ExitStack() as stack:
-                if launch:
-                    require_free_ports(setup.port, 1, patience)
-                    what = (
-                        "the target with its head" if launch == SPECULATING else "the target alone"
-                    )
-                    report.announce(f"serve-{launch}: {what}")
-                    began, log = time.monotonic(), directory / "logs" / f"serve-{launch}.log"
-                    stack.enter_context(served(serve_words(setup, launch), setup.url, log, startup))
-                    journal.record(f"serve-{launch}", seconds=round(time.monotonic() - began, 1))
-                    report.announce(f"  ready after {duration(time.monotonic() - began)}")
+        for step in done:
+            report.announce(f"already done: {step.name}")
+        for group in dict.fromkeys(step.servers for step in steps if step not in done):
+            with ExitStack() as running:
+                require_free_ports(setup.port, 2, patience)
+                for server in group:
+                    _launch(setup, server, directory, journal, startup, running)
                 for number, step in enumerate(steps, 1):
-                    if step.launch == launch and step not in done:
+                    if step.servers == group and step not in done:
                         report.announce(f"[{number}/{len(steps)}] {step.name}: {step.why}")
                         _run(step, journal, directory)
         seconds = {name: entry["seconds"] for name, entry in journal.done.items()}
-    found = {step.name: _result(step, directory) for step in steps}
-    evidence = gathered(setup, found, directory, identities=identities, seconds=seconds, **about)
+    results = {step.name: _result(step, directory) for step in steps}
+    evidence = gathered(setup, results, directory, identities=identities, seconds=seconds, **about)
     report.write_json(directory / "evidence.json", asdict(evidence))
     write_page(directory, directory / "report.html")
     return evidence
+
+
+def _launch(
+    setup: ProveSetup,
+    server: str,
+    directory: Path,
+    journal: Journal,
+    startup: float,
+    running: ExitStack,
+) -> None:
+    """Starts a server for the life of `running`, and notes its seconds."""
+    report.announce(f"serve-{server}")
+    began, log = time.monotonic(), directory / "logs" / f"serve-{server}.log"
+    words, url = serve_words(setup, server), setup.url(server)
+    running.enter_context(served(words, url, log, startup))
+    seconds = time.monotonic() - began
+    journal.record(f"serve-{server}", seconds=round(seconds, 1))
+    report.announce(f"  ready after {duration(seconds)}")
 
 
 def _result(step: Step, directory: Path) -> dict[str, Any]:
@@ -243,10 +282,8 @@ def _run(step: Step, journal: Journal, directory: Path) -> None:
     began = time.monotonic()
     printed = step.result if "--json" in step.words else f"logs/{step.name}.out"
     status = run_trtspec(step.words, directory / printed)
-    found = _result(step, directory)
-    if not found or status not in (
-        (0, 3) if step.launch else (0,)
-    ):  # a finding is a result, but for a plan
+    allowed = (0, 3) if step.servers else (0,)  # a finding is a result, but for a plan
+    if status not in allowed or not _result(step, directory):
         message = f"{step.name} ended with status {status}; its message is above"
         raise TrtspecError(message, "give the same command again to resume")
     journal.record(step.name, seconds=round(time.monotonic() - began, 1))
@@ -256,34 +293,21 @@ def _run(step: Step, journal: Journal, directory: Path) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """Milliseconds of one step at a concurrency, without and with drafts, measured and planned; None: not known."""
-
-    concurrency: int
-    plain_ms: float | None
-    step_ms: float | None
-    planned_plain_ms: float | None
-    planned_step_ms: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class ProofEvidence:
-    """`setup` is without the words for the servers, which may hold a key. `identities`: fingerprints of the
-    checkpoints; `seconds`: of each step and start; `logs`: files of the proof's directory."""
+    """`setup` has `...` in place of the words for the servers, which may hold a key. `identities`: fingerprints of the
+    checkpoints; `seconds`: of each step and start; `planned`: points of plan; `logs`: file names."""
 
     verdict: str
     sentence: str
     setup: ProveSetup
     identities: dict[str, str]
     engine: str | None
-    draft_sampling: str | None
     hardware: list[str]
     dataset_sha256: str
     acceptance_length: float | None
     acceptance_interval: list[float] | None
-    steps: int | None
     speedups: list[SpeedUp]
-    step_times: list[StepTime]
+    planned: list[dict[str, Any]]
     rows: list[Row]
     seconds: dict[str, float]
     logs: list[str]
@@ -296,53 +320,50 @@ class ProofEvidence:
         return self.verdict == "SAFE" and not slower(self.speedups)
 
 
+def pooled_results(setup: ProveSetup, directory: Path) -> BenchResults:
+    """All launches as one run of bench, so that its sections show them beside each other. The first has the head."""
+    runs = [read_results(directory / group[0]) for group in setup.groups]
+    endpoints = [endpoint for run in runs for endpoint in run.all]
+    spec = [endpoint for endpoint in endpoints if has_head(endpoint.name)]
+    plain = [endpoint for endpoint in endpoints if not has_head(endpoint.name)]
+    ups = [speed_up(spec, plain, level.label) for level in runs[0].concurrency]
+    return replace(
+        runs[0],
+        endpoints={endpoint.name: endpoint for endpoint in endpoints[1:]},
+        speedups=[up for up in ups if up is not None],
+        problems=[problem for run in runs for problem in run.problems],
+    )
+
+
 def gathered(
     setup: ProveSetup, found: Mapping[str, Any], directory: Path, **more: Any
 ) -> ProofEvidence:
     """The evidence in the results of the steps, by their names; `more` are its other fields."""
-    spec, plain = (read_results(directory / launch) for launch in (SPECULATING, PLAIN))
-    ups = [up for up in speedups([spec, plain]) if up.of == spec.name]
+    results = pooled_results(setup, directory)
+    ups = results.speedups
     verdict, message = found["score"]["verdict"], found["score"]["message"]
-    invalid = {problem.code for problem in errors_in([*spec.problems, *plain.problems])}
+    invalid = {problem.code for problem in errors_in(results.problems)}
     if verdict == "SAFE" and (invalid or not ups):
         said = f"bench: {', '.join(sorted(invalid))}" if invalid else "the same output"
         verdict, message = "NOT PROVEN", f"NOT PROVEN: {said}"
-    planned = {(point["concurrency"], point["draft_len"]): point["step_ms"]
-               for point in found.get("plan", {}).get("points", ())}  # fmt: skip
-    step_times = [
-        StepTime(
-            concurrency=fast.concurrency,
-            plain_ms=_step_ms(slow, 1.0),
-            step_ms=_step_ms(fast, fast.acceptance_length),
-            planned_plain_ms=planned.get((fast.concurrency, 0)),
-            planned_step_ms=planned.get((fast.concurrency, setup.draft_len)),
-        )
-        for fast, slow in zip(spec.concurrency, plain.concurrency, strict=True)
-    ]
-    sound = not spec.degenerate()
+    points = found.get("plan", {}).get("points", ())
+    drafts = (0, setup.draft_len)
+    sound = not results.degenerate()
     return ProofEvidence(
         verdict=verdict,
         sentence=sentence(verdict, message, ups),
-        setup=replace(setup, serve_words=()),
-        draft_sampling=spec.server.draft_sampling,
+        setup=replace(setup, serve_words=("...",) if setup.serve_words else ()),
         hardware=[f"{gpu.name}, driver {gpu.driver}" for gpu in read_gpus() or ()],
-        acceptance_length=spec.acceptance_length if sound else None,
-        acceptance_interval=spec.acceptance_length_interval if sound else None,
-        steps=spec.steps,
+        acceptance_length=results.acceptance_length if sound else None,
+        acceptance_interval=results.acceptance_length_interval if sound else None,
         speedups=ups,
-        step_times=step_times,
+        planned=[point for point in points if point["draft_len"] in drafts],
         rows=[Row(**row) for row in found["score"]["results"]],
         logs=sorted(f"logs/{path.name}" for path in (directory / "logs").iterdir()),
         created=report.now(),
         versions=report.versions(),
         **more,
     )
-
-
-def _step_ms(level: LevelResult, length: float | None) -> float | None:
-    """The time of a token after the first, times the tokens of a step."""
-    gap = level.throughput.inter_token_s
-    return gap.mean * length * 1000 if gap and length else None
 
 
 def slower(speedups: Sequence[SpeedUp]) -> list[str]:
@@ -352,7 +373,7 @@ def slower(speedups: Sequence[SpeedUp]) -> list[str]:
 
 def sentence(verdict: str, message: str, speedups: Sequence[SpeedUp]) -> str:
     """`SAFE: the same output, 1.40 times as fast (1.24 to 1.57) at concurrency 1, 1.28 (...) at concurrency 4`, or
-    `SAFE but slower at concurrency 4: the same output, ...`."""
+    `SAFE but slower at concurrency 4: the same output, ...`, and what the intervals are over."""
     said = message
     if verdict == "SAFE":
         loads = " and ".join(slower(speedups))
@@ -360,29 +381,26 @@ def sentence(verdict: str, message: str, speedups: Sequence[SpeedUp]) -> str:
     if not speedups:
         return f"{said}; the speed was not measured"
     speeds = ", ".join(f"{up.ratio.value:.2f} ({up.ratio.words}) at {up.level}" for up in speedups)
-    return f"{said}, {speeds.replace(' (', ' times as fast (', 1)}"
+    speeds = speeds.replace(" (", " times as fast (", 1)
+    return f"{said}, {speeds}; 95 % intervals over {speedups[0].covered}"
 
 
 def write_page(proof: Path, page: Path, more: Sequence[Section] = ()) -> None:
     """The page of a finished proof, with `more` behind it."""
-    spec, plain = (read_results(proof / launch) for launch in (SPECULATING, PLAIN))
     evidence = TypeAdapter(ProofEvidence).validate_python(
         files.read_object(proof / "evidence.json")
     )
-    report.write_atomic(page, proof_html(evidence, spec, plain, more))
+    report.write_atomic(
+        page, proof_html(evidence, pooled_results(evidence.setup, proof), proof, more)
+    )
 
 
 def proof_html(
-    evidence: ProofEvidence,
-    with_head: BenchResults,
-    alone: BenchResults,
-    more: Sequence[Section] = (),
+    evidence: ProofEvidence, results: BenchResults, proof: Path, more: Sequence[Section] = ()
 ) -> str:
     """The page of a proof: its verdict in a sentence, up to three figures, then speed, acceptance, the rows of check,
-    and `more`. The results are bench's of either server."""
-    # as if bench had measured both in one run, so that its sections show them side by side
-    both = replace(with_head, endpoints={alone.name: alone}, speedups=evidence.speedups)
-    speed, acceptance = bench.sections(both)[:2]
+    its commands, and `more`. `results`: of all launches."""
+    speed, acceptance = bench.sections(results)[:2]
     rows = [
         [row.status, row.name, f"{row.seen} of {row.of}", (row.faults or [row.why])[0]]
         for row in evidence.rows
@@ -393,28 +411,39 @@ def proof_html(
         rows,
         text_columns=frozenset({0, 1, 3}),
     )
-    drawn = f" ({evidence.draft_sampling} where sampled)" if evidence.draft_sampling else ""
-    times = [
-        [
-            str(at.concurrency),
-            *map(bench.number, (at.planned_plain_ms, at.plain_ms, at.planned_step_ms, at.step_ms)),
-        ]
-        for at in evidence.step_times
-        if at.planned_plain_ms
-    ]
-    columns = ["concurrency", "alone, planned", "alone", "with the head, planned", "with the head"]
-    planned = Table("Milliseconds of one step", columns, times)
     colour: Literal["pass", "fail", "unmeasured"] = "pass" if evidence.proved else "unmeasured"
     if evidence.verdict == "NOT SAFE":
         colour = "fail"
+    commands = shell_text(evidence.setup, proof, script(evidence.setup, proof))
     return render(
         f"trtspec prove: {evidence.setup.target} with {evidence.setup.head}",
         evidence.sentence,
-        bench.figures(both),
-        [replace(speed, tables=[*speed.tables, planned]), acceptance,
-         Section(title=same.title, tables=[same]), *more],
-        about=f"{evidence.setup.draft_len} drafts per step{drawn}. {bench.workload_line(with_head)}.",
+        bench.figures(results),
+        [
+            replace(speed, tables=[*speed.tables, step_table(evidence.planned, results)]),
+            acceptance,
+            Section(title=same.title, tables=[same]),
+            Section(title="Commands", code=commands),
+            *more,
+        ],
+        about=f"{evidence.setup.draft_len} drafts per step. {bench.workload_line(results)}.",
         verdict=colour,
         created=evidence.created,
         versions=evidence.versions,
-    )  # fmt: skip
+    )
+
+
+def step_table(planned: Sequence[Mapping[str, Any]], results: BenchResults) -> Table:
+    """The time of a step, planned and measured: between tokens after the first, times the tokens of a step."""
+    rows = []
+    for point in planned:
+        drafts, load = point["draft_len"], point["concurrency"]
+        side = results if drafts else results.endpoints[PLAIN]
+        level = next(level for level in side.concurrency if level.concurrency == load)
+        gap, length = level.throughput.inter_token_s, level.acceptance_length if drafts else 1.0
+        measured = gap.mean * length * 1000 if gap and length else None
+        rows.append(
+            [str(load), str(drafts), bench.number(point["step_ms"]), bench.number(measured)]
+        )
+    columns = ["concurrency", "drafts", "planned", "measured"]
+    return Table("Milliseconds of one step", columns, rows)

@@ -7,14 +7,26 @@ of all their answers.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter, ValidationError
 
 from trtspec import files
-from trtspec.bench.statistics import AcceptanceSummary, Ratio, paired_ratio, ratio
+from trtspec.bench.statistics import (
+    LEAST_ROUNDS,
+    AcceptanceSummary,
+    Ratio,
+    Units,
+    most_tokens,
+    paired_ratio,
+    ratio,
+)
 from trtspec.client.client import Answer
 from trtspec.client.servers import Count, DetectedServer, TurnCounts
 from trtspec.client.text_quality import OutputQuality
@@ -62,7 +74,8 @@ class Throughput:
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """What was asked: a figure without it is no measurement. `extra_body`: what was merged into every request.
-    `recorded`: requests were sent as recorded, without this `max_tokens`, `temperature` and `seed`."""
+    `recorded`: requests were sent as recorded, without this `max_tokens`, `temperature` and `seed`; `recorded_times`:
+    at the times of their rows. `system`: a message before every question."""
 
     dataset: str
     dataset_sha256: str
@@ -71,6 +84,7 @@ class Workload:
     turns: Count
     template: str
     thinking: str | None
+    system: str | None
     concurrency: list[Count]
     rates: list[float]
     rounds: Count
@@ -80,6 +94,13 @@ class Workload:
     limit_s: float | None = None
     extra_body: dict[str, Any] = field(default_factory=dict)
     recorded: bool = False
+    recorded_times: bool = False
+
+    @property
+    def loads(self) -> str:
+        """The loads in words."""
+        loads = [f"{rate:g}/s" for rate in self.rates] or map(str, self.concurrency)
+        return "as recorded" if self.recorded_times else " / ".join(loads)
 
     @property
     def budget(self) -> str:
@@ -101,19 +122,21 @@ class SliceResult(AcceptanceSummary):
 
 @dataclass(frozen=True)
 class QuestionSpeed:
-    """One conversation at one level, the unit that runs are paired by. `seconds` are spent waiting for its answers."""
+    """One conversation at one level, the unit that runs are paired by. `seconds` are spent waiting for its answers.
+    `round`: the number of its round."""
 
     level: str
     question: str
     category: str
     tokens: Count
     seconds: NotNegative
+    round: Count = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LevelResult(AcceptanceSummary):
-    """One concurrency, or with `rate` so many new conversations per second, of which at most `concurrency` were in
-    flight. `rounds`: output tokens per second of each."""
+    """One concurrency, or with `rate` so many new conversations per second, and 0. `rounds`: output tokens per second
+    of each."""
 
     concurrency: int
     rate: float | None = None
@@ -170,12 +193,23 @@ class EndpointResult(AcceptanceSummary):
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedUp:
-    """Output tokens per second of `of` over `over`, paired by question, with its 95 % interval."""
+    """Output tokens per second of `of` over `over`, paired by question, with its 95 % interval. The interval covers
+    what `questions` differ by, and rounds and launches where there are several."""
 
     of: str
     over: str
     level: str
     ratio: Ratio
+    questions: Count
+    rounds: Count
+    launches: Count = 1
+
+    @property
+    def covered(self) -> str:
+        """What the interval is over."""
+        launches = "one launch" if self.launches == 1 else f"{self.launches} launches"
+        rounds = f" in {self.rounds} rounds" if self.rounds > 1 else ""
+        return f"{self.questions} questions{rounds} of {launches}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,20 +303,40 @@ def user_speed(endpoint: EndpointResult, label: str) -> Ratio | None:
     return ratio([speed.tokens for speed in speeds], [speed.seconds for speed in speeds])
 
 
-def speed_ratio(of: EndpointResult, over: EndpointResult, label: str) -> Ratio | None:
-    """`user_speed` of one endpoint over another's, paired by question. None if the output of either is degenerate."""
-    if any(
-        level is None or level.degeneration.degenerate for level in (of.at(label), over.at(label))
-    ):
+def speed_up(
+    of: Sequence[EndpointResult], over: Sequence[EndpointResult], label: str
+) -> SpeedUp | None:
+    """`user_speed` of one endpoint over another's, of each launch of both, paired by question. None if output of either
+    is degenerate.
+
+    Answers of one round share what the machine does meanwhile, so LEAST_ROUNDS rounds or more are the units."""
+    if any(user_speed(endpoint, label) is None for endpoint in (*of, *over)):
         return None
-    first, second = (
-        {
-            question: (float(speed.tokens), speed.seconds)
-            for question, speed in side.speeds(label).items()
-        }
-        for side in (of, over)
+    speeds = [endpoint.speeds(label) for endpoint in (*of, *over)]
+    common = set.intersection(*map(set, speeds))
+    rounds = {speeds[0][question].round for question in common}
+    by_round = len(rounds) >= LEAST_ROUNDS
+    sides = list[Units]()
+    for side in speeds:
+        sums: dict[int | str, NDArray[np.float64]] = defaultdict(lambda: np.zeros(2))
+        for question in sorted(common):
+            speed = side[question]
+            sums[speed.round if by_round else question] += (speed.tokens, speed.seconds)
+        sides.append(sums)
+    ratio = paired_ratio(*zip(sides[: len(of)], sides[len(of) :], strict=True))
+    if ratio is None:
+        return None
+    # no step of drafts gains more than all of them
+    ratio = ratio.within(0.0, most_tokens(of[0].steps, of[0].drafted))
+    return SpeedUp(
+        of=of[0].name,
+        over=over[0].name,
+        level=label,
+        ratio=ratio,
+        questions=len(common),
+        rounds=len(rounds) if by_round else 1,
+        launches=len(of),
     )
-    return paired_ratio(first, second)
 
 
 def read_results(path: Path) -> BenchResults:

@@ -9,9 +9,9 @@ drafts). Every rate is derived, because the same words name different numbers in
 - cumulative acceptance at position k = share of steps that accepted at least k drafts (vLLM's "per-position");
 - conditional acceptance at position k = the same share among the steps that accepted k - 1.
 
-All intervals are over questions, the unit that is drawn independently: that of a ratio of sums with linearised
-variance (Cochran, Sampling Techniques, 3rd ed., chapter 6), on the logarithm, with quantiles of Student's t (Abramowitz
-and Stegun, 26.7.5).
+Intervals are over questions, the unit that is drawn independently, those of speed-ups over rounds and launches of
+questions. They are for ratios of sums with linearised variance (Cochran, Sampling Techniques, 3rd ed., chapter 6), on
+the logarithm, with quantiles of Student's t.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise, zip_longest
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -29,10 +29,11 @@ from numpy.typing import ArrayLike, NDArray
 from trtspec.client.servers import Count, TurnCounts
 
 LEAST_UNITS = 3  # of an interval
-LEAST_RUNS = 4  # earlier runs that predict the next one; t is within 2 % of Student's for so many
+LEAST_ROUNDS = 4  # of an interval over rounds; fewer are not enough to see what they differ by
+LEAST_RUNS = 4  # earlier runs that predict the next one
+BISECTIONS = 50  # beyond which a double has no more digits
 CONFIDENCE = 0.95
-NORMAL = NormalDist()
-Units = Mapping[Any, tuple[float, float]]  # numerator and denominator by unit
+Units = Mapping[Any, Sequence[float] | NDArray[np.float64]]  # numerator and denominator by unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,6 @@ class AcceptanceSummary:
     source: str
     acceptance_length: float | None
     acceptance_length_interval: list[float] | None
-    draft_acceptance_rate: float | None
     cumulative: list[float] | None
     conditional: list[float | None] | None
     per_question_mean: float | None = None
@@ -137,7 +137,6 @@ def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
         source=" + ".join(sorted({t.source for t in turns})) or "the server does not tell",
         acceptance_length=_rounded(acceptance_length(steps, accepted)),
         acceptance_length_interval=[length.low, length.high] if length else None,
-        draft_acceptance_rate=_rounded(accepted / drafted if drafted else None),
         cumulative=[round(share, 4) for share in cumulative] if histogram else None,
         conditional=[_rounded(share) for share in conditional] if histogram else None,
         per_question_mean=_rounded(float(np.mean(means)) if means else None),
@@ -180,13 +179,9 @@ class Ratio:
         return replace(self, low=max(self.low, least), high=high)
 
     def units_needed(self, share: float) -> int:
-        """Units whose interval is value +- share; this one is of CONFIDENCE."""
-        probability = (1 + CONFIDENCE) / 2
-        error = math.log(self.high / self.value) / t_quantile(probability, self.units - 1)
-        return max(
-            LEAST_UNITS,
-            math.ceil(self.units * (error * NORMAL.inv_cdf(probability) / math.log1p(share)) ** 2),
-        )
+        """Units whose interval is value +- share, with the spread of these."""
+        narrower = math.log(self.high / self.value) / math.log1p(share)
+        return max(LEAST_UNITS, math.ceil(self.units * narrower**2))
 
 
 def ratio(
@@ -199,16 +194,27 @@ def ratio(
     )
 
 
-def paired_ratio(new: Units, old: Units, confidence: float = CONFIDENCE) -> Ratio | None:
-    """The ratio of two ratios of sums, over the units of both. None below LEAST_UNITS, or where a sum is zero."""
-    common = [unit for unit in new if unit in old]
-    sides = ([side[unit] for unit in common] for side in (new, old))
-    first, second = (
-        _linear([top for top, _ in pairs], [bottom for _, bottom in pairs]) for pairs in sides
-    )
-    if first is None or second is None:
+def paired_ratio(*launches: tuple[Units, Units], confidence: float = CONFIDENCE) -> Ratio | None:
+    """The ratio of two ratios of sums, new over old, over the units of both. None below LEAST_UNITS, or where a sum is
+    zero. With several launches of both, whose units are the same, the interval covers what launches differ by too."""
+    common = [
+        unit for unit in launches[0][0] if all(unit in side for pair in launches for side in pair)
+    ]
+    if len(common) < LEAST_UNITS:
         return None
-    return _interval(first[0] / second[0], _error(first[1] - second[1]), len(first[1]), confidence)
+    sums = np.array([[[side[unit] for unit in common] for side in pair] for pair in launches])
+    new, old = (_linear(*side.T) for side in sums.sum(axis=0))
+    if new is None or old is None:
+        return None
+    error, freedom = _error(new[1] - old[1]), len(common) - 1
+    if len(launches) > 1 and error > 0:
+        (top, bottom), (old_top, old_bottom) = sums.sum(axis=2).transpose(1, 2, 0)
+        between = _error(np.log(top / bottom * old_bottom / old_top))
+        both = math.hypot(error, between)
+        # the degrees of freedom of a sum of variances (Welch and Satterthwaite)
+        shares = (error / both) ** 4 / freedom + (between / both) ** 4 / (len(launches) - 1)
+        error, freedom = both, max(1, int(1 / shares))
+    return _interval(new[0] / old[0], error, len(common), confidence, freedom)
 
 
 def next_ratio(
@@ -223,18 +229,28 @@ def next_ratio(
     return _interval(new / math.exp(float(logs.mean())), error, len(earlier), confidence)
 
 
-def t_quantile(probability: float, freedom: float) -> float:
-    """Of Student's t; within 0.3 % from 5 degrees of freedom on, within 2 % at 3, exact at 2."""
-    if freedom < 3:
-        return (2 * probability - 1) / math.sqrt(2 * probability * (1 - probability))
-    z = NORMAL.inv_cdf(probability)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
+@cache
+def t_quantile(probability: float, freedom: int) -> float:
+    """Of Student's t, by bisection of its distribution (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(BISECTIONS):
+        angle = (low + high) / 2
+        if _central(angle, freedom) < 2 * probability - 1:
+            low = angle
+        else:
+            high = angle
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def _central(angle: float, freedom: int) -> float:
+    """The share of Student's t between -x and x, where tan(angle) is x over the root of `freedom`."""
+    odd, total = freedom % 2, 0.0
+    term = math.cos(angle) ** odd
+    for k in range(odd, freedom - 1, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * (k + 1) / (k + 2)
+    share = math.sin(angle) * total
+    return (angle + share) * 2 / math.pi if odd else share
 
 
 def _linear(
@@ -256,9 +272,11 @@ def _error(influence: NDArray[np.float64]) -> float:
     return float(influence.std(ddof=1)) / math.sqrt(len(influence))
 
 
-def _interval(value: float, error: float, units: int, confidence: float) -> Ratio:
-    """`error`: standard error of the ratio's logarithm, of one degree of freedom less than units."""
-    spread = math.exp(t_quantile((1 + confidence) / 2, units - 1) * error)
+def _interval(
+    value: float, error: float, units: int, confidence: float, freedom: int | None = None
+) -> Ratio:
+    """`error`: standard error of the ratio's logarithm; its degrees of `freedom`, one less than units if not given."""
+    spread = math.exp(t_quantile((1 + confidence) / 2, freedom or units - 1) * error)
     return Ratio(round(value, 4), round(value / spread, 4), round(value * spread, 4), units)
 
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from trtspec.bench.results import BenchResults
     from trtspec.client.servers import DetectedServer
 
+ROUNDS = 5  # of several servers, so that their intervals are over rounds
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
@@ -64,11 +66,19 @@ class BenchOptions:
             "New conversations per second instead of --concurrency, at random (Poisson) times: 0.5,1,2."
         ),
     ] = None
+    recorded_times: Annotated[
+        bool,
+        option("Send recorded requests at the `timestamp` of their rows, in milliseconds."),
+        Excludes("rate"),
+    ] = False
     max_tokens: Annotated[int, option("Maximum tokens per answer.", min=1)] = 256
     temperature: Annotated[
         float, option("Sampling temperature; 0 is greedy.", min=0.0, group="Requests")
     ] = 0.0
     thinking: ThinkingOption = None
+    system: Annotated[
+        str | None, option("System prompt before every question.", metavar="TEXT", group="Requests")
+    ] = None
     seed: Annotated[int, option("Base random seed: answer i uses seed + i.", group="Requests")] = 0
     against_url: Annotated[
         tuple[NamedUrl, ...],
@@ -81,7 +91,7 @@ class BenchOptions:
         int | None,
         option(
             "Rounds that the questions are divided into.",
-            default="1; 3 of several servers",
+            default=f"1; {ROUNDS} of several servers",
             min=1,
             group="Comparison",
         ),
@@ -117,20 +127,11 @@ class BenchOptions:
     choose_draft: Annotated[
         bool,
         option(
-            "Propose one of the measured draft lengths. A number as NAME is the draft length of a server.",
+            "Propose one of the measured draft lengths: the number that is the NAME of each server.",
             group="Comparison",
         ),
         Excludes("rate"),
     ] = False
-    at: Annotated[
-        tuple[str, ...],
-        option(
-            "Earlier results with K drafts for --choose-draft; 0: no head. Repeatable.",
-            metavar="K=RESULTS",
-            group="Comparison",
-        ),
-        Needs("choose_draft"),
-    ] = ()
     card: Annotated[
         str | None,
         option(
@@ -174,12 +175,14 @@ def bench(options: BenchOptions) -> report.Result:
         require_published(options.card, options.dataset)
     _refuse_overwrite(options)
     earlier = {f"--compare {path}": read_results(path) for path in options.compare}
-    urls, lengths, stored = endpoints(options)
+    urls, lengths = endpoints(options)
+    for name in urls if options.choose_draft else ():
+        if name not in lengths:
+            remedy = f"write K={urls[name]}, K being the drafts of a step; 0 is without a head"
+            raise UsageError(f"`choose_draft` needs the draft length of {urls[name]}", remedy)
     work = workload(options, urls)
-    choose_draft.refuse_stored(stored, work.describe())
     refuse_different(work.describe(), earlier)
-    beside = earlier | {f"--at {length}": found for length, found in stored.items()}
-    results = run(urls, work, options, {where: found.server for where, found in beside.items()})
+    results = run(urls, work, options, {where: found.server for where, found in earlier.items()})
     if earlier:
         comparison = compare(results, list(earlier.values()), options.max_regression)
         results = replace(
@@ -188,7 +191,7 @@ def bench(options: BenchOptions) -> report.Result:
     failure: TrtspecError | None = None
     if options.choose_draft:
         try:
-            served = choose_draft.by_draft_len(results.all, lengths, stored)
+            served = choose_draft.by_draft_len(results.all, lengths)
             results = replace(results, draft_choice=choose_draft.choose(served))
         except UsageError as error:
             failure = error  # what was measured is written and shown before
@@ -223,14 +226,20 @@ def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
     dataset = load_dataset(options.dataset, options.samples or None)
     if dataset.licence:
         report.say(f"{dataset.name}: licence {dataset.licence} ({dataset.source})")
+    rounds = options.rounds or (1 if len(urls) == 1 else ROUNDS)
+    rates = options.rate.values if options.rate is not None else ()
+    if options.recorded_times:
+        rates, rounds = (dataset.recorded_rate(),), 1
     return BenchWorkload(
         dataset=dataset,
         sampling=RequestSampling(options.max_tokens, options.temperature, options.seed),
         concurrency=options.concurrency.values,
-        rounds=options.rounds or (1 if len(urls) == 1 else 3),
+        rounds=rounds,
         extra_body=options.extra_body.value,
-        rates=options.rate.values if options.rate is not None else (),
+        rates=rates,
         thinking=options.thinking,
+        system=options.system,
+        recorded_times=options.recorded_times,
         warmup=options.warmup,
         limit_s=options.timeout,
     )
@@ -300,17 +309,13 @@ def shown(results: BenchResults, failure: TrtspecError | None = None) -> report.
     )
 
 
-def endpoints(
-    options: BenchOptions,
-) -> tuple[dict[str, str], dict[str, int], dict[int, BenchResults]]:
-    """Base URLs by name, the first being the one that the results are about; draft lengths of the endpoints that are
-    named by a number; stored results by draft length."""
-    from trtspec.bench.results import read_results
+def endpoints(options: BenchOptions) -> tuple[dict[str, str], dict[str, int]]:
+    """Base URLs by name, the first being the one that the results are about, and draft lengths of the endpoints that
+    are named by a number."""
     from trtspec.client.addresses import server_url, shown
 
     found: dict[str, str] = {}
     lengths: dict[str, int] = {}
-    stored: dict[int, BenchResults] = {}
     for named in (options.url, *options.against_url):
         name, number = named.name or "endpoint", named.name.isdigit()
         if number:
@@ -324,16 +329,4 @@ def endpoints(
                 f"the name {named.name} is given twice", "give each endpoint its own name"
             )
         found[name] = server_url(named.url, f"--against-url {named.name}:" if found else "the URL")
-    for entry in options.at:
-        digits, _, place = entry.partition("=")
-        if not digits.isdigit() or not place or not Path(place).exists():
-            remedy = (
-                "write --at 3=RESULTS, a directory of bench -o; a server is --against-url 3=URL"
-            )
-            raise UsageError(f"--at {shown(entry)} is not K=RESULTS of an earlier run", remedy)
-        if int(digits) in {*stored, *lengths.values()}:
-            raise UsageError(
-                f"--at {entry}: {digits} drafts are given twice", "name each length once"
-            )
-        stored[int(digits)] = read_results(Path(place))
-    return found, lengths, stored
+    return found, lengths

@@ -49,10 +49,7 @@ class ProveOptions:
         Literal["trtllm", "vllm", "reference"],
         option("What serves; reference rehearses a proof on a CPU."),
     ] = "trtllm"
-    gpu: Annotated[
-        Gpu | None,
-        option("GPU type to plan for.", default="the one that is installed, where known"),
-    ] = None
+    gpu: Annotated[Gpu | None, option("GPU type, to plan first and compare.")] = None
     gpus: Annotated[int, option("GPUs of one server.", min=1)] = 4
     card: Annotated[
         bool,
@@ -82,8 +79,22 @@ class ProveOptions:
         bool, option("Status 0 also if speculation is slower at a concurrency.")
     ] = False
     port: Annotated[
-        int, option("Port of both servers on 127.0.0.1.", min=1, max=65535, group="Servers")
+        int,
+        option(
+            "First of two ports on 127.0.0.1: with the head, alone.",
+            min=1,
+            max=65534,
+            group="Servers",
+        ),
     ] = 8310
+    launches: Annotated[
+        int,
+        option(
+            "Launches of either server; with two or more, intervals cover what launches differ by.",
+            min=1,
+            group="Servers",
+        ),
+    ] = 1
     startup_timeout: Annotated[
         float, option("Seconds until a server must be ready.", min=1, group="Servers")
     ] = 7200.0
@@ -95,7 +106,7 @@ class ProveOptions:
 def prove(options: ProveOptions) -> Result:
     """Prove on your own GPUs that a target with its head is fast and has the same output as without the head.
 
-    Launches the target with its head, then without it. Runs bench and check on both. Writes a page with a verdict.
+    Launches the target with its head, and without it. Runs bench and check on both. Writes a page with a verdict.
     --dry-run prints the script. A killed run resumes.
     """
     if options.head is None:
@@ -153,7 +164,7 @@ def _setup(options: ProveOptions) -> ProveSetup:
         thinking=options.thinking or protocol.thinking,
         max_tokens=options.max_tokens or protocol.max_tokens or MAX_TOKENS,
         draft_len=options.draft_len or protocol.draft_len,
-        gpu=options.gpu or _installed_gpu(),
+        gpu=options.gpu,
         concurrency=options.concurrency.values,
         serve_words=options.passed,
     )
@@ -180,13 +191,3 @@ def _engine(backend: str) -> str | None:
         return engine_version() if backend == "trtllm" else VLLM.version()
     require("prove --backend reference")
     return versions()["trtspec"]
-
-
-def _installed_gpu() -> str | None:
-    """The row of gpus.yaml that the first GPU of this machine is, where its name says so."""
-    from trtspec.data_files import gpu_names
-    from trtspec.launch.preflight import read_gpus
-
-    found = read_gpus() or []
-    words = found[0].name.lower().replace("-", " ").split() if found else []
-    return next((name for name in gpu_names() if name in words), None)

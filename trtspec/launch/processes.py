@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,21 +27,12 @@ TAIL_LINES = 25
 POLL_SECONDS = 0.02
 
 
-def run_trtspec(
-    words: Sequence[str],
-    output: Path,
-    log: Path | None = None,
-    show: Callable[[], None] = lambda: None,
-) -> int:
-    """Runs `trtspec WORDS` with its stdout in `output`, and its stderr in `log` or on the terminal; returns the status.
-    `show` is called again and again while it runs."""
+def run_trtspec(words: Sequence[str], output: Path) -> int:
+    """Runs `trtspec WORDS` with its stdout in `output` and its stderr on the terminal; returns the status."""
     with ExitStack() as files:
         out = files.enter_context(create(output))
-        err = files.enter_context(create(log)) if log else None
-        process = files.enter_context(
-            child([sys.executable, "-m", "trtspec", *words], stdout=out, stderr=err)
-        )
-        wait(process, show)
+        process = files.enter_context(child([sys.executable, "-m", "trtspec", *words], stdout=out))
+        wait(process)
         os.fsync(out.fileno())
     return int(process.returncode)
 
@@ -113,11 +104,10 @@ def deferred_signals() -> Iterator[list[int]]:
             signal.raise_signal(noted[0])
 
 
-def wait(process: subprocess.Popen[Any], show: Callable[[], None] = lambda: None) -> None:
+def wait(process: subprocess.Popen[Any]) -> None:
     """Returns when the process has ended."""
     with deferred_signals() as noted:
         while process.poll() is None and not noted:
-            show()
             time.sleep(POLL_SECONDS)
 
 

@@ -11,6 +11,7 @@ from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.heads.problems import uncomputed
 from trtspec.checkpoint.heads.read import read_head
+from trtspec.checkpoint.heads.shapes import tensor_names
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.values import compare_embeddings, embedding_rows, head_value_problems
 from trtspec.errors import Problem, TrtspecError, errors_in
@@ -19,6 +20,11 @@ from trtspec.models.kimi import KimiModel
 from trtspec.models.layers import Linear
 from trtspec.specs import HeadSpec, ModelSpec
 
+# a tensor's module -> the module whose rows it becomes a part of
+STACKED = {
+    "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "q_a_proj": "qkv_a_proj",
+    "kv_a_proj_with_mqa": "qkv_a_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
+}  # fmt: skip
 Tensors = LazyTensors | dict[str, Tensor]  # by their checkpoint names
 
 
@@ -113,37 +119,12 @@ def assemble(
 
 def layout(spec: HeadSpec) -> dict[str, tuple[str, ...]]:
     """Parameter of `Eagle3Head` -> the checkpoint tensors stacked into it along dimension 0; all are required."""
-    layer = spec.layer_prefix
-    attention = ("q_proj", "k_proj", "v_proj")
-    fused: dict[str, tuple[str, ...]] = {"self_attn.qkv_proj": attention}
-    plain = [
-        "self_attn.o_proj",
-        "input_layernorm",
-        "hidden_norm",
-        "post_attention_layernorm",
-        "mlp.down_proj",
-    ]
-    if spec.is_mla:
-        fused = {"self_attn.qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa")}
-        plain += [
-            f"self_attn.{name}"
-            for name in ("q_a_layernorm", "q_b_proj", "kv_a_layernorm", "kv_b_proj")
-        ]
-    table: dict[str, tuple[str, ...]] = {
-        "fc.weight": ("fc.weight",),
-        "norm.weight": ("norm.weight",),
-    }
-    table |= {f"{name}.weight": (f"{layer}{name}.weight",) for name in plain}
-    table |= {
-        f"{ours}.weight": tuple(f"{layer}self_attn.{name}.weight" for name in names)
-        for ours, names in fused.items()
-    }
-    table["mlp.gate_up_proj.weight"] = (
-        f"{layer}mlp.gate_proj.weight",
-        f"{layer}mlp.up_proj.weight",
-    )
-    if spec.fc_norm:
-        table["fc_norm"] = tuple(f"fc_norm.{i}.weight" for i in range(spec.num_aux))
-    if spec.norm_before_fc:
-        table["input_norm.weight"] = ("input_norm.weight",)
+    table: dict[str, tuple[str, ...]] = {}
+    for name in tensor_names(spec):
+        plain = name.removeprefix("layer.")
+        parameter = ".".join(STACKED.get(part, part) for part in plain.split("."))
+        if name.startswith("fc_norm."):
+            parameter = "fc_norm"
+        stored = name if plain == name else spec.layer_prefix + plain
+        table[parameter] = (*table.get(parameter, ()), stored)
     return table

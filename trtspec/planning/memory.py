@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trtspec.checkpoint.heads.shapes import expected_shapes, required_names
+from trtspec.checkpoint.heads.shapes import expected_shapes, tensor_names
 from trtspec.checkpoint.writer import byte_count
 from trtspec.formats import KV_ELEMENT_BYTES, WeightFormat
 from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, KV_FRACTION, Layout
@@ -214,6 +214,4 @@ def weights_per_gpu(model: ModelSpec, layout: Layout) -> dict[str, float]:
 def head_parameters(head: HeadSpec) -> int:
     """Parameters of an Eagle3 head as the engine loads it, without an embedding, which is the target's."""
     shapes = expected_shapes(head)
-    return sum(
-        math.prod(shapes[name]) for name in (*required_names(head.attention), "lm_head.weight")
-    )
+    return sum(math.prod(shapes[name]) for name in (*tensor_names(head), "lm_head.weight"))

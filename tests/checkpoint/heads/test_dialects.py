@@ -147,6 +147,11 @@ def borrowed_lm_head(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -
     config["draft_vocab_size"] = config["vocab_size"]
 
 
+def norm_at_top(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    config["norm_before_fc"] = True
+    tensors["input_norm.weight"] = tensors["fc.weight"][0].clone()
+
+
 TRAPS: list[tuple[str, Change, dict[str, Any]]] = [  # beside those of faults.py
     ("TS-HEAD-NORM-OUTPUT", set_key("norm_output", True), {"dialect": "specforge"}),
     ("TS-HEAD-NORM-RESIDUAL", drop("norm_before_residual"), {"dialect": "speculators"}),
@@ -156,6 +161,7 @@ TRAPS: list[tuple[str, Change, dict[str, Any]]] = [  # beside those of faults.py
     ("TS-HEAD-ROPE-THETA", nested_theta, {}),
     ("TS-HEAD-DOUBLE-NORM", gain(0.8, 1.2), {}),
     ("TS-HEAD-CONFIG", borrowed_lm_head, MLA),
+    ("TS-HEAD-CONFIG", norm_at_top, {}),
 ]
 # what engines compute wrongly is an error; what only some engine, or nobody, may notice is not
 NO_ERROR = {

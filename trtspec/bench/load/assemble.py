@@ -26,13 +26,12 @@ from trtspec.bench.results import (
     SpeedUp,
     Throughput,
     inter_token,
-    speed_ratio,
+    speed_up,
 )
 from trtspec.bench.statistics import (
     add_histograms,
     by_category,
     length_ratio,
-    most_tokens,
     per_question,
     summarize,
 )
@@ -99,7 +98,7 @@ def describe_level(rounds: Sequence[Round]) -> LevelResult:
     numbers = sorted({run.number for run in rounds})
     return LevelResult(
         **vars(summarize(counts)),
-        concurrency=level.concurrency if level.rate is None else max(run.most for run in rounds),
+        concurrency=level.concurrency,
         rate=level.rate,
         throughput=throughput(rounds),
         rounds=[
@@ -178,38 +177,35 @@ def spread_of(values: Sequence[float]) -> LatencySpread | None:
 
 def question_speeds(rounds: Sequence[Round]) -> list[QuestionSpeed]:
     """One entry per conversation of a load that came to its end."""
-    groups: dict[str, list[Answer]] = {}
-    for answer in (answer for run in rounds for answer in run.answers):
-        groups.setdefault(answer.question, []).append(answer)
-    found = []
-    for question, answers in groups.items():
-        if any(answer.error for answer in answers):
-            continue
-        found.append(
-            QuestionSpeed(
-                level=rounds[0].level.label,
-                question=question,
-                category=answers[0].category,
-                tokens=sum(answer.completion_tokens for answer in answers),
-                seconds=round(sum(answer.finished - answer.started for answer in answers), 6),
-            )
+    groups: dict[tuple[int, str], list[Answer]] = defaultdict(list)
+    for run in rounds:
+        for answer in run.answers:
+            groups[run.number, answer.question].append(answer)
+    return [
+        QuestionSpeed(
+            level=rounds[0].level.label,
+            question=question,
+            category=answers[0].category,
+            tokens=sum(answer.completion_tokens for answer in answers),
+            seconds=round(sum(answer.finished - answer.started for answer in answers), 6),
+            round=number,
         )
-    return found
+        for (number, question), answers in groups.items()
+        if not any(answer.error for answer in answers)
+    ]
 
 
 def speedups(endpoints: Sequence[EndpointResult]) -> list[SpeedUp]:
     """At each level where both wrote sound output: endpoints that speculate over those that do not; where all do, or
-    none, the others over the second. No step of drafts gains more than all of them."""
+    none, the others over the second."""
     plain = [endpoint for endpoint in endpoints if not endpoint.speculates]
     bases = plain if 0 < len(plain) < len(endpoints) else list(endpoints[1:2])
     names = {base.name for base in bases}
-    found = []
-    for level, of, base in product(endpoints[0].concurrency, endpoints, bases):
-        ratio = speed_ratio(of, base, level.label)
-        if of.name not in names and ratio is not None:
-            ratio = ratio.within(0.0, most_tokens(of.steps, of.drafted))
-            found.append(SpeedUp(of=of.name, over=base.name, level=level.label, ratio=ratio))
-    return found
+    pairs = product(endpoints[0].concurrency, endpoints, bases)
+    found = [
+        speed_up([of], [base], level.label) for level, of, base in pairs if of.name not in names
+    ]
+    return [up for up in found if up is not None]
 
 
 # --- findings: the gate judges servers; these name what a figure cannot say ---
@@ -325,11 +321,8 @@ def too_few(counts: Sequence[TurnCounts]) -> Findings:
     """An acceptance length that is too uncertain to judge by, with how many questions would do."""
     summary, found = summarize(counts), length_ratio(counts)
     length = summary.acceptance_length
-    if (
-        length is None
-        or (found and found.high / found.value - 1 <= WIDE)
-        or (counts and not per_question(counts))
-    ):
+    certain = found is not None and found.high / found.value - 1 <= WIDE
+    if length is None or certain or not per_question(counts):
         return
     needed, sure = (found.units_needed(AIM), f" ({found.words})") if found else (20, "")
     message = f"{summary.questions} questions are too few to judge by: acceptance length {length:.2f}{sure}; about "

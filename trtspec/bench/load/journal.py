@@ -41,14 +41,13 @@ class LoadLevel:
 class Round:
     """What one process asked of one endpoint in a round of a load; a resumed round has several.
 
-    `seconds` of wall time. `most`: conversations that were in flight at once. `counts`: speculation in its answers.
+    `seconds` of wall time. `counts`: speculation in its answers.
     `complete`: False if the process ended before all were answered."""
 
     level: LoadLevel
     number: int
     answers: list[Answer]
     seconds: float
-    most: int
     counts: list[TurnCounts] = field(default_factory=list)
     complete: bool = True
 
@@ -61,7 +60,6 @@ class AnswerRecord:
     segment: Count = 0
     answer: Answer | None = None
     seconds: NonNegativeFloat = 0.0
-    most: Count = 0
     counts: list[TurnCounts] | None = None
 
 
@@ -103,7 +101,7 @@ class RunJournal:
     def end(self, round_name: str, found: Round) -> None:
         """A round came to its end. Raises TrtspecError if the journal could not be written."""
         counts = [asdict(count) for count in found.counts]
-        self._write_of(round_name, "end", seconds=found.seconds, most=found.most, counts=counts)
+        self._write_of(round_name, "end", seconds=found.seconds, counts=counts)
         written, self._written = self._written, []
         for future in written:
             future.result()
@@ -118,11 +116,11 @@ class RunJournal:
             end = next((entry for entry in entries if entry.counts is not None), None)
             if end is None:  # the process was killed
                 seconds = max(answer.finished for answer in answers)
-                killed = Round(level, number, answers, seconds, level.concurrency, complete=False)
+                killed = Round(level, number, answers, seconds, complete=False)
                 rounds.append(killed)
             else:
                 counts = end.counts or []
-                rounds.append(Round(level, number, answers, end.seconds, end.most, counts))
+                rounds.append(Round(level, number, answers, end.seconds, counts))
         return rounds
 
     def kept(self) -> int:

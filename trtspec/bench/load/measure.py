@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
-from itertools import product
+from operator import itemgetter
 from typing import Any
 
 import httpx
 import numpy as np
+from numpy.typing import NDArray
 
 from trtspec.bench.load.journal import LoadLevel, Round, RunJournal, good
 from trtspec.bench.questions.datasets import Dataset, Question
@@ -53,7 +54,7 @@ THINKING_OWNED = dict.fromkeys(
 )
 OPEN_CONNECTIONS = 4096  # at a given rate the server decides how many are in flight
 Ask = tuple[int, Question]  # a question with its place in the workload, which makes its seed
-Converse = Callable[[int, Question], Awaitable[None]]  # asks a question to its last turn
+Converse = Callable[[int, Question], Coroutine[Any, Any, None]]  # asks a question to its last turn
 # request parameters that a server's release handles badly under speculation: "end_engine", "ignored", "refused"
 RequestLimits = Mapping[str, Sequence[str]]
 
@@ -61,7 +62,8 @@ RequestLimits = Mapping[str, Sequence[str]]
 @dataclass(frozen=True)
 class BenchWorkload:
     """What is asked: all questions of `dataset` at each level, in `rounds` equal parts. Levels are `concurrency`, or
-    where set `rates` (conversations per second)."""
+    where set `rates` (conversations per second). `recorded_times`: at the times of the rows, `rates` being theirs.
+    `system`: a message before every question."""
 
     dataset: Dataset
     sampling: RequestSampling
@@ -70,11 +72,15 @@ class BenchWorkload:
     extra_body: dict[str, Any] = field(default_factory=dict)
     rates: tuple[float, ...] = ()
     thinking: ThinkingLevel | None = None
+    system: str | None = None
+    recorded_times: bool = False
     warmup: int | None = None
     limit_s: float | None = None
 
     def __post_init__(self) -> None:
         refuse_owned(self.extra_body, BENCH_OWNED | (THINKING_OWNED if self.thinking else {}))
+        if self.system is not None and self.dataset.recorded:
+            raise UsageError("recorded requests have their own messages", "leave out `system`")
 
     @property
     def levels(self) -> list[LoadLevel]:
@@ -91,6 +97,15 @@ class BenchWorkload:
     def turns(self) -> int:
         """Answers asked of one endpoint at each level."""
         return sum(question.requests for question in self.dataset.questions)
+
+    def times(self, asked: Sequence[Ask], rate: float, number: int) -> NDArray[np.float64]:
+        """Seconds at which the conversations of a round begin: as recorded, else those of a Poisson process."""
+        if self.recorded_times:
+            times = np.array([question.sent_ms for _, question in asked], dtype=np.float64)
+            return (times - times.min()) / 1000
+        # a Poisson process has exponential gaps
+        rng = np.random.default_rng((self.sampling.seed, number))
+        return np.cumsum(rng.exponential(1 / rate, size=len(asked)))
 
     def body(self) -> dict[str, Any]:
         """What is merged into every request."""
@@ -119,6 +134,7 @@ class BenchWorkload:
             turns=self.turns,
             template="the server's chat template",
             thinking=self.thinking,
+            system=self.system,
             concurrency=[] if self.rates else list(self.concurrency),
             rates=list(self.rates),
             rounds=self.rounds,
@@ -126,6 +142,7 @@ class BenchWorkload:
             limit_s=self.limit_s,
             extra_body=self.body(),
             recorded=bool(self.dataset.recorded),
+            recorded_times=self.recorded_times,
         )
 
 
@@ -179,16 +196,16 @@ async def measure(
         asked = list(enumerate(workload.dataset.questions))
         rounds = min(workload.rounds, len(asked))
         # in each round every endpoint answers the same questions, in rotating order
-        for level, number in product(workload.levels, range(rounds)):
-            first = number % len(targets)
-            for target in [*targets[first:], *targets[:first]]:
-                found = await target.round(level, number, asked[number::rounds])
-                target.rounds += found
-                answers = [answer for run in found for answer in run.answers]
-                failed = len(answers) - len(good(answers))
-                trouble = f", {failed} of {len(answers)} requests failed" if failed else ""
-                where = f"{level.label}, round {number + 1} of {rounds}, {target.name}"
-                bar.say(f"{where}: {total_rate(found):.1f} tokens/s{trouble}")
+        for level in workload.levels:
+            for number in range(rounds):
+                first = number % len(targets)
+                for target in [*targets[first:], *targets[:first]]:
+                    target.rounds += await target.round(level, number, asked[number::rounds])
+            for target in targets:
+                found = [run for run in target.rounds if run.level == level]
+                failed = sum(bool(answer.error) for run in found for answer in run.answers)
+                trouble = f", {failed} requests failed" if failed else ""
+                bar.say(f"{target.name}, {level.label}: {total_rate(found):.1f} tokens/s{trouble}")
         for target in targets:
             if (answers := target.answers()) and not good(answers):
                 message = f"all {len(answers)} requests to {target.name} failed; the first said: {answers[0].error}"
@@ -298,9 +315,9 @@ class MeasuredEndpoint:
                 self.bar.advance(1)
 
         if level.rate is None:
-            most = await closed_loop(one, asked, level.concurrency)
+            await closed_loop(one, asked, level.concurrency)
         else:
-            most = await open_loop(one, asked, level.rate, (sampling.seed, number))
+            await open_loop(one, asked, self.workload.times(asked, level.rate, number))
         seconds = time.perf_counter() - began
         after = await self.counters()
         counts = servers.all_counts(answers, self.unmeasured)
@@ -320,7 +337,7 @@ class MeasuredEndpoint:
                 )
                 questions = len({answer.question for answer in answered})
                 counts = [without_surplus(pooled, len(answered), questions)] if pooled else []
-        found = Round(level, number, answers, seconds, most, counts)
+        found = Round(level, number, answers, seconds, counts)
         self.journal.end(name, found)
         return found
 
@@ -334,6 +351,8 @@ class MeasuredEndpoint:
         """The answers to the turns of one question as they come, each asked with the model's own earlier answers, of
         which `said` holds the first; stops at the first error."""
         messages: list[dict[str, Any]] = []
+        if self.workload.system is not None:
+            messages.append({"role": "system", "content": self.workload.system})
         for turn in range(question.requests):
             messages += question.request(turn)
             if turn < len(said):
@@ -360,9 +379,8 @@ class MeasuredEndpoint:
             messages.append({"role": "assistant", "content": answer.text})
 
 
-async def closed_loop(converse: Converse, asked: Sequence[Ask], concurrency: int) -> int:
-    """Asks all questions with `concurrency` of them in flight; a slot that ends takes the next one at once. Returns how
-    many were in flight."""
+async def closed_loop(converse: Converse, asked: Sequence[Ask], concurrency: int) -> None:
+    """Asks all questions with `concurrency` of them in flight; a slot that ends takes the next one at once."""
     queue = list(asked)[::-1]
 
     async def slot() -> None:
@@ -372,31 +390,15 @@ async def closed_loop(converse: Converse, asked: Sequence[Ask], concurrency: int
     async with asyncio.TaskGroup() as group:
         for _ in range(min(concurrency, len(asked))):
             group.create_task(slot())
-    return concurrency
 
 
-async def open_loop(
-    converse: Converse, asked: Sequence[Ask], rate: float, seed: tuple[int, int]
-) -> int:
-    """Begins `rate` conversations per second at the times of a Poisson process, drawn from `seed`. Returns the most
-    that were in flight."""
-    # a Poisson process has exponential gaps
-    gaps = np.random.default_rng(seed).exponential(1 / rate, size=len(asked))
-    due = time.perf_counter() + np.concatenate([[0.0], np.cumsum(gaps)[:-1]])
-    in_flight = most = 0
-
-    async def counted(place: int, question: Question) -> None:
-        nonlocal in_flight, most
-        in_flight += 1
-        most = max(most, in_flight)
-        await converse(place, question)
-        in_flight -= 1
-
+async def open_loop(converse: Converse, asked: Sequence[Ask], times: Iterable[float]) -> None:
+    """Begins conversations at these times, in seconds from now."""
+    began = time.perf_counter()
     async with asyncio.TaskGroup() as group:
-        for when, (place, question) in zip(due, asked, strict=True):
-            await asyncio.sleep(max(0.0, float(when) - time.perf_counter()))
-            group.create_task(counted(place, question))
-    return most
+        for when, (place, question) in sorted(zip(times, asked, strict=True), key=itemgetter(0)):
+            await asyncio.sleep(max(0.0, began + when - time.perf_counter()))
+            group.create_task(converse(place, question))
 
 
 def total_rate(rounds: Sequence[Round]) -> float:

@@ -35,7 +35,7 @@ from trtspec.report import file_sha256
 NANO = "nano"
 LISTS = ("messages", "conversations", "conversation", "turns", "prompt")
 NAMED = re.compile(r"(?P<name>[a-z0-9-]+)(?::(?P<config>[\w.-]+))?(?:=(?P<file>.+))?")
-NOT_REPLAYED = ("stream", "stream_options", "category")
+NOT_REPLAYED = ("stream", "stream_options", "category", "timestamp")
 LATE_TURN = 4  # this turn and later ones are one category
 PICTURES = ((b"\x89PNG", "png"), (b"\xff\xd8", "jpeg"), (b"GIF8", "gif"), (b"RIFF", "webp"))
 Message = dict[str, Any]
@@ -47,7 +47,8 @@ class Question:
     """One conversation to hold: `opening` messages are sent with the first of `turns`. A turn is what the user says:
     text, or with pictures a list of parts. `tools` are the functions offered.
 
-    A recorded request has no turns: `body` is sent as it is, and `opening` holds its messages."""
+    A recorded request has no turns: `body` is sent as it is, and `opening` holds its messages. `sent_ms`: its
+    `timestamp`."""
 
     id: str
     category: str
@@ -55,6 +56,7 @@ class Question:
     opening: tuple[Message, ...] = ()
     tools: tuple[Message, ...] = ()
     body: Message | None = None
+    sent_ms: Any = None
 
     @property
     def requests(self) -> int:
@@ -94,6 +96,14 @@ class Dataset:
     def recorded(self) -> list[Message]:
         """The bodies of recorded requests."""
         return [question.body for question in self.questions if question.body]
+
+    def recorded_rate(self) -> float:
+        """Requests per second as recorded. Raises UsageError if a row has no time."""
+        times = [question.sent_ms for question in self.questions]
+        if not all(isinstance(time, (int, float)) for time in times):
+            remedy = "give each row a `timestamp` in milliseconds, or leave out `recorded_times`"
+            raise UsageError(f"{self.name} has rows without a time", remedy)
+        return len(times) * 1000 / max(max(times) - min(times), 1000)
 
 
 def load_dataset(name: str, samples: int | None = None) -> Dataset:
@@ -174,6 +184,7 @@ def recorded_request(row: DataRow, index: int) -> Question | None:
         opening=opening,
         tools=tuple(body.get("tools") or ()),
         body={key: item for key, item in body.items() if key not in NOT_REPLAYED},
+        sent_ms=value.get("timestamp"),
     )
 
 

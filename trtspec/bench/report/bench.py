@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trtspec.bench.report.page import Figure, Plot, Section, Value, bars, render
+from trtspec.bench.report.page import Figure, Plot, Section, Value, plot, render
 from trtspec.bench.results import (
     BY_LENGTH,
     BY_MINUTE,
@@ -64,7 +64,7 @@ def figures(results: BenchResults) -> list[Figure]:
     ]
     if about.speculates and not about.degenerate():
         ends = about.acceptance_length_interval
-        between = f"{ends[0]:.2f} to {ends[1]:.2f}" if ends else ""
+        between = "{:.2f} to {:.2f}".format(*ends) if ends else ""
         found.append(Figure(number(about.acceptance_length), between, "tokens per step"))
     if user := user_speed(about, at):
         between = f"{user.low:,.1f} to {user.high:,.1f}"
@@ -85,7 +85,7 @@ def sections(results: BenchResults) -> list[Section]:
         Section(
             title="Speed",
             plots=[speed_plot(results)],
-            tables=titled(speedup_table(results), speed_table(results), latency_table(results)),
+            tables=titled(speedup_table(results), *speed_tables(results)),
         ),
         Section(
             title="Acceptance",
@@ -137,7 +137,7 @@ def speed_plot(results: BenchResults) -> Plot:
                 speeds = series.setdefault(endpoint.name, {})
                 speeds[level.label] = user.value, user.low, user.high
     caption = f"Tokens/s for a user by load, {condition(results)}, with 95 % intervals."
-    return Plot(caption, list(series), bars=bars(series, baseline=0.0))
+    return plot(caption, "tokens/s", series, baseline=0.0)
 
 
 def category_plot(endpoints: Sequence[EndpointResult], caption: str) -> Plot:
@@ -150,7 +150,7 @@ def category_plot(endpoints: Sequence[EndpointResult], caption: str) -> Plot:
         for endpoint in endpoints
     }
     series = {name: values for name, values in series.items() if values}
-    return Plot(caption, list(series), bars=bars(series, baseline=1.0))
+    return plot(caption, "tokens per step", series, baseline=1.0)
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
@@ -169,7 +169,8 @@ def median_ms(spread: LatencySpread | None) -> str:
 
 
 def condition(results: BenchResults) -> str:
-    """Part of every figure's name: the temperature, how drafts were drawn above 0, and whether the model thinks."""
+    """Part of every figure's name: the temperature, how drafts were drawn above 0, whether the model thinks, and the
+    beginning of its system prompt."""
     work, mode = results.workload, results.server.draft_sampling
     drawn = (
         f" ({f'{mode} drafts' if mode else 'how drafts are drawn is not reported'})"
@@ -177,18 +178,18 @@ def condition(results: BenchResults) -> str:
         else ""
     )
     thinking = f", thinking {work.thinking}" if work.thinking else ""
+    system = f', system prompt "{work.system:.24}"' if work.system else ""
     sampling = "sampled as recorded" if work.recorded else f"temperature {work.temperature:g}"
-    return f"{sampling}{drawn}{thinking}"
+    return f"{sampling}{drawn}{thinking}{system}"
 
 
 def workload_line(results: BenchResults) -> str:
     """One sentence: server, data set, load and sampling of this benchmark."""
     work, version = results.workload, results.server.version
-    loads = [f"{rate:g}/s" for rate in work.rates] or [str(level) for level in work.concurrency]
     return (
         f"{results.server.model} at {results.url}{f' (version {version})' if version else ''}; dataset {work.dataset} "
         f"(sha256 {work.dataset_sha256[:12]}), {work.questions} questions at load "
-        f"{' / '.join(loads)}, {condition(results)}, {work.budget}, {work.template}, seed "
+        f"{work.loads}, {condition(results)}, {work.budget}, {work.template}, seed "
         f"{work.seed}"
     )
 
@@ -281,48 +282,42 @@ def position_table(endpoints: Sequence[EndpointResult]) -> Table:
     return Table("Acceptance by draft position", columns, rows, "", frozenset({0, 1}))
 
 
-def speed_table(results: BenchResults) -> Table:
-    rows = []
-    for endpoint in results.all:
-        for level in endpoint.concurrency:
-            speed, user = level.throughput, user_speed(endpoint, level.label)
-            loops = level.degeneration.degenerate
-            rows.append([
-                endpoint.name,
-                level.load,
-                number(speed.tokens_per_s, 1),
-                BLANK if loops else interval(user.value, (user.low, user.high), 1) if user else DASH,
-                BLANK if loops else number(level.acceptance_length),
-            ])  # fmt: skip
+def speed_tables(results: BenchResults) -> list[Table]:
+    """Rates and latencies of every endpoint at every load."""
+    rates, latencies = list[list[str]](), list[list[str]]()
+    levels = [(endpoint, level) for endpoint in results.all for level in endpoint.concurrency]
+    for endpoint, level in levels:
+        speed, user = level.throughput, user_speed(endpoint, level.label)
+        first, where = speed.ttft_s, [endpoint.name, level.load]
+        length = BLANK if level.degeneration.degenerate else number(level.acceptance_length)
+        rates.append([
+            *where,
+            number(speed.tokens_per_s, 1),
+            interval(user.value, (user.low, user.high), 1) if user else BLANK,
+            length,
+        ])  # fmt: skip
+        latencies.append([
+            *where,
+            median_ms(first),
+            number(1000 * first.p99 if first else None, 1),
+            median_ms(speed.inter_token_s),
+            median_ms(speed.itl_s),
+        ])  # fmt: skip
     note = (
         "load = conversations in flight, or new ones per second (/s). tokens/s of all users together, over whole "
         "rounds; per user = output tokens over the time from request to end, with its 95 % interval over questions. "
-        "Blank: degenerate output."
+        "Blank: degenerate output, or too few questions."
     )
-    columns = ["endpoint", "load", "tokens/s", "per user", "length"]
-    return Table("Output tokens per second", columns, rows, note)
-
-
-def latency_table(results: BenchResults) -> Table:
-    rows = []
-    for endpoint in results.all:
-        for level in endpoint.concurrency:
-            speed = level.throughput
-            first = speed.ttft_s
-            rows.append([
-                endpoint.name,
-                level.load,
-                median_ms(first),
-                number(1000 * first.p99 if first else None, 1),
-                median_ms(speed.inter_token_s),
-                median_ms(speed.itl_s),
-            ])  # fmt: skip
-    note = (
+    meaning = (
         "Medians, TTFT also p99. TTFT = to the first token; TPOT = between tokens after the first; ITL = between "
         "chunks, of several tokens each under speculation."
     )
-    columns = ["endpoint", "load", "TTFT", "p99", "TPOT", "ITL"]
-    return Table("Latency in ms", columns, rows, note)
+    columns = ["endpoint", "load", "tokens/s", "per user", "length"]
+    times = ["endpoint", "load", "TTFT", "p99", "TPOT", "ITL"]
+    return [
+        Table("Output tokens per second", columns, rates, note),
+        Table("Latency in ms", times, latencies, meaning),
+    ]
 
 
 def speedup_table(results: BenchResults) -> Table:
@@ -332,15 +327,14 @@ def speedup_table(results: BenchResults) -> Table:
             up.level,
             number(up.ratio.value, 2, "x"),
             up.ratio.words,
-            str(up.ratio.units),
         ]
         for up in results.speedups
     ]
-    note = (
-        "Output tokens/s of a user, paired by question. The 95 % interval covers what questions differ by, over "
-        f"{results.workload.rounds} rounds of one launch of each server: other launches can differ by more."
-    )
-    columns = ["endpoints", "load", "times as fast", "range", "questions"]
+    note = "Output tokens/s of a user, paired by question, with the 95 % interval"
+    for up in results.speedups[:1]:
+        note += f" over {up.covered}"
+        note += "; another launch can differ by more." if up.launches == 1 else "."
+    columns = ["endpoints", "load", "times as fast", "range"]
     return Table("Speed-up", columns, rows, note, frozenset({0, 1}))
 
 

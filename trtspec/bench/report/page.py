@@ -6,6 +6,7 @@ A page is a sentence, at most three figures with their ranges, then sections: pl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,6 +17,7 @@ from trtspec.errors import Problem
 from trtspec.report import Table
 
 COLORS = 6
+MAX_TICKS, TICK_SHARES = 5, (0.2, 0.5, 1.0, 2.0)
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Bar:
-    """`value` in words; `width`, and the ends of the interval where there is one, in percent of the longest."""
+    """`value` in words; `width`, and the ends of the interval where there is one, in percent of the axis."""
 
     color: int
     value: str
@@ -39,11 +41,14 @@ class Bar:
 
 @dataclass(frozen=True)
 class Plot:
-    """`bars` by their label; a plot without any is not shown. `names`: of the colours."""
+    """`bars` by their label; a plot without any is not shown. `names`: of the colours. `ticks`: words at equal
+    distances from the beginning of the axis to its end, in `unit`."""
 
     caption: str
+    unit: str = ""
     names: Sequence[str] = ()
     bars: Mapping[str, Sequence[Bar]] = field(default_factory=dict)
+    ticks: Sequence[str] = ("", "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,21 +113,30 @@ Value = tuple[
 ]  # value, and the ends of its interval where it has one
 
 
-def bars(series: Mapping[str, Mapping[str, Value]], baseline: float) -> dict[str, list[Bar]]:
+def plot(
+    caption: str, unit: str, series: Mapping[str, Mapping[str, Value]], baseline: float
+) -> Plot:
     """Horizontal bars from `baseline` on by label, a colour for each name of `series`."""
-    longest = max(
-        (high or value for values in series.values() for value, _, high in values.values()),
-        default=0.0,
-    )
+    ends = [high or value for values in series.values() for value, _, high in values.values()]
+    distance = max(1e-9, max(ends, default=baseline) - baseline)
+    step = _tick_distance(distance)
+    count = math.ceil(distance / step)
 
     def percent(value: float) -> float:
-        return round(100 * max(0.0, value - baseline) / max(longest - baseline, 1e-9), 1)
+        return round(100 * max(0.0, value - baseline) / (count * step), 1)
 
-    found: dict[str, list[Bar]] = {}
+    bars: dict[str, list[Bar]] = {}
     for number, values in enumerate(series.values()):
         for label, (value, low, high) in values.items():
             interval = None if low is None or high is None else (percent(low), percent(high))
-            found.setdefault(label, []).append(
+            bars.setdefault(label, []).append(
                 Bar(number % COLORS + 1, f"{value:,.2f}", percent(value), interval)
             )
-    return found
+    ticks = [f"{baseline + index * step:g}" for index in range(count + 1)]
+    return Plot(caption, unit, list(series), bars, ticks)
+
+
+def _tick_distance(length: float) -> float:
+    """1, 2 or 5 times a power of ten, with at most MAX_TICKS of it along an axis."""
+    power = 10.0 ** math.floor(math.log10(length))
+    return next(power * share for share in TICK_SHARES if length <= MAX_TICKS * power * share)

@@ -40,6 +40,7 @@ class HeadEngine:
     guesses_ids: bool = False
     theta_at_top: bool = False
     pruned_mla: str = ""
+    flags: dict[str, list[str]] = field(default_factory=dict)
 
     def cannot_load(self, spec: HeadSpec) -> str:
         """Why this engine fails on such a head, whatever its layout; "" where it does not."""

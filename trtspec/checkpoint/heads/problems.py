@@ -12,7 +12,7 @@ import numpy as np
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.checkpoint.heads.config import DTYPES, class_config, flat_config, stated_ids
 from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES, training_record
-from trtspec.checkpoint.heads.shapes import OPTIONAL, REMEDY, required_names
+from trtspec.checkpoint.heads.shapes import OPTIONAL, REMEDY, tensor_names
 from trtspec.checkpoint.remote_code import read_code
 from trtspec.checkpoint.target_tensors import finding
 from trtspec.checkpoint.values import FLOATS, read_values, vocabulary_values
@@ -73,11 +73,7 @@ def _layout(
     if any(name.startswith("model.") for name in checkpoint.tensors):
         yield finding("TS-HEAD-MODEL-PREFIX", "tensor names")
     config = flat_config(checkpoint.config)
-    read = {
-        *required_names(spec.attention),
-        *OPTIONAL,
-        *(f"fc_norm.{index}.weight" for index in range(spec.num_aux)),
-    }
+    read = {*tensor_names(spec), *OPTIONAL}
     unread = [name for name in tensors if name not in read and not name.startswith("layers.")]
     more = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     if more or config.get("num_hidden_layers", 1) != 1:
@@ -255,11 +251,19 @@ def _function(
         message = "`norm_output: true` without a norm before fc: EAGLE-3.1 has both or neither"
         remedy = "remove norm_output if the head was trained as EAGLE-3"
         yield Problem("TS-HEAD-NORM-OUTPUT", "warning", "config.json:norm_output", message, remedy)
-    if spec.fc_norm and any(
-        f"fc_norm.{index}.weight" not in tensors for index in range(spec.num_aux)
-    ):
+    if any(name not in tensors for name in tensor_names(spec)):
         message = f"fc_norm needs one weight for each of the {spec.num_aux} captured states"
         yield Problem("TS-HEAD-FC-NORM", "error", "fc_norm", message, REMEDY)
+    stated = {key for key, value in config.items() if value}
+    stated |= {
+        f"eagle_config.{key}" for key, value in (config.get("eagle_config") or {}).items() if value
+    }
+    for engine in map(ENGINES.__getitem__, dialect.read_by):
+        for flag, keys in engine.flags.items():
+            if getattr(spec, flag) and stated.isdisjoint(keys):
+                message = f"{engine.title} reads {flag} at {' or '.join(keys)} alone, and would compute a head without"
+                remedy = f"`trtspec convert HEAD -o OUT --to {engine.name}` writes it there"
+                yield Problem("TS-HEAD-CONFIG", "warning", f"config.json:{flag}", message, remedy)
 
 
 def uncomputed(config: dict[str, Any]) -> list[Problem]:

@@ -15,6 +15,7 @@ from trtspec.checkpoint.headers import Checkpoint, TensorInfo, same_bytes
 from trtspec.checkpoint.heads.config import LATENT, flat_config
 from trtspec.checkpoint.heads.dialects import Dialect, detect_dialect, dialect_of
 from trtspec.checkpoint.heads.shapes import (
+    OPTIONAL,
     attention_of,
     canonical_names,
     fc_width,
@@ -37,12 +38,6 @@ STORAGE = (
     "has_embed_tokens",
     "has_d2t",
 )  # may differ between dialects
-MAY_BE_ABSENT = (
-    "lm_head.weight",
-    "embed_tokens.weight",
-    "d2t",
-    "t2d",
-)  # rebuilt, or lent by the target
 
 
 def head_spec(checkpoint: Checkpoint, *, values: bool = False) -> HeadSpec:
@@ -228,7 +223,7 @@ def compare_heads(derived: Checkpoint, source: Checkpoint) -> HeadComparison:
     ours, theirs = canonical_names(derived.tensors), canonical_names(source.tensors)
     both = [name for name in ours if name in theirs]
     different = [name for name in both if not same_bytes(derived, ours[name], source, theirs[name])]
-    lost = [name for name in theirs if name not in ours and name not in MAY_BE_ABSENT]
+    lost = [name for name in theirs if name not in ours and name not in OPTIONAL]
     problems = [_differs(name, "its bytes are not those of the source") for name in different]
     problems += [_differs(name, "the source has it, the derived head does not") for name in lost]
     one, other = read_head(derived)[0], read_head(source)[0]

@@ -29,7 +29,7 @@ ATTENTION = {
     ),
 }
 MAPS = ("d2t", "t2d")
-OPTIONAL = ("lm_head.weight", "embed_tokens.weight", *MAPS, "input_norm.weight")
+OPTIONAL = ("lm_head.weight", "embed_tokens.weight", *MAPS)  # rebuilt, or lent by the target
 FLAGS = ("fc_norm", "norm_before_fc")
 Shapes = dict[str, tuple[int, ...]]
 
@@ -62,6 +62,13 @@ def required_names(attention: str) -> list[str]:
         f"{name}.weight"
         for name in names + [f"layer.self_attn.{part}" for part in ATTENTION[attention]]
     ]
+
+
+def tensor_names(spec: HeadSpec) -> list[str]:
+    """Every tensor that an engine loads into the layers of such a head, those to be stacked in their order."""
+    norms = [f"fc_norm.{index}.weight" for index in range(spec.num_aux)] if spec.fc_norm else []
+    norms += ["input_norm.weight"] if spec.norm_before_fc else []
+    return required_names(spec.attention) + norms
 
 
 def expected_shapes(spec: HeadSpec) -> Shapes:

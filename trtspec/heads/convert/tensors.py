@@ -26,7 +26,7 @@ from trtspec.checkpoint.heads.shapes import (
     MAPS,
     OPTIONAL,
     canonical_names,
-    required_names,
+    tensor_names,
 )
 from trtspec.checkpoint.values import FLOATS, MAP_DTYPES, count_not_finite, not_finite, read_values
 from trtspec.checkpoint.writer import ShardFile
@@ -80,13 +80,12 @@ def plan_tensors(
     """Names in the destination -> where their bytes come from; with every reason why the plan cannot be carried out."""
     tensors, prefix = canonical_names(source.tensors), dialect.prefix
     entries, problems = {}, list[Problem]()
-    norms = [f"fc_norm.{index}.weight" for index in range(spec.num_aux)] if spec.fc_norm else []
-    norms += ["input_norm.weight"] if spec.norm_before_fc else []
-    for name in required_names(spec.attention) + norms:
+    names = tensor_names(spec)
+    for name in names:
         if name in tensors:
             renamed = prefix + name.removeprefix("layer.") if name.startswith("layer.") else name
             entries[renamed] = OutputTensor.copied(source, tensors[name])
-    known = {*required_names(spec.attention), *norms, *OPTIONAL}
+    known = {*names, *OPTIONAL}
     unknown = [
         name for name in tensors if name not in known and not name.endswith("rotary_emb.inv_freq")
     ]

@@ -1,0 +1,55 @@
+"""The reference server with a cause of low acceptance in its engine: python planted_causes.py CAUSE serve ..."""
+
+import sys
+import time
+from typing import Any
+
+from trtspec.cli.app import main
+from trtspec.engine.batch import DecodeBatch
+from trtspec.engine.drafters import Eagle3Drafter
+from trtspec.engine.prefix import BlockStore
+
+COLD_S = 45.0  # from the first draft on
+
+
+def blind_prefix() -> None:
+    """The head's cache is not filled where a prompt is reused."""
+    exact = BlockStore.load
+
+    def load(store: BlockStore, row: int, begin: int, slots: Any) -> None:
+        if store.behind:
+            store.cache[:, row].zero_()
+        else:
+            exact(store, row, begin, slots)
+
+    BlockStore.load = load  # type: ignore[method-assign]
+
+
+def shifted_layers() -> None:
+    """The states of each layer before the one that the head was trained with."""
+    exact = Eagle3Drafter.__init__
+
+    def init(drafter: Eagle3Drafter, *given: Any) -> None:
+        exact(drafter, *given)
+        drafter.aux_layers = tuple(layer - 1 for layer in drafter.aux_layers)
+
+    Eagle3Drafter.__init__ = init  # type: ignore[method-assign]
+
+
+def cold_start() -> None:
+    """Drafts that nobody accepts, for a while."""
+    exact, begun = Eagle3Drafter.propose, list[float]()
+
+    def propose(drafter: Eagle3Drafter, batch: DecodeBatch) -> list[int]:
+        drafts = exact(drafter, batch)
+        begun.append(time.monotonic())
+        if begun[-1] - begun[0] < COLD_S:
+            batch.block[: len(batch), 1:] = 0
+        return drafts
+
+    Eagle3Drafter.propose = propose  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    globals()[sys.argv.pop(1)]()
+    main()
