@@ -27,11 +27,11 @@ test: lint  ## lint, then the default test suite
 	@echo "== tests (several minutes; slow ones are in 'make test-nightly')"
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-# sizes: TRTSPEC_KILLS, _TEST_PROMPTS, _HOSTILE_GRAMMARS, _ROUNDS, _HONEST_CHECKS, _FAULT_STEP (1: all faults)
+# sizes: TRTSPEC_KILLS, _HOSTILE_GRAMMARS, _ROUNDS, _HONEST_CHECKS, _FAULT_STEP (1: all faults)
 test-nightly: lint  ## every test that needs no GPU and no environment of others; ends with the skipped ones and their reasons
 	@echo "== default and slow tests"
 	@export CUDA_VISIBLE_DEVICES= TRTSPEC_KILLS=$${TRTSPEC_KILLS:-100} TRTSPEC_ROUNDS=$${TRTSPEC_ROUNDS:-2} \
-		TRTSPEC_TEST_PROMPTS=$${TRTSPEC_TEST_PROMPTS:-300} TRTSPEC_HOSTILE_GRAMMARS=$${TRTSPEC_HOSTILE_GRAMMARS:-300} \
+		TRTSPEC_HOSTILE_GRAMMARS=$${TRTSPEC_HOSTILE_GRAMMARS:-300} \
 		TRTSPEC_HONEST_CHECKS=$${TRTSPEC_HONEST_CHECKS:-1} TRTSPEC_FAULT_STEP=$${TRTSPEC_FAULT_STEP:-10} \
 		TRTSPEC_PROMTOOL=$(PROMTOOL); \
 		nightly="$(BIN)/python -m pytest --timeout=1800 -rs --no-fold-skipped"; failed=0; \
@@ -66,7 +66,7 @@ test-oracles: .oracles/.made  ## against code that others wrote: vLLM, speculato
 		TRTSPEC_SCHEMATHESIS_PYTHON=.oracles/schemathesis/bin/python TRTSPEC_LITELLM_PYTHON=.oracles/litellm/bin/python \
 		TRTSPEC_LANGCHAIN_PYTHON=.oracles/langchain/bin/python TRTSPEC_LM_EVAL_PYTHON=.oracles/lm_eval/bin/python \
 		TRTSPEC_GUIDELLM_PYTHON=.oracles/guidellm/bin/python TRTSPEC_AIPERF_PYTHON=.oracles/aiperf/bin/python \
-		TRTSPEC_PROMTOOL=$(PROMTOOL) \
+		TRTSPEC_PROMTOOL=$(PROMTOOL) TRTSPEC_FLA=.oracles/fla \
 		$(BIN)/python -m pytest tests/oracles tests/hostile/test_server_requests.py tests/quant/test_modelopt_export.py tests/docker/test_monitoring.py -m "slow or not slow" --timeout=1800 -s
 
 # TRTSPEC_GPU_PYTHON: a Python with a CUDA build of torch where .venv's is built without

@@ -52,21 +52,6 @@ def test_products_are_float32s(rows: int) -> None:
     assert (error <= bound).all()  # sums in FP16 would be off by a thousand times that
 
 
-@needs_fbgemm
-def test_rows_do_not_depend_on_their_number() -> None:
-    """Greedy texts may depend on the batch through rounding; a packed product adds nothing to that."""
-    packed, x = (
-        pack(stored_as_bf16(2)),
-        torch.randn(6, IN, generator=torch.Generator().manual_seed(3)),
-    )
-    assert packed is not None
-    together = packed.product(x)
-    for row in range(len(x)):
-        torch.testing.assert_close(
-            packed.product(x[row : row + 1])[0], together[row], rtol=1e-6, atol=1e-6
-        )
-
-
 def test_what_would_not_be_exact_or_not_pay_is_left_alone() -> None:
     weight = stored_as_bf16(4)
     spread = weight.clone()
