@@ -81,11 +81,11 @@ def listen(host: str, port: int) -> socket.socket:
             listener.bind(address)
             stack.pop_all()
         return listener
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+    except OSError as error:
+        reason = error.strerror
         message = f"port {port} on {host} cannot be taken ({reason})"
         remedy = "stop what uses it, or pass another `port`"
-        if getattr(error, "errno", None) in (errno.EADDRNOTAVAIL, socket.EAI_NONAME):
+        if error.errno in (errno.EADDRNOTAVAIL, socket.EAI_NONAME):
             message = f"{host} is not an address of this machine ({reason})"
             remedy = "pass `host` localhost, or 0.0.0.0 for every address"
         raise TrtspecError(message, remedy, "TS-SERVE-PORT") from None

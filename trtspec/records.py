@@ -104,17 +104,17 @@ class Mode:
 
 class Modes:
     """These modes use the option; one without `Modes` is used in every mode. With `value`, the rule is about values of
-    the option that match it."""
+    the option that match it. `instead` is what another mode takes in its place."""
 
-    def __init__(self, *modes: Mode, value: str = "*") -> None:
-        self.modes, self.value = modes, value
+    def __init__(self, *modes: Mode, value: str = "*", instead: str = "") -> None:
+        self.modes, self.value, self.instead = modes, value, instead
 
     def unused(self, options: Any, mode: Mode | None) -> tuple[str, str] | None:
         """(where the option is not used, what to do), or None where it is used."""
         if mode is None or mode in self.modes:
             return None
-        how = _listed([one.how for one in self.modes])
-        return f"by {mode.name}", f"leave it out, or use {how}"
+        others = f"leave it out, or use {_listed([one.how for one in self.modes])}"
+        return f"by {mode.name}", self.instead or others
 
 
 class Needs:

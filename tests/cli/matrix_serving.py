@@ -135,7 +135,6 @@ SERVING: dict[str, dict[str, Situation]] = {
             effects(
                 "--baseline {out}.2 --max-drop 0.05 --min-steps 2000 --json",
                 url=Effect(instead=("watch", "{nowhere}", *ONCE[2:], "--json"), base=(*ONCE, "--json")),
-                wait_ready=Effect(line("--wait-ready 0.1"), base=("watch", "{nowhere}", *ONCE[2:])),
             ),
             before=accepting,
         ),
@@ -144,7 +143,6 @@ SERVING: dict[str, dict[str, Situation]] = {
             effects(
                 "--interval 30 --listen 9777 --json",
                 url=Effect(instead=line("watch {nowhere}")),
-                wait_ready=Effect(line("--wait-ready 0.1"), base=line("watch {nowhere}")),
             ),
         ),
     },

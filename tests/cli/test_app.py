@@ -168,6 +168,7 @@ def test_bar_and_note_fit_eighty_columns():
     [
         (("serve", "kimi-nano", "--tensor-parallel-size", "4"), "-> did you mean --tp-size?"),
         (("plan", "kimi-nano", "--gpu", "NVIDIA GB200"), "-> did you mean gb200?"),
+        (("build-config", "kimi-nano", "--gpu", "NVIDIA B200"), "-> did you mean b200?"),
         (("plan", "kimi-nano", "--gpu", "a100"), "-> write one of these"),
         (("benchmark", "http://localhost:1"), "-> did you mean `trtspec bench`?"),
         (("plan", "kimi-nano", "kimi-nano-eagle3"), "-> did you mean --head kimi-nano-eagle3?"),

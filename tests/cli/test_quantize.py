@@ -1,12 +1,12 @@
 """`trtspec quantize` as a user types it."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.command_line import inspected, process, succeeded, trtspec
-from tests.tiny import make_target
+from tests.quant.test_modelopt_export import different
+from tests.tiny import make_target, read_tensors
 
 
 @pytest.fixture
@@ -96,17 +96,19 @@ def test_the_modelopt_engine_writes_the_same_files(tmp_path, policy, format):
         assert first == second, name
 
 
-def test_the_modelopt_engine_is_modelopts_class(tmp_path, out, monkeypatch):
-    name = "modelopt.torch.quantization.qtensor.nvfp4_tensor"
-    monkeypatch.setitem(sys.modules, name, None)
-    run = trtspec(
-        "quantize",
-        make_target(tmp_path / "in"),
-        "-o",
-        out,
-        "--engine",
-        "modelopt",
-        "--weight-scales",
-        "max",
-    )
-    assert run.status == 4 and "needs modelopt" in run.stderr
+def test_the_modelopt_engine_is_modelopts_class(tmp_path, monkeypatch):
+    from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
+
+    source = make_target(tmp_path / "in", layers=2)
+    words = ("quantize", source, "--policy", "k2.5", "--engine")
+    succeeded(*words, "stream", "-o", tmp_path / "stream")
+    original = NVFP4QTensor.quantize
+
+    def changed(*inputs):
+        tensor, scale, scale_2 = original(*inputs)
+        tensor._quantized_data.zero_()
+        return tensor, scale, scale_2
+
+    monkeypatch.setattr(NVFP4QTensor, "quantize", changed)
+    trtspec(*words, "modelopt", "-o", tmp_path / "modelopt")
+    assert different(read_tensors(tmp_path / "stream"), read_tensors(tmp_path / "modelopt"))

@@ -17,7 +17,6 @@ from trtspec.bench.results import (
     speed_up,
     user_speed,
 )
-from trtspec.bench.statistics import Ratio
 from trtspec.errors import UsageError
 
 REMEDY = "pass further servers as `against_url` K=URL; K=0 is without a head"
@@ -45,10 +44,8 @@ def choose(served: Mapping[int, EndpointResult]) -> DraftChoice:
         fastest = max(speeds, key=lambda drafts: speeds[drafts].value)
         figures, best = list[LengthFigures](), fastest
         for drafts, speed in speeds.items():
-            of_best: Ratio | None = None
-            if drafts != fastest:
-                up = speed_up([served[drafts]], [served[fastest]], level.label)
-                of_best = up.ratio if up is not None else None
+            up = speed_up([served[drafts]], [served[fastest]], level.label)
+            of_best = up.ratio if up is not None and drafts != fastest else None
             if of_best is not None and of_best.high >= 1:
                 best = min(best, drafts)
             at = served[drafts].at(level.label)

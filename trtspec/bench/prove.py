@@ -69,23 +69,19 @@ class ProveSetup:
     launches: int = 1
 
     @property
-    def alternates(self) -> bool:
-        """Whether both servers run at once, and their rounds alternate."""
-        return self.backend == "reference"
-
-    @property
     def rounds(self) -> int:
         """As many as leave each enough questions for the highest load."""
         return max(LEAST_ROUNDS, min(MAX_ROUNDS, self.samples // max(self.concurrency)))
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
-        """Names of the servers that run at once, group after group."""
+        """Names of the servers that run at once, whose rounds alternate, group after group."""
         found = list[tuple[str, ...]]()
         for number in range(1, self.launches + 1):
             suffix = f"-{number}" if number > 1 else ""
             names = [f"{name}{suffix}" for name in (SPECULATING, PLAIN)]
-            found += [tuple(names)] if self.alternates else [(name,) for name in names]
+            at_once = self.backend == "reference"  # engines need all GPUs
+            found += [tuple(names)] if at_once else [(name,) for name in names]
         return found
 
     @property

@@ -69,7 +69,7 @@ class BenchOptions:
     recorded_times: Annotated[
         bool,
         option("Send recorded requests at the `timestamp` of their rows, in milliseconds."),
-        Excludes("rate"),
+        Excludes("rate", "rounds"),
     ] = False
     max_tokens: Annotated[int, option("Maximum tokens per answer.", min=1)] = 256
     temperature: Annotated[

@@ -191,10 +191,8 @@ async def _exchanges(
         asker = await servers.enter_async_context(_asking(options, options.url, MAIN, bar))
         askers.append(asker)
         if recorded is not None:
-            bar.say(f"[1/1] scoring by {options.url}")
             got, plain = await score_answers(asker, recorded)
         elif options.against is None:
-            bar.say(f"[1/1] asking {options.url}")
             got = await record(asker, _prompts(options, asker))
         else:
             other = await servers.enter_async_context(

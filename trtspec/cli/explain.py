@@ -19,6 +19,8 @@ class ExplainOptions:
 
 def explain(options: ExplainOptions) -> Result:
     """Say what a problem code means, why, and what to do."""
+    from trtspec.trtllm.schema import rule_files
+
     codes, code = documented(), options.code.upper().strip("[]`")
     if code not in codes:
         page = "docs/reference/problems.md lists all"
@@ -26,6 +28,10 @@ def explain(options: ExplainOptions) -> Result:
     entry = codes[code]
     what, _, reason = entry["summary"].partition(". ")
     lines = [code, f"  what     {what}", *([f"  why      {reason}"] if reason else [])]
+    for release_line in rule_files().values():
+        for rule in filter(None, release_line["rules"].values()):
+            if rule.get("code") == code:
+                lines.append(f"  why      {rule['message']} ({rule['source']})")
     for example in load_yaml("examples.yaml").get(entry["area"], []):
         lines.append(f"  example  {example}")
     lines.append(f"  fix      {entry['remedy']}")

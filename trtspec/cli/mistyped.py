@@ -44,9 +44,9 @@ def _meant_option(option: str, command: Any) -> str:
     """The remedy for an option that the command does not have; "" if nothing is known of it."""
     own = spellings(command)
     near = nearest(option, own, "vllm", "options")
-    if near is not None and not near.startswith("-"):
+    if near in own and not near.startswith("-"):
         return f"{near} is given without an option: `trtspec {command.name} {near}`"
-    if near is not None:
+    if near:
         return f"did you mean {near}?"
     if "[-- OPTIONS]" in own:
         return f"an option of the engine follows `--`: `trtspec {command.name} TARGET -- {option}`"
@@ -57,7 +57,7 @@ def _meant_argument(extra: list[str], command: Any) -> str:
     """The remedy for more arguments than the command takes; "" if nothing is known of them."""
     own, words = spellings(command), sys.argv
     index = words.index(extra[0]) if extra[0] in words else 0
-    flag, value = words[max(0, index - 2) : index] if index > 1 else ("", "")
+    flag, value = ["", "", *words[:index]][-2:]  # before the first extra word
     if flag in own and value.isdigit():
         return f"write {flag} {','.join([value, *extra])}"
     if flag in own:

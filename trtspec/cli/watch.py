@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated
 
 from trtspec import report
-from trtspec.cli.options import WaitReadyOption
 from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError
 from trtspec.records import Excludes, JsonOption, Needs, argument, option
 
@@ -40,7 +39,6 @@ class WatchOptions:
     min_steps: Annotated[
         int, option("Verification steps that a verdict needs.", min=50), Needs("once")
     ] = 500
-    wait_ready: WaitReadyOption = 0.0
     json_: JsonOption = False
 
 
@@ -51,11 +49,8 @@ def watch(options: WatchOptions) -> report.Result | None:
     --once compares accepted drafts per step since the server's start with --baseline, and ends with status 3 below it.
     """
     from trtspec.client.addresses import server_url
-    from trtspec.client.client import wait_ready
 
     url = server_url(options.url)
-    if options.wait_ready:
-        asyncio.run(wait_ready(url, options.wait_ready))
     return asyncio.run(_judge_once(url, options) if options.once else _watch_on(url, options))
 
 

@@ -55,7 +55,12 @@ class ServeOptions:
             "--config",
             "--extra-llm-api-options",
         ),
-        Modes(ENGINE, VLLM),
+        Modes(
+            ENGINE,
+            VLLM,
+            instead="pass the sizes in it as options: --head, --draft-len, --max-batch-size, --max-num-tokens, "
+            "--max-seq-len",
+        ),
     ] = None
     host: Annotated[str, option("Address to listen on; 0.0.0.0 in a container."), SERVERS] = (
         "localhost"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -254,18 +253,13 @@ def write_tensors(
     """
     layout = {name: (entry.dtype, entry.shape) for name, entry in sorted(entries.items())}
     done, record = 0, dict[str, dict[str, Any]]()
-    with (
-        ShardFile(path, layout, {"format": "pt"}) as shard,
-        readers(*entries.values()) as opened,
-        ThreadPoolExecutor(1) as pool,  # hashing takes as long as everything else
-    ):
+    with ShardFile(path, layout, {"format": "pt"}) as shard, readers(*entries.values()) as opened:
         for name, entry in entries.items():
             digest, bad = hashlib.sha256(), 0
             for piece in pieces(entry, opened):
-                hashing = pool.submit(digest.update, piece)
+                digest.update(piece)
                 bad += count_not_finite(piece, entry.dtype)[0] if entry.dtype in FLOATS else 0
                 shard.append(name, piece)
-                hashing.result()  # the next piece takes its place
                 done += len(piece)
                 bar.show(done, shard.size)
             if bad:
