@@ -30,8 +30,8 @@ ANSWERS, ANSWER_TOKENS, ROWS, DRAFTS = "900", "96", "32", "2"
 TRAINING = (
     f"--batch-size 4 --lr 0.004 --epochs 3 --ttt-steps {DRAFTS} --acceptance-prompts 8".split()
 )
-COMPARED = "--samples 32 --max-tokens 96 --concurrency 4".split()
-PROVED = "--samples 32 --max-tokens 96 --concurrency 1,4 --accept-slower".split()
+COMPARED = shlex.split("--samples 32 --max-tokens 96 --concurrency 4")
+PROVED = shlex.split("--samples 32 --max-tokens 96 --concurrency 1,4 --accept-slower")
 # long enough to watch
 QUESTION = "Tell me a short story about Marcus, Yvonne and a mushroom in Coppermouth."
 TOKENS = 160
