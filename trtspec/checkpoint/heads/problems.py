@@ -207,9 +207,7 @@ def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
     if -1 in layers and -1 not in (top or nested):
         message = f"layer ids {list(top or nested)} count the layers that ran; no engine hands on 0, the embedding"
         return [Problem("TS-HEAD-LAYER-IDS", "error", "layer ids", message, REMEDY)]
-    captured = sorted(
-        set(layers), key=lambda layer: (layer < 0, layer)
-    )  # -1, the final state, comes last
+    captured = sorted(set(layers))  # TensorRT-LLM puts -1, the final state, before the others
     if list(layers) != captured:
         message = (
             f"the head lists layers {list(layers)}; engines capture each once and in ascending order, so fc would be "
