@@ -161,7 +161,7 @@ def no_eagle3_head(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Pr
     layers = {number for number in numbers if number.isdecimal()}
     if len(layers) < 2 and any(name.endswith(("eh_proj.weight", "enorm.weight")) for name in names):
         return finding("TS-HEAD-OTHER-DRAFT", "tensor names")
-    if len(layers) > 1 or any(".mlp.experts." in name for name in names):
+    if len(layers) > 1 or any(".experts." in name for name in names):
         message = f"this is a whole model ({len(layers)} layers, no fc), not a draft head"
         return Problem(
             "TS-HEAD-FULL-MODEL",

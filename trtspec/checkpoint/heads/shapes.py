@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from trtspec.checkpoint.headers import TensorInfo
-from trtspec.checkpoint.target_tensors import finding, latent_attention
+from trtspec.checkpoint.target_tensors import finding
 from trtspec.errors import Problem, listed
+from trtspec.families.kimi_k2 import latent_attention
 from trtspec.specs import Attention, HeadSpec
 
 REMEDY = "fetch the checkpoint again, or ask its author which of the two is right"
