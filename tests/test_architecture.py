@@ -29,13 +29,13 @@ LEVEL = {
     "checkpoint": 3, "client": 3, "records": 3,
     "specs": 1, "report": 1,
     "files": 0, "machine": 0,
-    "formats": 0,
+    "formats": 0, "families": 0,
     "foreign": -1,
     "errors": -2,
     "data_files": -3,
 }  # fmt: skip
 TORCH_FREE = ("api", "cli", "trtllm", "vllm", "planning", "launch", "formats", "specs", "records", "report", "errors",
-              "foreign", "data_files", "files", "machine", "bench", "client")  # fmt: skip
+              "families", "foreign", "data_files", "files", "machine", "bench", "client")  # fmt: skip
 TORCH_FREE_CHECKPOINT = ("headers", "identity", "target_problems", "heads", "hub", "tokenizer", "remote_code", "rows",
                          "conversations", "chat_parser")  # fmt: skip
 HEAVY = ("torch", "transformers", "modelopt", "accelerate", "datasets")
@@ -288,14 +288,15 @@ def owned_words() -> dict[str, tuple[str, ...]]:
     """Names that one file spells and all others ask for -> the files that may compare with them."""
     from trtspec.checkpoint.heads.dialects import DIALECTS
     from trtspec.data_files import gpu_names
+    from trtspec.families.known import FAMILIES, REFUSED_TYPES
     from trtspec.formats import WeightFormat
-    from trtspec.specs import TARGET_MODEL_TYPES
     from trtspec.trtllm import schema
 
     words: dict[str, tuple[str, ...]] = {format.value: ("formats",) for format in WeightFormat}
     words |= {name: ("checkpoint/heads/dialects", "checkpoint/heads/config") for name in DIALECTS}
     words |= {path.stem: ("trtllm/schema",) for path in schema.SCHEMAS.glob("*.yaml")}
-    words |= dict.fromkeys(TARGET_MODEL_TYPES, ("specs",))
+    types = [name for family in FAMILIES for name in (*family.model_types, *family.text_types)]
+    words |= dict.fromkeys((*types, *REFUSED_TYPES), ())
     return words | dict.fromkeys(gpu_names(), ("data_files",))
 
 

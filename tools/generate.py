@@ -214,7 +214,8 @@ def problems() -> str:
 
 def support_matrix() -> str:
     """Engine releases from trtllm/schemas, models and pairs from data/models.yaml."""
-    from trtspec.checkpoint.published import catalogue
+    from trtspec.checkpoint.published import catalogue, reasoning_parser
+    from trtspec.families.known import family_of
 
     models = catalogue()
     lines = ["# Support matrix\n", "## TensorRT-LLM releases\n"]
@@ -231,7 +232,9 @@ def support_matrix() -> str:
     )
     for target in models.targets.values():
         size = f"{target.bytes / 1e9:,.0f} GB" if target.bytes else "not known"
-        parsers = f"{target.reasoning_parser or 'none'}, {target.tool_parser}"
+        family = family_of(target.config)
+        reasoning = reasoning_parser(family, target.id, "trtllm")
+        parsers = f"{reasoning or 'none'}, {family.tool_parser}"
         doubts = ", ".join(target.unverified) or "nothing"
         lines.append(f"| {target.id} | {target.format} | {size} | {parsers} | {doubts} |")
     refused = "; ".join(f"{name}: {reason}" for name, reason in models.refused.items())

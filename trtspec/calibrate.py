@@ -36,8 +36,9 @@ from trtspec.models.kimi import DecoderLayer
 from trtspec.models.moe import Experts, MoE, dispatch
 from trtspec.models.precision import default_dtype
 from trtspec.models.stream import LayerStream, States
+from trtspec.models.weights import layer_layout
 from trtspec.quant.modelopt import InputObserver
-from trtspec.quant.policy import METADATA_KEY, Policy
+from trtspec.quant.policy import METADATA_KEY, Policy, default_policy
 from trtspec.report import (
     Bar,
     OutputOptions,
@@ -50,7 +51,8 @@ from trtspec.report import (
 )
 
 MIN_TOKENS = 2
-FORMAT_VERSION = 2  # raised when the same options would give other scales
+NO_LINEARS = ("norms", "router", "router bias")  # roles of what reads no input, and of routers
+FORMAT_VERSION = 3  # raised when the same options would give other scales
 STATES_SHARE = 0.5  # of the free memory for hidden states; others are read back from disk
 FORWARD_TOKENS = 4096  # texts of equal length run together up to this many tokens
 
@@ -161,7 +163,7 @@ def calibrate_checkpoint(
     source: Path,
     data: Path,
     output: Path,
-    policy: Policy,
+    policy: Policy | None,
     options: CalibrationOptions | None = None,
     again: OutputOptions | None = None,
     bar: Bar = Bar(),
@@ -185,9 +187,9 @@ def calibrate_checkpoint(
 
 
 def prepare(
-    source: Path, data: Path, output: Path, policy: Policy, options: CalibrationOptions
+    source: Path, data: Path, output: Path, policy: Policy | None, options: CalibrationOptions
 ) -> Calibration:
-    """Opens source and data and checks them against policy and options."""
+    """Opens source and data and checks them against policy and options. `policy` None: that of the source's release."""
     stream = LayerStream(
         source,
         activation="decoded",
@@ -195,6 +197,7 @@ def prepare(
         device=options.device,
         threads=min(8, torch.get_num_threads()),
     )
+    policy = policy or default_policy(stream.spec, source_name(stream.checkpoint.path))
     read = (
         modules
         for index in range(stream.num_layers)
@@ -249,29 +252,14 @@ def equal_length_batches(texts: Sequence[tuple[int, ...]]) -> list[Tensor]:
 
 
 def input_points(stream: LayerStream, index: int) -> dict[str, list[str]]:
-    """The inputs of decoder layer `index` -> hub names of the linears that read each (experts: `experts.N.`)."""
-    spec = stream.spec
-    layer = f"{spec.name_prefix}model.layers.{index}."
-    attention = {
-        "qkv_a": ("q_a_proj", "kv_a_proj_with_mqa"),
-        "q_b": ("q_b_proj",),
-        "kv_b": ("kv_b_proj",),
-    }
-    points = {
-        name: [f"{layer}self_attn.{leaf}" for leaf in leaves] for name, leaves in attention.items()
-    }
-    points["o"] = [f"{layer}self_attn.o_proj"]
-    if index < spec.first_k_dense_replace:
-        mlps = {"dense": [f"{layer}mlp."]}
-    else:
-        experts = [f"{layer}mlp.experts.{expert}." for expert in range(spec.n_routed_experts)]
-        mlps = {"experts": experts, "shared": [f"{layer}mlp.shared_experts."]}
-    for name, stems in mlps.items():
-        points[f"{name}.gate_up"] = [
-            f"{stem}{leaf}" for stem in stems for leaf in ("gate_proj", "up_proj")
+    """Linears of decoder layer `index`, as the model fuses them -> hub names of those that read its input."""
+    return {
+        source.parameter.removesuffix(".weight"): [
+            name.removesuffix(".weight") for name in source.names
         ]
-        points[f"{name}.down"] = [f"{stem}down_proj" for stem in stems]
-    return points
+        for source in layer_layout(stream.spec, index)
+        if source.role not in NO_LINEARS
+    }
 
 
 class ObservedExperts(nn.Module):
@@ -284,7 +272,7 @@ class ObservedExperts(nn.Module):
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """As `Experts.forward`: x [tokens, H], ids and weights [tokens, k] -> [tokens, H]."""
-        self.observe("experts.gate_up", x)
+        self.observe("mlp.experts.gate_up", x)
         count = len(self.tokens_per_expert)
         self.tokens_per_expert += torch.bincount(ids.flatten().cpu(), minlength=count)
         return dispatch(x, ids, weights, count, self.one_expert)
@@ -292,7 +280,7 @@ class ObservedExperts(nn.Module):
     def one_expert(self, expert: int, x: Tensor) -> Tensor:
         gate, up = F.linear(x, self.experts.gate_up[expert]).chunk(2, -1)
         active = F.silu(gate) * up
-        self.observe("experts.down", active)
+        self.observe("mlp.experts.down", active)
         return F.linear(active, self.experts.down[expert])
 
 
@@ -319,21 +307,20 @@ class LayerObserver:
                 observers[point].see(x)
 
         attention, mlp = layer.self_attn, layer.mlp
-        inputs = dict[str, nn.Module](
-            qkv_a=attention.qkv_a_proj, q_b=attention.q_b_proj, o=attention.o_proj
-        )
-        # the product of kv_b is folded into the queries, so its input is seen at its source
-        attention.kv_a_layernorm.register_forward_hook(lambda _, __, x: see("kv_b", x))
-        name = "dense"
         if isinstance(mlp, MoE):
             assert isinstance(mlp.experts, Experts)
             mlp.experts = self.experts = ObservedExperts(mlp.experts, see)
-            name, mlp = "shared", mlp.shared_experts
-        inputs |= {
-            f"{name}.{leaf}": mlp.get_submodule(f"{leaf}_proj") for leaf in ("gate_up", "down")
-        }
-        for point, module in inputs.items():
-            module.register_forward_pre_hook(lambda _, args, point=point: see(point, args[0]))
+        for point in observers:
+            if point.startswith("mlp.experts."):
+                continue
+            module = layer.get_submodule(point)
+            if module is attention.kv_b_proj:
+                # its product is folded into the queries, so its input is seen at its source
+                attention.kv_a_layernorm.register_forward_hook(
+                    lambda _, __, x, point=point: see(point, x)
+                )
+            else:
+                module.register_forward_pre_hook(lambda _, args, point=point: see(point, args[0]))
 
     def record(self) -> dict[str, Any]:
         """For the journal: input_scale by point, points that were always zero, experts without a token."""

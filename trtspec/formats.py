@@ -9,10 +9,10 @@ from __future__ import annotations
 import fnmatch
 import functools
 import re
-from collections.abc import Container
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from trtspec.errors import TrtspecError
 
@@ -28,8 +28,19 @@ FP8_BLOCK_SIZE = (
     128,
 )  # rows and columns that share one scale, where config.json names no weight_block_size
 INT4_GROUP = 32  # values along K that share one BF16 scale, where config.json names no group_size
-# Modules that read the same input share a scale: the larger amax of the group serves all of it.
-SHARED_INPUT = (("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+
+
+class StoredTensor(Protocol):
+    """An entry of a safetensors header."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+Tensor = TypeVar("Tensor", bound=StoredTensor)
 PartKind = Literal["values", "groups", "blocks", "scalar", "shape"]
 
 
@@ -41,7 +52,7 @@ class Storage:
     each is for: the values, a scale for each group of a row or block of rows and columns, one number, or the shape.
     `values_per_element` counts weights in one element of the first part, `group` those along K that share a scale.
     `method` is the `quant_method` of its quantization_config, `unquantized` are the keys there that list the modules
-    left alone, `never` the modules that engines leave alone unlisted.
+    left alone, `never` the roles of linears that engines leave alone unlisted.
     """
 
     title: str
@@ -52,7 +63,7 @@ class Storage:
     group: int = 0
     extra_parts: tuple[str, ...] = ()
     unquantized: tuple[str, ...] = ("ignore",)
-    never: tuple[str, ...] = ("mlp.gate", "embed_tokens")
+    never: tuple[str, ...] = ("router", "embedding")
     method: str = ""
 
     @property
@@ -66,7 +77,7 @@ _STORAGE = {
         "FP8 in 128x128 blocks", ("weight", "weight_scale_inv"), (("F8_E4M3",), ("F32", "BF16", "F16")),
         kinds=("values", "blocks"),
         method="fp8", unquantized=("modules_to_not_convert", "ignored_layers", "ignore"),
-        never=("mlp.gate", "embed_tokens", "lm_head"),
+        never=("router", "embedding", "lm_head"),
     ),
     "int4": Storage(
         "INT4 pack-quantized", ("weight_packed", "weight_scale", "weight_shape"),
@@ -138,6 +149,16 @@ class WeightFormat(StrEnum):
             for suffix, kind in zip(storage.all_parts, storage.kinds, strict=True)
         }
 
+    def fits(self, parts: Mapping[str, StoredTensor]) -> int:
+        """How many dtypes and shapes of the stored tensors are those of this format."""
+        rows, elements = (*parts[self.parts[0]].shape, 0, 0)[:2]
+        shapes = self.part_shapes(rows, elements * self.values_per_element)
+        return sum(
+            (parts[suffix].dtype in dtypes) + (parts[suffix].shape in shapes[suffix])
+            for suffix, dtypes in zip(self.storage.all_parts, self.storage.dtypes, strict=True)
+            if suffix in parts
+        )
+
     @functools.cache  # a checkpoint has one list, and each of its modules asks
     def unquantized_modules(self, patterns: tuple[str, ...]) -> re.Pattern[str]:
         """Matches the modules that `patterns` leave alone, as the format's own library reads them: ModelOpt shell
@@ -166,42 +187,44 @@ def _named_or_regex(pattern: str) -> str:
 SIDE_PARTS = tuple(
     dict.fromkeys(suffix for format in WeightFormat for suffix in format.storage.all_parts[1:])
 )
-# formats by the suffix of their values, where it is not `weight`; by a scale beside them; by the dtype of a `weight`
-PACKED = {format.parts[0]: format for format in WeightFormat if format.parts[0] != "weight"}
-_MARKS = {"weight_scale_inv": WeightFormat.FP8_BLOCK, "weight_scale_2": WeightFormat.NVFP4}
-_NAMED_WEIGHT = [format for format in WeightFormat if format.parts[0] == "weight"]
-BY_DTYPE = {dtype: format for format in _NAMED_WEIGHT for dtype in format.storage.dtypes[0]}
+SUFFIXES = tuple({suffix: None for format in WeightFormat for suffix in format.storage.all_parts})
+VALUE_SUFFIXES = {format.parts[0] for format in WeightFormat}
+# formats whose values lie under a suffix in a dtype; other formats may have either
+VALUES: dict[tuple[str, str], list[WeightFormat]] = {}
+for _format in WeightFormat:
+    for _dtype in _format.storage.dtypes[0]:
+        VALUES.setdefault((_format.parts[0], _dtype), []).append(_format)
 
 
-def stored_format(names: Container[str], module: str) -> WeightFormat:
-    """How the weight of `module` is stored, by the tensors that exist, not by the config."""
-    for suffix, format in (*PACKED.items(), *_MARKS.items()):
-        if f"{module}.{suffix}" in names:
-            return format
-    return WeightFormat.BF16
+def recognised(parts: Mapping[str, StoredTensor]) -> WeightFormat | None:
+    """How a weight is stored, by what lies below its module, not by the config: suffix and dtype of the values, and
+    where several formats have these, the tensors beside them and all shapes. None if no format has them."""
+    for suffix, values in parts.items():
+        formats = VALUES.get((suffix, values.dtype), ())
+        if formats:
+            return formats[0] if len(formats) == 1 else max(formats, key=lambda f: f.fits(parts))
+    return None
 
 
-def parts_of(names: Container[str], name: str) -> list[str]:
-    """The stored tensors that make up the weight `name`; raises TrtspecError naming one that is missing."""
+def stored_format(tensors: Mapping[str, StoredTensor], module: str) -> WeightFormat:
+    """How the weight of `module` is stored; a tensor of no format is plain."""
+    names = {suffix: f"{module}.{suffix}" for suffix in SUFFIXES}
+    parts = {suffix: tensors[name] for suffix, name in names.items() if name in tensors}
+    return recognised(parts) or WeightFormat.BF16
+
+
+def stored_weight(tensors: Mapping[str, Tensor], name: str) -> tuple[WeightFormat, list[Tensor]]:
+    """The format of the weight `name`, and the tensors that its values are decoded from. Raises TrtspecError naming one
+    that is missing."""
     stem = name.removesuffix(".weight")
-    parts = (
-        [f"{stem}.{suffix}" for suffix in stored_format(names, stem).parts]
-        if name.endswith(".weight")
-        else [name]
-    )
+    format = stored_format(tensors, stem)
+    parts = [f"{stem}.{suffix}" for suffix in format.parts] if name != stem else [name]
     for part in parts:
-        if part not in names:
+        if part not in tensors:
             raise TrtspecError(
                 f"{part} is missing, so {name} cannot be decoded", "download the checkpoint again"
             )
-    return parts
-
-
-def shared_partners(module: str) -> list[str]:
-    """The other modules that read the same input as `module`, whose scales are the same therefore."""
-    stem, _, leaf = module.rpartition(".")
-    group = next((group for group in SHARED_INPUT if leaf in group), ())
-    return [f"{stem}.{other}" for other in group if other != leaf]
+    return format, [tensors[part] for part in parts]
 
 
 def format_of_method(block: dict[str, Any]) -> WeightFormat | None:

@@ -8,6 +8,7 @@ A `ModelSpec` is read from a Hugging Face `config.json` by `ModelSpec.from_confi
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +16,8 @@ from pydantic import TypeAdapter, ValidationError, confloat, conint
 
 from trtspec.data_files import gpu_names, load_yaml
 from trtspec.errors import TrtspecError
+from trtspec.families.family import Family, LatentSizes, Sizes
+from trtspec.families.known import family_of
 from trtspec.formats import WeightFormat, format_of_config
 
 if TYPE_CHECKING:
@@ -53,7 +56,13 @@ KINDS: dict[Any, tuple[str, ...]] = {
         "kv_cache_quant_algo",
         "format",
     ),
-    list[str]: ("architectures", "ignore", "exclude_modules"),
+    list[str]: (
+        "architectures",
+        "ignore",
+        "exclude_modules",
+        "modules_to_not_convert",
+        "ignored_layers",
+    ),
     list[ID]: ("eagle_aux_hidden_state_layer_ids", "weight_block_size"),
     list[ID] | ID: ("eos_token_id",),
 }
@@ -134,9 +143,6 @@ LIMITS = {
 }  # far beyond any model; both are counted through
 YARN_NUMBERS = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-TEXT_MODEL_TYPES, NESTED_MODEL_TYPE = ("kimi_k2", "deepseek_v3"), "kimi_k25"
-KIMI_MODEL_TYPES = (*TEXT_MODEL_TYPES, NESTED_MODEL_TYPE)
-TARGET_MODEL_TYPES = (*KIMI_MODEL_TYPES, "kimi_k3", "kimi_linear")  # with those that are refused
 
 
 @dataclass(frozen=True)
@@ -201,6 +207,11 @@ class QuantSpec:
             self, "format", WeightFormat(self.format)
         )  # a name such as "nvfp4" is enough
 
+    def format_of(self, module: str, role: str) -> WeightFormat:
+        """How a linear is to be stored: an engine believes the exclude list."""
+        alone = self.format.unquantized_modules(self.exclude).match(module)
+        return WeightFormat.BF16 if alone or role in self.format.storage.never else self.format
+
     @staticmethod
     def from_configs(
         config: dict[str, Any], hf_quant_config: dict[str, Any] | None = None
@@ -231,53 +242,37 @@ class QuantSpec:
             supported = ", ".join(each.storage.title for each in WeightFormat)
             raise TrtspecError(text, f"supported: {supported}", "TS-TARGET-FORMAT-UNKNOWN")
         format, group_size, block_size = known
-        exclude = tuple(block.get("ignore") or block.get("exclude_modules") or ())
+        lists = (block.get(key) or () for key in format.storage.unquantized)
+        exclude = tuple(dict.fromkeys(itertools.chain.from_iterable(lists)))
         kv_cache = "fp8" if block.get("kv_cache_scheme") else None
         return QuantSpec(format, group_size, exclude, kv_cache, block_size, where)
 
 
 @dataclass(frozen=True)
-class ModelSpec:
+class ModelSpec(Sizes):
     """A Kimi text model (DeepSeek-V3 shape) and what surrounds it. Field names are those of config.json."""
 
+    family: Family
     model_type: str
     architecture: str
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    q_lora_rank: int
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    intermediate_size: int
-    moe_intermediate_size: int
-    n_routed_experts: int
-    n_shared_experts: int
     num_experts_per_tok: int
-    first_k_dense_replace: int
     routed_scaling_factor: float
     rms_norm_eps: float
-    vocab_size: int
     max_position_embeddings: int
     rope: RopeSpec
     quant: QuantSpec
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
-    name_prefix: str = ""  # "language_model." in kimi_k25 checkpoints, "" otherwise
     has_vision: bool = False
     remote_code: bool = False
 
     @property
-    def is_nested(self) -> bool:
-        """K2.5 and later, whose language model has a config of its own."""
-        return self.model_type == NESTED_MODEL_TYPE
-
-    @property
-    def engine_family(self) -> str:
-        """How engines name its parsers. A deepseek_v3 of Kimi's shape is K2 or K2-Thinking."""
-        return NESTED_MODEL_TYPE if self.is_nested else TEXT_MODEL_TYPES[0]
+    def version(self) -> str:
+        """The release within the family, as far as a config tells."""
+        return self.family.version(
+            self, self.eos_token_ids, self.quant.format.values_per_element > 1
+        )
 
     @property
     def qk_head_dim(self) -> int:
@@ -301,23 +296,24 @@ class ModelSpec:
         *,
         remote_code: bool = False,
     ) -> ModelSpec:
-        """Parses a target's config.json. Raises TrtspecError for a model type that is no Kimi-K2, naming it, and for a
-        config that lacks a key. `remote_code`: whether the checkpoint brings code."""
-        model_type = config.get("model_type", "")
-        if model_type not in KIMI_MODEL_TYPES:
-            message = f"model_type {model_type!r} is not a Kimi-K2 model (known: {', '.join(KIMI_MODEL_TYPES)})"
-            remedy = "pass a Kimi-K2, K2-Thinking, K2.5, K2.6 or K2.7-Code checkpoint"
-            raise TrtspecError(message, remedy, "TS-TARGET-MODEL-TYPE")
+        """Parses a target's config.json. Raises TrtspecError for a model type of no family, naming it, and for a config
+        that lacks a key. `remote_code`: whether the checkpoint brings code."""
+        family = family_of(config)
         top = Values(config)
-        nested = bool(config.get("text_config"))
-        text = top.mapping("text_config") if nested else top
-        sizes = {name: text.whole(name, least=1, most=LIMITS.get(name, MOST)) for name in SIZES}
+        text = top.mapping("text_config") if config.get("text_config") else top
+        sizes = {
+            name: text.whole(family.key(name), least=1, most=LIMITS.get(name, MOST))
+            for name in SIZES
+        }
         ids = {name: (text if name in text.values else top).wholes(name) for name in TOKEN_IDS}
         return ModelSpec(
-            model_type=model_type,
+            family=family,
+            model_type=config["model_type"],
             architecture=(top.read("architectures", list[str], []) or ["DeepseekV3ForCausalLM"])[0],
             **sizes,
-            n_shared_experts=text.whole("n_shared_experts", most=LIMITS["n_routed_experts"]),
+            n_shared_experts=text.whole(
+                family.key("n_shared_experts"), most=LIMITS["n_routed_experts"]
+            ),
             first_k_dense_replace=text.whole("first_k_dense_replace"),
             routed_scaling_factor=text.number("routed_scaling_factor", 1.0),
             rms_norm_eps=text.number("rms_norm_eps"),
@@ -326,14 +322,13 @@ class ModelSpec:
             bos_token_id=next(iter(ids["bos_token_id"]), None),
             eos_token_ids=ids["eos_token_id"],
             pad_token_id=next(iter(ids["pad_token_id"]), None),
-            name_prefix="language_model." if nested else "",
             has_vision="vision_config" in config,
             remote_code=remote_code,
         )
 
 
 @dataclass(frozen=True)
-class HeadSpec:
+class HeadSpec(LatentSizes):
     """The canonical record of an Eagle3 head, whatever dialect it was stored in.
 
     `aux_layers` counts layer *outputs* from 0 (TensorRT-LLM's and ModelOpt's convention); None means that the
@@ -342,10 +337,8 @@ class HeadSpec:
 
     attention: Attention
     dialect: str
-    hidden_size: int
     target_hidden_size: int
     intermediate_size: int
-    num_attention_heads: int
     num_key_value_heads: int
     head_dim: int  # MHA: size of a head; MLA: qk_nope + qk_rope
     vocab_size: int
@@ -354,11 +347,6 @@ class HeadSpec:
     rope: RopeSpec
     num_aux: int = 3
     aux_layers: tuple[int, ...] | None = None
-    q_lora_rank: int = 0
-    kv_lora_rank: int = 0
-    qk_nope_head_dim: int = 0
-    qk_rope_head_dim: int = 0
-    v_head_dim: int = 0
     max_position_embeddings: int = 4096
     fc_norm: bool = False
     norm_output: bool = False

@@ -24,7 +24,7 @@ from trtspec.checkpoint.hub import (
     load_head,
     load_target,
 )
-from trtspec.checkpoint.published import PublishedHead, known_target
+from trtspec.checkpoint.published import PublishedHead, reasoning_parser
 from trtspec.data_files import DATA, load_yaml
 from trtspec.errors import Problem, Severity, UsageError, errors_in
 from trtspec.files import load_file
@@ -257,11 +257,9 @@ def vllm_command(options: ServeOptions, target: Target) -> list[str]:
 def _settings(options: ServeOptions, target: Target) -> dict[str, Any]:
     """What vLLM is started with, by the names of its options, without address and the user's own words."""
     passed = passed_options(options.passed)
-    # One parser for every Kimi that thinks. K2-Instruct and K2-Thinking have the same config, so a copy of either under
-    # another name gets none; every kimi_k25, whose tensors alone have a prefix, thinks.
-    record = known_target(target.resolved.name)
-    thinks = record.reasoning_parser if record is not None else target.spec.name_prefix
-    tools = {"tool-call-parser": "kimi_k2", "enable-auto-tool-choice": True}
+    family = target.spec.family
+    parser = reasoning_parser(family, target.resolved.name, ENGINE.name)
+    tools = {"tool-call-parser": family.tool_parser, "enable-auto-tool-choice": True}
     found = {
         "tensor-parallel-size": _ranks(options),
         "revision": engine_revision(options.target),
@@ -273,7 +271,7 @@ def _settings(options: ServeOptions, target: Target) -> dict[str, Any]:
         "dtype": options.dtype if options.dtype != "auto" else None,
         "served-model-name": options.served_model_name,
         **(tools if "tool-call-parser" not in passed else {}),
-        "reasoning-parser": "kimi_k2" if thinks and "reasoning-parser" not in passed else None,
+        "reasoning-parser": None if "reasoning-parser" in passed else parser,
     }
     return {name: value for name, value in found.items() if value is not None}
 

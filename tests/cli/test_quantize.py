@@ -30,7 +30,7 @@ def test_json_holds_the_contract_and_stdout_nothing_else(tmp_path, out):
         "shards_resumed",
     }
     assert contract <= set(result)
-    assert result["policy"] == "k2.5"  # by the directory's name
+    assert result["policy"] == "k2.5"  # by its config
     assert result["bytes_out"] == inspected(out).values["bytes"]
     again = succeeded("quantize", source, "-o", out)
     assert "2 shards resumed" in again.stdout and "routed experts" in again.stdout

@@ -15,7 +15,7 @@ from trtspec.client.servers import TurnCounts
 from trtspec.errors import UsageError
 from trtspec.planning.acceptance import Acceptance, other_model, parse_acceptance
 from trtspec.planning.layout import Layout, layout_of
-from trtspec.planning.memory import checkpoint_bytes, head_parameters, memory, weight_classes
+from trtspec.planning.memory import checkpoint_bytes, head_parameters, memory, weights_by_role
 from trtspec.planning.points import Setting, Workload, plan_layout
 from trtspec.planning.step import Series, StepModel, interpolate, kernels
 from trtspec.specs import gpu_spec
@@ -41,7 +41,10 @@ def test_checkpoint_sizes(name: str, published: float) -> None:
 
 def test_parameters_and_heads_have_the_published_size() -> None:
     language = sum(
-        item.parameters for item in weight_classes(load_target("moonshotai/Kimi-K2-Instruct").spec)
+        parameters
+        for parameters, _ in weights_by_role(
+            load_target("moonshotai/Kimi-K2-Instruct").spec
+        ).values()
     )
     assert language == 1_026_408_232_448
     assert head_parameters(load_head(MLA).spec) == pytest.approx(

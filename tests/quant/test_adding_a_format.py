@@ -96,12 +96,25 @@ def mxfp4_target(directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 def test_mxfp4_is_two_files(copied: Path, tmp_path: Path, out: Path) -> None:
     """Then it is detected, inspected, converted to the values that ModelOpt's rule gives, and decoded for reference."""
     assert touched(copied) == ["formats.py", "quant/decode.py"]
-    source, plain = mxfp4_target(tmp_path / "Kimi-K2.7-Code")
+    source, plain = mxfp4_target(tmp_path / "in")
     found = json.loads(run_copy(copied, "-m", "trtspec", "inspect", source, "--json"))
     assert (found["kind"], found["format"]) == ("target", "mxfp4")
     assert [problem for problem in found["problems"] if problem["severity"] != "info"] == []
     assert found["parameters"] == sum(tensor.numel() for tensor in plain.values())
-    result = json.loads(run_copy(copied, "-m", "trtspec", "quantize", source, "-o", out, "--json"))
+    result = json.loads(
+        run_copy(
+            copied,
+            "-m",
+            "trtspec",
+            "quantize",
+            source,
+            "-o",
+            out,
+            "--policy",
+            "k2.7-code",
+            "--json",
+        )
+    )
     assert result["quantized"] == 3 * 4 and result["policy"] == "k2.7-code"
     got = read_tensors(out)
     for name, weight in plain.items():

@@ -57,7 +57,7 @@ def test_a_weight_by_its_plain_name_in_every_format(tmp_path, format):
         Checkpoint.open(make_target(tmp_path / format, format=format, layers=2, shards=3))
     )
     name = f"{PREFIX}.experts.3.down_proj.weight"
-    assert stored_format(stored, name.removesuffix(".weight")) == format
+    assert stored_format(stored.checkpoint.tensors, name.removesuffix(".weight")) == format
     weight, expected = decoded(stored, name), plain[name]
     assert weight.dtype == torch.bfloat16 and weight.shape == expected.shape
     error = float((weight - expected).float().norm() / expected.float().norm())

@@ -1,6 +1,7 @@
 """Policies against the published exclude list and against the tensors that they leave alone."""
 
 import json
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import pytest
@@ -9,7 +10,8 @@ from tests.json_files import read_json
 from tests.package_copy import copy_package, run_copy
 from tests.tiny import make_target, target_config, text_config
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.formats import shared_partners
+from trtspec.checkpoint.published import catalogue
+from trtspec.families.kimi_k2 import KIMI_K2
 from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import default_policy, load_policy
 from trtspec.quant.run import quantize_checkpoint
@@ -67,21 +69,31 @@ def test_quantized_and_excluded_never_overlap(tmp_path, name, nested):
         assert not any(fnmatchcase(module, pattern) for pattern in patterns), module
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("moonshotai/Kimi-K2.5", "k2.5"),
-        ("/data/Kimi-K2.6", "k2.6"),
-        ("moonshotai/Kimi-K2.7-Code", "k2.7-code"),
-        ("moonshotai/Kimi-K2-Thinking", "k2.5"),
-        ("moonshotai/Kimi-K2-Instruct-0905", "k2.5"),
-        ("/cache/models--moonshotai--Kimi-K2.5/snapshots/0123abcd", "k2.5"),
-        ("/k2.5/old/kimi-k2.6", "k2.6"),
-        ("some-finetune", "k2.6"),
-    ],
-)
-def test_default_by_the_name(name, expected):
-    assert default_policy(name).name == expected
+RELEASES = [
+    ({"nested": False}, (), "k2.5"),
+    ({"nested": True}, (), "k2.5"),
+    ({"nested": True}, (512 - 254,), "k2.6"),
+]
+
+
+@pytest.mark.parametrize(("form", "ends", "expected"), RELEASES)
+def test_the_default_follows_from_the_config_and_never_from_the_path(form, ends, expected):
+    spec = replace(kimi_spec(2, **form), eos_token_ids=ends)
+    names = ["Kimi-K2.6", "models--x--Kimi-K2.7-Code", "Kimi-K2.5-fine-tuned", "someone/Kimi-K2.5"]
+    assert {default_policy(spec, name).name for name in names} == {expected}
+
+
+def test_a_published_release_has_its_policy():
+    """K2.7-Code has the config of K2.6: its id tells them apart."""
+    found = {
+        record.id: default_policy(ModelSpec.from_config(record.config), record.id).name
+        for record in catalogue().targets.values()
+    }
+    assert found["moonshotai/Kimi-K2.7-Code"] == "k2.7-code"
+    assert found["moonshotai/Kimi-K2.6"] == "k2.6"
+    assert {name for name, policy in found.items() if policy == "k2.5"} == {
+        name for name in found if "K2-" in name or "K2.5" in name
+    }
 
 
 def test_the_scales_are_the_publishers():
@@ -126,11 +138,12 @@ def test_adding_a_policy_is_a_row_of_data(tmp_path, out):
     with (copy / "data/policies.yaml").open("a") as stream:
         stream.write(
             "\n  k2.8:\n    summary: routed down projections only\n    source: someone/Kimi-K2.8-NVFP4\n"
-            "    family: k2[._-]?8\n    weight_scales: mse\n    input_scales: one\n"
+            "    releases: []\n    weight_scales: mse\n    input_scales: one\n"
             '    quantize: ["model.layers.*.mlp.experts.*.down_proj"]\n    exclude: ["{prefix}lm_head"]\n'
         )
-    source = make_target(tmp_path / "Kimi-K2.8", layers=2)
-    found = json.loads(run_copy(copy, "-m", "trtspec", "quantize", source, "-o", out, "--json"))
+    source = make_target(tmp_path / "in", layers=2)
+    words = ("quantize", source, "-o", out, "--policy", "k2.8", "--json")
+    found = json.loads(run_copy(copy, "-m", "trtspec", *words))
     assert (found["policy"], found["weight_scales"], found["quantized"], found["deviations"]) == (
         "k2.8",
         "mse",
@@ -141,6 +154,6 @@ def test_adding_a_policy_is_a_row_of_data(tmp_path, out):
 
 
 def test_partners_that_share_a_scale():
-    assert shared_partners("a.mlp.experts.0.gate_proj") == ["a.mlp.experts.0.up_proj"]
-    assert shared_partners("a.self_attn.kv_a_proj_with_mqa") == ["a.self_attn.q_a_proj"]
-    assert shared_partners("a.mlp.down_proj") == []
+    assert KIMI_K2.partners("a.mlp.experts.0.gate_proj") == ["a.mlp.experts.0.up_proj"]
+    assert KIMI_K2.partners("a.self_attn.kv_a_proj_with_mqa") == ["a.self_attn.q_a_proj"]
+    assert KIMI_K2.partners("a.mlp.down_proj") == []

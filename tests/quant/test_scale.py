@@ -16,7 +16,7 @@ from tests.json_files import read_json
 from tests.quant.test_loaders import modules_of, ours
 from tests.tiny import read_tensors
 from tools.benchmarks.full_size_layer import make_layer
-from trtspec.formats import shared_partners
+from trtspec.families.kimi_k2 import KIMI_K2
 from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.run import quantize_checkpoint
@@ -47,7 +47,7 @@ def test_all_61_layers_equal_modelopts_path(out, new_target):
     assert len(modules) == result.quantized == 3 + 60 * (8 + 1) * 3 and len(torn) > 100
     for module in modules:
         weight = decoded(stored, module)
-        group = [weight, *(decoded(stored, other) for other in shared_partners(module))]
+        group = [weight, *(decoded(stored, other) for other in KIMI_K2.partners(module))]
         scale_2 = torch.stack([member.abs().amax() for member in group]).amax().float() / (
             6.0 * 448.0
         )

@@ -18,7 +18,7 @@ from pathlib import Path
 from tools.benchmarks.full_size_heads import measured
 from trtspec.checkpoint.headers import DTYPE_BITS
 from trtspec.checkpoint.published import catalogue
-from trtspec.checkpoint.target_tensors import logical_shapes, vision_shapes
+from trtspec.checkpoint.target_tensors import vision_shapes
 from trtspec.checkpoint.writer import _header as shard_header
 from trtspec.checkpoint.writer import byte_count, write_index
 from trtspec.data_files import DATA
@@ -75,15 +75,15 @@ def write_layout(name: str, path: Path, layers: int) -> int:
 
 def entries(config: dict[str, object], spec: ModelSpec) -> dict[str, Entry]:
     """Name -> dtype and shape of every stored tensor."""
-    stored, found = spec.quant.format, dict[str, Entry]()
-    left_alone = stored.unquantized_modules(tuple(spec.quant.exclude))
-    for module, shape in logical_shapes(spec):
-        excluded = left_alone.match(module) or module.endswith(stored.storage.never)
-        if len(shape) == 1 or excluded:
-            biased = module.endswith("_bias")
-            found[module if biased else f"{module}.weight"] = ("F32" if biased else "BF16", shape)
+    found: dict[str, Entry] = {}
+    quant = spec.quant
+    for name, part in spec.family.tensors(spec):
+        module = name.removesuffix(".weight")
+        if len(part.shape) != 2:
+            found[name] = ("F32" if part.role == "router bias" else "BF16", part.shape)
             continue
-        shapes = stored.part_shapes(*shape, spec.quant.group_size, spec.quant.block_size)
+        stored = quant.format_of(module, part.role)
+        shapes = stored.part_shapes(*part.shape, quant.group_size, quant.block_size)
         parts = zip(stored.storage.all_parts, stored.storage.dtypes, strict=True)
         found |= {f"{module}.{suffix}": (dtypes[0], shapes[suffix][0]) for suffix, dtypes in parts}
     return found | {name: ("BF16", shape) for name, shape in vision_shapes(config)}
@@ -91,7 +91,7 @@ def entries(config: dict[str, object], spec: ModelSpec) -> dict[str, Entry]:
 
 def write_holes(file: Path, layout: dict[str, Entry], spec: ModelSpec) -> None:
     """Scales are 1/2688, norms 1, shapes as they are. Everything above SMALL_BYTES is a hole."""
-    shapes = {f"{module}.weight_shape": shape for module, shape in logical_shapes(spec)}
+    shapes = {f"{name}_shape": part.shape for name, part in spec.family.tensors(spec)}
     header, ends, size = shard_header(layout, None)
     with open(file, "wb") as stream:
         stream.write(header)

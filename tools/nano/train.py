@@ -41,7 +41,7 @@ from trtspec.checkpoint.writer import write_shard
 from trtspec.models.kimi import KimiModel
 from trtspec.models.moe import MoE, Router
 from trtspec.models.precision import default_dtype
-from trtspec.models.weights import layout, load_target, rows_of
+from trtspec.models.weights import layout, load_target
 from trtspec.report import provenance, write_atomic, write_json
 from trtspec.specs import ModelSpec
 
@@ -371,9 +371,8 @@ def checkpoint_tensors(model: KimiModel) -> dict[str, Tensor]:
         value = state[source.parameter]
         if value.dim() == 3:
             value = value.flatten(0, 1)
-        rows = rows_of(model.spec, source, len(value))
         tensors.update(
-            zip(source.names, (part.contiguous() for part in value.split(rows)), strict=True)
+            zip(source.names, (part.contiguous() for part in value.split(source.rows)), strict=True)
         )
     return tensors
 

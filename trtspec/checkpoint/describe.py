@@ -199,7 +199,7 @@ def target_facts(spec: ModelSpec, config: dict[str, Any]) -> dict[str, Any]:
     """The keys of the JSON contract that only a target has. `producer` is the tool that quantized, as it names itself;
     `excluded_patterns` counts the patterns of modules that it left out."""
     return {
-        "family": family(spec),
+        "family": spec.version,
         "model_type": spec.model_type,
         "architecture": spec.architecture,
         "format": spec.quant.format,
@@ -214,13 +214,6 @@ def target_facts(spec: ModelSpec, config: dict[str, Any]) -> dict[str, Any]:
         "excluded_patterns": len(spec.quant.exclude),
         "producer": (config.get("quantization_config") or {}).get("producer"),
     }
-
-
-def family(spec: ModelSpec) -> str:
-    """k2, k2-thinking, k2.5 or k2.6+ (K2.6 and K2.7-Code have the same config), as far as a config tells."""
-    if spec.is_nested:
-        return "k2.6+" if 163586 in spec.eos_token_ids else "k2.5"
-    return "k2-thinking" if spec.quant.format.values_per_element > 1 else "k2"
 
 
 def hash_problems(directory: Path, shards: tuple[str, ...]) -> tuple[int, list[Problem]]:

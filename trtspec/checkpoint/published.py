@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from trtspec.data_files import load_yaml
 from trtspec.errors import TrtspecError, UsageError, nearest
+from trtspec.families.family import Family
 from trtspec.foreign import parse_hub_id
 
 LAYER_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -81,14 +82,13 @@ class PublishedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedTarget(PublishedModel):
-    """`base`: the checkpoint that it was quantized from."""
+    """`base`: the checkpoint that it was quantized from; `thinks`: whether answers may have reasoning."""
 
     kind: ClassVar[Literal["target", "head"]] = "target"
     config: dict[str, Any]
     family: str
     format: str
-    tool_parser: str
-    reasoning_parser: str | None
+    thinks: bool
     base: str | None = None
 
 
@@ -184,6 +184,13 @@ def known_target(name: str) -> PublishedTarget | None:
     return record if isinstance(record, PublishedTarget) else None
 
 
+def reasoning_parser(family: Family, name: str, engine: str) -> str | None:
+    """What `engine` calls the reasoning parser of the target `name`; None if it does not think, or nothing tells."""
+    record = known_target(name)
+    thinks = family.thinks if record is None else record.thinks
+    return family.reasoning_parsers[engine] if thinks else None
+
+
 def require_published(name: str, dataset: str) -> None:
     """Raises UsageError if no acceptance was published for a head, or none on the data set."""
     record, figures = known_head(name), dict[str, Any]()
@@ -199,6 +206,12 @@ def similar_id(name_or_id: str) -> str | None:
     names = [*catalogue().targets, *catalogue().heads]
     wanted = name_or_id.partition("@")[0]
     return None if wanted in names else nearest(wanted, names)
+
+
+def published_as(name: str) -> str | None:
+    """The published id that ends in this name."""
+    ids = [*catalogue().targets, *catalogue().heads]
+    return next((id for id in ids if id.casefold().endswith(f"/{name.casefold()}")), None)
 
 
 def real_pair(head_id: str, target_id: str) -> bool | None:

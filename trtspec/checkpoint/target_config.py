@@ -16,59 +16,47 @@ from trtspec.checkpoint.headers import HF_QUANT_NAME, Checkpoint
 from trtspec.checkpoint.published import catalogue
 from trtspec.data_files import load_yaml
 from trtspec.errors import Problem, Severity
+from trtspec.families.family import Family
+from trtspec.families.known import family_of
 from trtspec.formats import WeightFormat, format_of_method
-from trtspec.specs import TEXT_MODEL_TYPES, ModelSpec, QuantSpec
+from trtspec.specs import ModelSpec, QuantSpec
 
-# keys that every reader takes for the published value where they are absent
-OPTIONAL = ("hidden_act", "scoring_func", "topk_method", "moe_layer_freq", "attention_bias",
-            "num_nextn_predict_layers", "tie_word_embeddings")  # fmt: skip
-COMPUTED = (
-    *OPTIONAL,
-    "norm_topk_prob",
-    "n_group",
-    "topk_group",
-    "routed_scaling_factor",
-    "rms_norm_eps",
-)
 STRETCH = (
     "factor",
     "original_max_position_embeddings",
 )  # of YaRN; a small model has others than published ones
 ROPE = ("rope_theta", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", *STRETCH)
 MOST_FACTOR, MOST_POSITIONS = 4096, 1 << 26  # beyond what any YaRN reaches
-CLASSES = {
-    False: ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"),
-    True: ("KimiK25ForConditionalGeneration",),
-}
 VISION_SIZES = ("vt_hidden_size", "vt_intermediate_size", "text_hidden_size", "patch_size", "init_pos_emb_height",
                 "init_pos_emb_width", "vt_num_attention_heads")  # fmt: skip
 # a small tower has others than published ones
 SCALED = {*VISION_SIZES, "vt_num_hidden_layers", "mm_hidden_size"}
-# keys that mean the whole model at the top level and its language model in text_config
-OF_A_LEVEL = ("architectures", "auto_map", "model_type", "transformers_version", "_name_or_path", "quantization_config",
-              *COMPUTED)  # fmt: skip
+# keys that mean the whole model at the top level and its language model in text_config, as those do that are computed
+OF_A_LEVEL = ("architectures", "auto_map", "model_type", "transformers_version", "_name_or_path",
+              "quantization_config")  # fmt: skip
 
 
 def config_problems(config: dict[str, Any], spec: ModelSpec) -> list[Problem]:
     """Of a config.json that a ModelSpec could be read from."""
-    nested = bool(config.get("text_config"))
-    text = config["text_config"] if nested else config
-    return [*_nesting(config, text, nested, spec), *_values(config, text, nested), *_rope(text, nested, spec),
-            *_contradictions(config, text, spec), *_two_levels(config, text), *_vision(config, spec)]  # fmt: skip
+    text = config.get("text_config") or config
+    return [*_nesting(config, text, spec), *_values(config, text, spec.family), *_rope(text, spec),
+            *_contradictions(text, spec), *_two_levels(config, text, spec.family), *_vision(config, spec)]  # fmt: skip
+
+
+def _configs(family: Family) -> list[dict[str, Any]]:
+    """The published ones of this family alone."""
+    configs = (record.config for record in catalogue().targets.values())
+    return [config for config in configs if family_of(config) is family]
 
 
 @cache
-def _published(nested: bool) -> dict[str, list[Any]]:
-    """Key -> its values in the family's published text configs, those of a nested rope_scaling among them. `nested`: of
-    the configs that have a text_config."""
+def _published(family: Family) -> dict[str, list[Any]]:
+    """Key -> its values in the text configs that a family publishes, those of a nested rope_scaling among them."""
     found: dict[str, list[Any]] = {}
-    for record in catalogue().targets.values():
-        if ("text_config" in record.config) == nested:
-            text = record.config.get("text_config", record.config)
-            for key, value in (
-                *text.items(),
-                *(pair for place in _rope_places(text) for pair in place.items()),
-            ):
+    for config in _configs(family):
+        text = config.get("text_config", config)
+        for place in (text, *_rope_places(text)):
+            for key, value in place.items():
                 found.setdefault(key, []).append(value)
     return found
 
@@ -77,40 +65,34 @@ def _problem(code: str, key: str, message: str, severity: Severity = "error") ->
     return Problem(code, severity, f"config.json: {key}", message)
 
 
-def _nesting(
-    config: dict[str, Any], text: dict[str, Any], nested: bool, spec: ModelSpec
-) -> Iterator[Problem]:
-    if spec.is_nested != nested:
+def _nesting(config: dict[str, Any], text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
+    family, nested = spec.family, text is not config
+    if family.is_nested != nested:
         message = (
             f"model_type is {spec.model_type!r} {'with' if nested else 'without'} a text_config"
         )
         yield _problem("TS-TARGET-NESTING", "text_config", message)
-    if nested and text.get("model_type") not in TEXT_MODEL_TYPES:
-        message = (
-            f"{text.get('model_type')!r} is not a Kimi text model ({', '.join(TEXT_MODEL_TYPES)})"
-        )
+    elif nested and text.get("model_type") not in family.text_types:
+        known = ", ".join(family.text_types)
+        message = f"{text.get('model_type')!r} is not a Kimi text model ({known})"
         yield _problem("TS-TARGET-NESTING", "text_config.model_type", message)
     named = config.get("architectures") or []
-    if len(named) != 1 or named[0] not in CLASSES[nested]:
-        message = f"{named!r:.80}: engines load a class by this name, for this model {' or '.join(CLASSES[nested])}"
+    if len(named) != 1 or named[0] not in family.classes:
+        message = f"{named!r:.80}: engines load a class by this name, for this model {' or '.join(family.classes)}"
         yield _problem("TS-TARGET-ARCHITECTURE", "architectures", message)
 
 
-def _values(config: dict[str, Any], text: dict[str, Any], nested: bool) -> Iterator[Problem]:
+def _values(config: dict[str, Any], text: dict[str, Any], family: Family) -> Iterator[Problem]:
     """Each key that no tensor shows, at the top level and in text_config."""
-    for key in COMPUTED:
-        stated = [
-            place[key]
-            for place in ((config, text) if nested else (config,))
-            if place.get(key) is not None
-        ]
-        if not stated and key not in OPTIONAL:
+    for key in (*family.optional_keys, *family.required_keys):
+        stated = [place[key] for place in (config, text) if place.get(key) is not None]
+        if not stated and key not in family.optional_keys:
             yield _problem(
                 "TS-TARGET-CONFIG", key, "is absent, and readers fill in different values"
             )
         for value in stated:
-            if not _is_one_of(value, _published(nested)[key]):
-                yield _other("TS-TARGET-CONFIG", key, value, nested)
+            if not _is_one_of(value, _published(family)[key]):
+                yield _other("TS-TARGET-CONFIG", key, value, family)
                 break
 
 
@@ -121,8 +103,8 @@ def _is_one_of(value: Any, known: list[Any]) -> bool:
     )
 
 
-def _other(code: str, key: str, value: Any, nested: bool) -> Problem:
-    published = " or ".join(dict.fromkeys(repr(each) for each in _published(nested)[key]))
+def _other(code: str, key: str, value: Any, family: Family) -> Problem:
+    published = " or ".join(dict.fromkeys(repr(each) for each in _published(family)[key]))
     return _problem(code, key, f"{value!r:.60}; published Kimis have {published}")
 
 
@@ -132,7 +114,7 @@ def _rope_places(text: dict[str, Any]) -> list[dict[str, Any]]:
                                                       if text.get(key))]  # fmt: skip
 
 
-def _rope(text: dict[str, Any], nested: bool, spec: ModelSpec) -> Iterator[Problem]:
+def _rope(text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
     places = _rope_places(text)
     kinds = {str(place[key]) for place in places for key in ("rope_type", "type") if place.get(key)}
     if kinds != {"yarn"}:
@@ -150,8 +132,8 @@ def _rope(text: dict[str, Any], nested: bool, spec: ModelSpec) -> Iterator[Probl
             yield _problem(
                 "TS-TARGET-ROPE", key, "is given twice with different values; readers take either"
             )
-        elif key not in STRETCH and not _is_one_of(stated[0], _published(nested)[key]):
-            yield _other("TS-TARGET-ROPE", key, stated[0], nested)
+        elif key not in STRETCH and not _is_one_of(stated[0], _published(spec.family)[key]):
+            yield _other("TS-TARGET-ROPE", key, stated[0], spec.family)
     factor, positions = spec.rope.factor, spec.max_position_embeddings
     reach = factor * spec.rope.original_max_position_embeddings
     possible = 1 <= factor <= MOST_FACTOR and positions <= MOST_POSITIONS
@@ -165,9 +147,7 @@ def _rope(text: dict[str, Any], nested: bool, spec: ModelSpec) -> Iterator[Probl
         )
 
 
-def _contradictions(
-    config: dict[str, Any], text: dict[str, Any], spec: ModelSpec
-) -> Iterator[Problem]:
+def _contradictions(text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
     heads = text.get("num_key_value_heads")
     if heads is None:
         yield _problem(
@@ -179,8 +159,11 @@ def _contradictions(
         message = f"{heads!r:.60}, and num_attention_heads is {spec.num_attention_heads}; MLA has as many of both"
         yield _problem("TS-TARGET-CONFIG", "num_key_value_heads", message)
     chosen = (spec.num_experts_per_tok, spec.n_routed_experts)
-    published = _published("text_config" in config)
-    known = dict(zip(published["n_routed_experts"], published["num_experts_per_tok"], strict=True))
+    counts, published = (
+        map(spec.family.key, ("n_routed_experts", "num_experts_per_tok")),
+        _published(spec.family),
+    )
+    known = dict(zip(*(published[key] for key in counts), strict=True))
     if chosen[0] > chosen[1] or known.get(chosen[1], chosen[0]) != chosen[0]:
         message = f"{chosen[0]} of {chosen[1]} experts"
         yield _problem("TS-TARGET-CONFIG", "num_experts_per_tok", message)
@@ -191,8 +174,8 @@ def _vision(config: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
     vision = config.get("vision_config")
     if not vision:
         return
-    targets = catalogue().targets.values()
-    published = next(filter(None, (record.config.get("vision_config") for record in targets)))
+    towers = (config.get("vision_config") for config in _configs(spec.family))
+    published: dict[str, Any] = next(filter(None, towers), {})
     wanted = {key: vision.get(key) if key in SCALED else value for key, value in published.items()}
     wanted |= {"text_hidden_size": spec.hidden_size, "mm_hidden_size": vision.get("vt_hidden_size")}
     for key, value in wanted.items():
@@ -201,9 +184,10 @@ def _vision(config: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
             yield _problem("TS-TARGET-CONFIG", f"vision_config.{key}", message)
 
 
-def _two_levels(config: dict[str, Any], text: dict[str, Any]) -> Iterator[Problem]:
+def _two_levels(config: dict[str, Any], text: dict[str, Any], family: Family) -> Iterator[Problem]:
     """Keys that the top level and text_config state differently; engines differ in which one they read."""
-    for key in sorted(config.keys() & text.keys() - set(OF_A_LEVEL)):
+    computed = (*family.optional_keys, *family.required_keys)
+    for key in sorted(config.keys() & text.keys() - {*OF_A_LEVEL, *computed}):
         if config is not text and _listed(config[key]) != _listed(text[key]):
             message = f"{config[key]!r:.60} at the top level and {text[key]!r:.60} in text_config"
             yield _problem("TS-TARGET-CONFIG", key, message)

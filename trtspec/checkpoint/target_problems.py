@@ -19,8 +19,9 @@ from trtspec.checkpoint.target_config import config_problems, scheme_problems
 from trtspec.checkpoint.target_tensors import coverage_problems, tensor_problems
 from trtspec.checkpoint.tokenizer_problems import tokenizer_problems
 from trtspec.errors import Problem, Severity, TrtspecError, UsageError, errors_in, has_errors
+from trtspec.families.known import is_target
 from trtspec.formats import WeightFormat
-from trtspec.specs import TARGET_MODEL_TYPES, ModelSpec
+from trtspec.specs import ModelSpec
 
 HEAD_TENSORS = {"fc.weight", "model.fc.weight"}  # fuse the captured states
 SHOWN = 3  # further errors that a refusal names
@@ -54,11 +55,11 @@ def read_target(path: Path | str | Checkpoint) -> ReadTarget:
             first = refusal(checkpoint.path, errors)
             raise TrtspecError(first.message, errors[0].remedy, first.code) from None
         raise
-    tensors, formats = tensor_problems(checkpoint, spec)
+    tensors, formats, roles = tensor_problems(checkpoint, spec)
     problems = [
         *tensors,
         *scheme,
-        *coverage_problems(checkpoint, spec, formats),
+        *coverage_problems(spec, formats, roles),
         *config_problems(checkpoint.config, spec),
         *_shards(checkpoint),
         *tokenizer_problems(checkpoint.path, checkpoint.config, spec.vocab_size),
@@ -127,7 +128,7 @@ def _shards(checkpoint: Checkpoint) -> Iterator[Problem]:
         yield Problem("TS-SHARD-PARTIAL", "error", unfinished[0], message, remedy)
 
 
-EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
+EXPERT = re.compile(r"\.experts\.\d+\.")
 Kind = Literal["target", "head"]
 
 
@@ -153,7 +154,7 @@ def config_kind(config: dict[str, Any], name: str) -> Kind:
         return "head"
     if config.get("num_hidden_layers") == 1:
         return "head"
-    if config.get("model_type") in TARGET_MODEL_TYPES:
+    if is_target(config):
         return "target"
     raise TrtspecError(
         f"{name} is neither a Kimi-K2 target nor an Eagle3 head (model_type {config.get('model_type')!r}, "

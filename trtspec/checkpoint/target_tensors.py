@@ -14,11 +14,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
-from trtspec.checkpoint.target_config import VISION_SIZES, quantization_blocks
+from trtspec.checkpoint.target_config import VISION_SIZES
 from trtspec.data_files import documented
 from trtspec.errors import Problem, Severity
-from trtspec.formats import BY_DTYPE, PACKED, PLAIN_DTYPES, SIDE_PARTS, WeightFormat
-from trtspec.specs import ID, HeadSpec, ModelSpec, Values
+from trtspec.families.family import Role
+from trtspec.formats import (
+    PLAIN_DTYPES,
+    SIDE_PARTS,
+    VALUE_SUFFIXES,
+    VALUES,
+    WeightFormat,
+    recognised,
+)
+from trtspec.specs import ID, ModelSpec, Values
 
 INNER = re.compile(r"(?:.*?\.)?((?:layers\.\d+|embed_tokens|norm|lm_head)\..*)")  # below a prefix
 KV_SCALES = ("k_scale", "v_scale")  # of a calibrated FP8 cache
@@ -34,20 +42,20 @@ Faults = dict[str, list[str]]
 
 def tensor_problems(
     checkpoint: Checkpoint, spec: ModelSpec
-) -> tuple[list[Problem], dict[str, WeightFormat]]:
-    """One problem for each kind of fault, naming the first tensor and counting all; and the format of each linear."""
+) -> tuple[list[Problem], dict[str, WeightFormat], dict[str, Role]]:
+    """One problem for each kind of fault, with the first tensor and their number; format and role of each linear."""
     faults: Faults = defaultdict(list)
     tensors, renamed = _in_hub_names(checkpoint.tensors, spec)
     unseen = _by_module(tensors)
-    formats: dict[str, WeightFormat] = {}
-    for module, shape in logical_shapes(spec):
-        if len(shape) == 1:
-            name = module if module.endswith("_bias") else f"{module}.weight"
-            _check_plain(faults, unseen, name, shape, "TS-TARGET-NORM-MISSING")
-        elif (
-            stored := _check_linear(faults, unseen.pop(module, {}), module, shape, spec)
-        ) is not None:
-            formats[module] = stored
+    formats, roles = dict[str, WeightFormat](), dict[str, Role]()
+    for name, part in spec.family.tensors(spec):
+        if len(part.shape) != 2:
+            _check_plain(faults, unseen, name, part.shape, "TS-TARGET-NORM-MISSING")
+            continue
+        module = name.removesuffix(".weight")
+        stored = _check_linear(faults, unseen.pop(module, {}), module, part.shape, spec)
+        if stored is not None:
+            formats[module], roles[module] = stored, part.role
     for name, shape in vision_shapes(checkpoint.config) if spec.has_vision else ():
         _check_plain(faults, unseen, name, shape, "TS-TARGET-VISION")
     left = [info.name for parts in unseen.values() for info in parts.values()]
@@ -60,7 +68,7 @@ def tensor_problems(
         absent[:] = [f"{absent[0]} is absent, {reason}"]
     elif vision:
         faults["TS-TARGET-EXTRA"] += vision
-    ours = (f"{spec.name_prefix}model.", f"{spec.name_prefix}lm_head")
+    ours = (f"{spec.family.prefix}model.", f"{spec.family.prefix}lm_head")
     rest = [
         name
         for name in left
@@ -71,7 +79,7 @@ def tensor_problems(
     problems += renamed
     if unknown := [name for name in rest if not name.startswith(ours)]:
         problems.append(grouped("TS-TARGET-TENSOR-UNKNOWN", unknown, "warning"))
-    return problems, formats
+    return problems, formats, roles
 
 
 def _in_hub_names(
@@ -79,13 +87,13 @@ def _in_hub_names(
 ) -> tuple[dict[str, TensorInfo], list[Problem]]:
     """The tensors by the names that the config demands, if another prefix explains those that they have; and a problem
     that says so."""
-    model = f"{spec.name_prefix}model."
+    model = f"{spec.family.prefix}model."
     if f"{model}norm.weight" in tensors:
         return tensors, []
     names = {}
     for name in tensors:
         inner = None if VISION.search(name) else INNER.fullmatch(name)
-        prefix = spec.name_prefix if ".lm_head." in f".{name}" else model
+        prefix = spec.family.prefix if ".lm_head." in f".{name}" else model
         names[name] = prefix + inner[1] if inner else name
     changed = [old for old, new in names.items() if old != new]
     if not changed or len(set(names.values())) < len(names):
@@ -146,10 +154,11 @@ def _check_linear(
     spec: ModelSpec,
 ) -> WeightFormat | None:
     """The format by the tensors' names and types; None where the weight is absent or of no known type."""
-    stored = _stored(parts)
-    if not isinstance(stored, WeightFormat):
-        code = "TS-TARGET-WEIGHT-MISSING" if stored is None else "TS-TARGET-DTYPE"
-        faults[code].append(module if stored is None else f"{module}.weight is {stored}")
+    stored = recognised(parts)
+    if stored is None:
+        values = [info for suffix, info in parts.items() if suffix in VALUE_SUFFIXES]
+        faults["TS-TARGET-DTYPE"] += [f"{info.name} is {info.dtype}" for info in values]
+        faults["TS-TARGET-WEIGHT-MISSING"] += [] if values else [module]
         return None
     storage, group, block = stored.storage, spec.quant.group_size, spec.quant.block_size
     if stored is not spec.quant.format:
@@ -185,13 +194,6 @@ def _check_part(
     elif info.shape not in shapes:
         needed = " or ".join(str([*each]) for each in shapes)
         faults[shape].append(f"{info.name} is {[*info.shape]}, {by} needs {needed}")
-
-
-def _stored(parts: dict[str, TensorInfo]) -> WeightFormat | str | None:
-    if "weight" in parts:
-        code = parts["weight"].dtype
-        return BY_DTYPE.get(code) or code
-    return next((format for suffix in parts if (format := PACKED.get(suffix))), None)
 
 
 def _is_kv_scale(name: str) -> bool:
@@ -231,60 +233,12 @@ def parameters_per_element(suffix: str, dtype: str) -> int:
     """Model parameters in an element of a stored tensor: 2 in a byte of NVFP4, 8 in a word of INT4, 0 in a scale."""
     if suffix in SCALES:
         return 0
-    format = PACKED.get(suffix) or (BY_DTYPE.get(dtype) if suffix == "weight" else None)
-    return format.values_per_element if format else 1
-
-
-def logical_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Hub name, without `.weight`, of every linear, router and embedding with its [out, in], and of every norm and
-    router bias with its length."""
-    hidden, prefix = spec.hidden_size, spec.name_prefix
-    yield f"{prefix}model.embed_tokens", (spec.vocab_size, hidden)
-    yield f"{prefix}lm_head", (spec.vocab_size, hidden)
-    yield f"{prefix}model.norm", (hidden,)
-    for layer in range(spec.num_hidden_layers):
-        name = f"{prefix}model.layers.{layer}"
-        yield f"{name}.input_layernorm", (hidden,)
-        yield f"{name}.post_attention_layernorm", (hidden,)
-        for part, shape in latent_attention(spec, hidden).items():
-            yield f"{name}.self_attn.{part}", shape
-        if layer < spec.first_k_dense_replace:
-            yield from _mlp(f"{name}.mlp", hidden, spec.intermediate_size)
-            continue
-        yield (
-            f"{name}.mlp.gate.e_score_correction_bias",
-            (spec.n_routed_experts,),
-        )  # before its module
-        yield f"{name}.mlp.gate", (spec.n_routed_experts, hidden)
-        for expert in range(spec.n_routed_experts):
-            yield from _mlp(f"{name}.mlp.experts.{expert}", hidden, spec.moe_intermediate_size)
-        yield from _mlp(
-            f"{name}.mlp.shared_experts", hidden, spec.moe_intermediate_size * spec.n_shared_experts
-        )
-
-
-def latent_attention(spec: ModelSpec | HeadSpec, width: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of MLA whose first projections see `width` inputs."""
-    heads, nope, rope = spec.num_attention_heads, spec.qk_nope_head_dim, spec.qk_rope_head_dim
-    return {
-        "q_a_proj": (spec.q_lora_rank, width),
-        "q_a_layernorm": (spec.q_lora_rank,),
-        "q_b_proj": (heads * (nope + rope), spec.q_lora_rank),
-        "kv_a_proj_with_mqa": (spec.kv_lora_rank + rope, width),
-        "kv_a_layernorm": (spec.kv_lora_rank,),
-        "kv_b_proj": (heads * (nope + spec.v_head_dim), spec.kv_lora_rank),
-        "o_proj": (spec.hidden_size, heads * spec.v_head_dim),
-    }
-
-
-def _mlp(name: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    yield f"{name}.gate_proj", (inner, hidden)
-    yield f"{name}.up_proj", (inner, hidden)
-    yield f"{name}.down_proj", (hidden, inner)
+    formats = VALUES.get((suffix, dtype))
+    return formats[0].values_per_element if formats else 1
 
 
 def coverage_problems(
-    checkpoint: Checkpoint, spec: ModelSpec, formats: dict[str, WeightFormat]
+    spec: ModelSpec, formats: dict[str, WeightFormat], roles: dict[str, Role]
 ) -> Iterator[Problem]:
     """The config's format and exclude list against `formats`, those that the linears are stored in."""
     stated = spec.quant.format
@@ -304,7 +258,7 @@ def coverage_problems(
     routers = [
         module
         for module, format in formats.items()
-        if not format.is_plain and module.endswith(never)
+        if not format.is_plain and roles[module] in never
     ]
     if routers:
         yield grouped("TS-TARGET-ROUTER", routers)
@@ -312,24 +266,12 @@ def coverage_problems(
         message = f"config.json states {stated} and no weight is stored so"
         yield Problem("TS-TARGET-FORMAT", "error", spec.quant.where or "config.json", message)
         return
-    left_alone, wrong = (
-        stated.unquantized_modules(_patterns(checkpoint, stated)),
-        [],
-    )  # an engine believes the list
+    wrong = []
     for module, format in formats.items():
-        listed = left_alone.match(module) is not None
-        if listed and format is stated:
+        wanted = spec.quant.format_of(module, roles[module])
+        if format is stated and wanted.is_plain and roles[module] not in never:
             wrong.append(f"{module} is {stated} and listed as not quantized")
-        if not listed and format.is_plain and not module.endswith(never):
+        if format.is_plain and not wanted.is_plain:
             wrong.append(f"{module} is not {stated} and not listed as left alone")
     if wrong:
         yield grouped("TS-TARGET-EXCLUDE", wrong)
-
-
-def _patterns(checkpoint: Checkpoint, format: WeightFormat) -> tuple[str, ...]:
-    """The modules that the block in force leaves alone, by whatever key of the format."""
-    block = next(iter(quantization_blocks(checkpoint)), ("", {}))[1]
-    lists = [
-        entries for key in format.storage.unquantized if isinstance(entries := block.get(key), list)
-    ]
-    return tuple(entry for entries in lists for entry in entries if isinstance(entry, str))

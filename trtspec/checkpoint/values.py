@@ -29,7 +29,8 @@ from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.target_problems import ReadTarget
 from trtspec.checkpoint.target_tensors import EXPERT_NUMBER, LAYER_NUMBER, finding, grouped
 from trtspec.errors import Problem, Severity
-from trtspec.formats import NVFP4_RANGE, SIDE_PARTS, WeightFormat, shared_partners
+from trtspec.families.family import Family
+from trtspec.formats import NVFP4_RANGE, SIDE_PARTS, WeightFormat, stored_format
 from trtspec.specs import HeadSpec, ModelSpec
 
 FLOATS = ("BF16", "F16", "F32")
@@ -220,7 +221,7 @@ def embedding_problems(
     head: Checkpoint, own: TensorInfo, target: Checkpoint, spec: ModelSpec
 ) -> list[Problem]:
     """A head's own embedding against its target's, by 64 rows: equal, trained on, or not related at all."""
-    theirs = target.tensors.get(f"{spec.name_prefix}model.embed_tokens.weight")
+    theirs = target.tensors.get(f"{spec.family.prefix}model.embed_tokens.weight")
     if theirs is None or theirs.shape != own.shape or {own.dtype, theirs.dtype} - set(FLOATS):
         return []
     rows = embedding_rows(own.shape[0])
@@ -276,7 +277,11 @@ def target_value_problems(target: ReadTarget, sample: int | None = None) -> list
     ]
     scaled = [module for module, format in target.formats.items() if format.is_fp4]
     ours = {suffix: {m: v[m] for m in scaled if m in v} for suffix, v in scales.items()}
-    found += [*_pairs(ours), *_grid(ours["weight_scale_2"]), *_inputs(ours["input_scale"])]
+    found += [
+        *_pairs(ours, target.spec.family),
+        *_grid(ours["weight_scale_2"]),
+        *_inputs(ours["input_scale"]),
+    ]
     groups: dict[tuple[str, Severity], list[str]] = {}
     for code, severity, text in dict.fromkeys(found):  # a large tensor comes in pieces
         groups.setdefault((code, severity), []).append(text)
@@ -317,8 +322,9 @@ def _alike_faults(checkpoint: Checkpoint, alike: Alike, scales: Scales) -> Itera
             values = raw.view(KINDS[dtype]) if dtype in ("I64", "I32") else raw[:, :0]
             for info, stated in zip(infos, values.tolist(), strict=True):
                 module = info.name.removesuffix(f".{suffix}")
-                packed = checkpoint.tensors.get(f"{module}.{WeightFormat.INT4.parts[0]}")
-                if packed and len(packed.shape) == 2 and not _is_shape_of(packed.shape, stated):
+                format = stored_format(checkpoint.tensors, module)
+                packed = checkpoint.tensors.get(f"{module}.{format.parts[0]}")
+                if packed and len(packed.shape) == 2 and not _is_shape_of(packed, stated, format):
                     text = f"{info.name} is {stated}, the weight {list(packed.shape)}"
                     yield "TS-TARGET-WEIGHT-SHAPE", "error", text
         if suffix in ("weight_scale_2", "input_scale") and (dtype, nbytes) == ("F32", 4):
@@ -338,9 +344,10 @@ def _runs(infos: list[TensorInfo]) -> Iterator[list[TensorInfo]]:
         yield run
 
 
-def _is_shape_of(packed: tuple[int, ...], stated: list[int]) -> bool:
-    values = WeightFormat.INT4.values_per_element
-    return len(stated) == 2 and stated[0] == packed[0] and -(-stated[1] // values) == packed[1]
+def _is_shape_of(packed: TensorInfo, stated: list[int], format: WeightFormat) -> bool:
+    rows, elements = packed.shape
+    values = format.values_per_element
+    return len(stated) == 2 and stated[0] == rows and -(-stated[1] // values) == elements
 
 
 def byte_faults(infos: list[TensorInfo], raw: np.ndarray) -> Iterator[Fault]:
@@ -392,14 +399,14 @@ def _large(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[Fault]:
         yield _zero(info)
 
 
-def _pairs(scales: Scales) -> Iterator[Fault]:
+def _pairs(scales: Scales, family: Family) -> Iterator[Fault]:
     """Engines compute linears of one input as one, with one weight_scale_2; the other scales as many are off."""
     for suffix, code in (
         ("weight_scale_2", "TS-TARGET-PAIR-SCALE"),
         ("input_scale", "TS-TARGET-PAIR-INPUT"),
     ):
         for module, mine in scales[suffix].items():
-            for partner in shared_partners(module):
+            for partner in family.partners(module):
                 theirs = scales[suffix].get(partner, mine)
                 if mine != theirs and module < partner:
                     other = partner.rpartition(".")[2]

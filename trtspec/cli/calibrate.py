@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from trtspec.cli.options import OutputFlags, PolicyOption, SourceArgument, directory_of, policy_of
+from trtspec.cli.options import OutputFlags, PolicyOption, SourceArgument, directory_of
 from trtspec.machine import check_device
 from trtspec.records import JsonOption, argument, fill, option
 from trtspec.report import Result, progress_bar, value_table
@@ -46,8 +46,9 @@ def calibrate(options: CalibrateOptions) -> Result:
     import torch  # only now: it takes seconds
 
     from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint
+    from trtspec.quant.policy import load_policy
 
-    policy = policy_of(options.policy, options.source, path)
+    policy = load_policy(options.policy) if options.policy else None
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
     chosen = fill(CalibrationOptions, options, dtype=dtype)
     with progress_bar("calibrating", unit="layers") as bar:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from trtspec.bench.load.measure import RequestLimits
     from trtspec.checkpoint.hub import Resolved
     from trtspec.client.servers import DetectedServer
-    from trtspec.quant.policy import Policy
 
     PolicyName = str
 else:
@@ -145,14 +144,6 @@ def directory_of(checkpoint: str | Resolved) -> Path:
     if found.path is None or (found.hub_id and found.weights is None):
         raise UsageError(f"the weights of {found.name} are not on this machine", found.fetch)
     return found.path
-
-
-def policy_of(name: str | None, source: str, path: Path) -> Policy:
-    """The policy that was asked for, else the published one of the source's family."""
-    from trtspec.checkpoint.hub import engine_name
-    from trtspec.quant.policy import default_policy, load_policy
-
-    return load_policy(name) if name else default_policy(engine_name(source), str(path.resolve()))
 
 
 def request_limits_of(server: DetectedServer) -> RequestLimits:

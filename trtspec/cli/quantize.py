@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from trtspec.cli.options import OutputFlags, PolicyOption, SourceArgument, policy_of
+from trtspec.cli.options import OutputFlags, PolicyOption, SourceArgument
 from trtspec.errors import CheckFailed, has_errors
 from trtspec.machine import check_device
 from trtspec.records import JsonOption, fill, option
@@ -65,12 +65,13 @@ def quantize(options: QuantizeOptions) -> Result:
     """
     from trtspec.checkpoint.hub import find, resolve
     from trtspec.quant.plan import ConversionOptions
+    from trtspec.quant.policy import load_policy
     from trtspec.quant.run import QuantizePlan, quantize_checkpoint, to_json
 
     check_device(options.device)
     # of a dry run what the headers say, which are read from the hub if need be
     source = (find if options.dry_run else resolve)(options.source).checkpoint
-    policy = policy_of(options.policy, options.source, source.path)
+    policy = load_policy(options.policy) if options.policy else None
     settings = fill(
         ConversionOptions,
         options,

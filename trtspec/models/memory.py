@@ -37,7 +37,7 @@ def target_bytes(path: Path, spec: ModelSpec, dtype: torch.dtype, device: str) -
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
     packed = 0
     if device == "cpu" and (dtype == torch.float32 or through_float32(dtype)):
-        stored = Checkpoint.open(path).tensors
+        stored = Checkpoint.open(path)
         fp4 = {source.parameter for source in layout(spec) if is_nvfp4(stored, source.names[0])}
         packed = sum(count for name, count in elements.items() if name not in fp4)
     return int(sum(elements.values()) * dtype.itemsize + packed * 4 * PACKED_SHARE)

@@ -88,7 +88,6 @@ class LayerStream:
                     layer,
                     source,
                     self._tensors,
-                    self.spec,
                     dtype=self.dtype,
                     activation=self.activation,
                     pool=pool,
@@ -102,12 +101,10 @@ class LayerStream:
             model = KimiModel(self.spec, layers=0)
         for source in layout(self.spec):
             if source.parameter in (parameters or ENDS):
-                tensors, spec = self._tensors, self.spec
                 install(
                     model,
                     source,
-                    tensors,
-                    spec,
+                    self._tensors,
                     dtype=self.dtype,
                     device=self.device,
                     activation="decoded",

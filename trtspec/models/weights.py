@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError
+from trtspec.families.family import Part, Role
 from trtspec.formats import stored_format
 from trtspec.models.kimi import KimiModel
 from trtspec.models.layers import LatentAttention, Linear, RMSNorm, by_input
@@ -49,20 +51,19 @@ def load_target(
         model = KimiModel(spec, torch.float8_e4m3fn if spec.quant.kv_cache else None)
     with LazyTensors(checkpoint) as tensors:
         for source in layout(spec):
-            install(model, source, tensors, spec, dtype=dtype, device=device, activation=activation)
+            install(model, source, tensors, dtype=dtype, device=device, activation=activation)
     return model.eval().requires_grad_(False)
 
 
-def is_nvfp4(tensors: Container[str], name: str) -> bool:
+def is_nvfp4(checkpoint: Checkpoint, name: str) -> bool:
     """Whether the weight `name` is stored as NVFP4."""
-    return stored_format(tensors, name.removesuffix(".weight")).is_fp4
+    return stored_format(checkpoint.tensors, name.removesuffix(".weight")).is_fp4
 
 
 def install(
     module: nn.Module,
     source: Source,
     tensors: LazyTensors,
-    spec: ModelSpec,
     *,
     dtype: torch.dtype,
     device: str = "cpu",
@@ -75,7 +76,7 @@ def install(
     the parts in work.
     """
     owner, _, leaf = source.parameter.rpartition(".")
-    if activation != "decoded" and is_nvfp4(tensors, source.names[0]):
+    if activation != "decoded" and is_nvfp4(tensors.checkpoint, source.names[0]):
         linear = partial(
             nvfp4_linear, tensors=tensors, activation=activation, dtype=dtype, device=device
         )
@@ -94,7 +95,7 @@ def install(
     keep = torch.float32 if owner.endswith("mlp.gate") else dtype  # the router computes in float32
     value = torch.empty(shape, dtype=keep)
     rows = value.flatten(0, 1) if value.dim() == 3 else value
-    parts = zip(rows.split(rows_of(spec, source, len(rows))), source.names, strict=True)
+    parts = zip(rows.split(source.rows), source.names, strict=True)
     decode = partial(_decode_into, tensors=tensors)
     for _ in (pool.map if pool else map)(lambda part: decode(*part), parts):
         pass
@@ -109,61 +110,37 @@ def _decode_into(target: torch.Tensor, name: str, tensors: LazyTensors) -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """One parameter and the checkpoint tensors whose rows, concatenated in order, are its value."""
+    """One parameter and the checkpoint tensors whose rows, so many of each, concatenated in order are its value."""
 
     parameter: str
+    role: Role
     names: tuple[str, ...]
+    rows: list[int]
 
 
 def layout(spec: ModelSpec) -> Iterator[Source]:
     """Every parameter of `KimiModel(spec)` with its names in a published checkpoint."""
-    prefix = spec.name_prefix
-    yield Source("embed.weight", (f"{prefix}model.embed_tokens.weight",))
-    yield Source("norm.weight", (f"{prefix}model.norm.weight",))
-    yield Source("lm_head.weight", (f"{prefix}lm_head.weight",))
+    yield from _sources(spec.family.ends(spec), spec.family.prefix)
     for index in range(spec.num_hidden_layers):
         for source in layer_layout(spec, index):
-            yield Source(f"layers.{index}.{source.parameter}", source.names)
+            yield replace(source, parameter=f"layers.{index}.{source.parameter}")
 
 
 def layer_layout(spec: ModelSpec, index: int) -> Iterator[Source]:
     """Every parameter of decoder layer `index`, named as in its `DecoderLayer` (without `layers.N.`)."""
-
-    def source(parameter: str, *names: str) -> Source:
-        """`names` are those beside the parameter's; without any it has the same name in a checkpoint."""
-        owner, _, leaf = parameter.rpartition(".")
-        stem = f"{spec.name_prefix}model.layers.{index}.{owner.rpartition('.')[0]}".rstrip(".")
-        return Source(
-            parameter,
-            tuple(f"{stem}.{name}" for name in names or (f"{owner.rpartition('.')[2]}.{leaf}",)),
-        )
-
-    yield source("input_layernorm.weight")
-    yield source("post_attention_layernorm.weight")
-    yield source("self_attn.qkv_a_proj.weight", "q_a_proj.weight", "kv_a_proj_with_mqa.weight")
-    for name in ("q_a_layernorm", "q_b_proj", "kv_a_layernorm", "kv_b_proj", "o_proj"):
-        yield source(f"self_attn.{name}.weight")
-    dense = index < spec.first_k_dense_replace
-    mlp = "mlp" if dense else "mlp.shared_experts"
-    yield source(f"{mlp}.gate_up_proj.weight", "gate_proj.weight", "up_proj.weight")
-    yield source(f"{mlp}.down_proj.weight")
-    if dense:
-        return
-    yield source("mlp.gate.weight")
-    yield source("mlp.gate.e_score_correction_bias")
-    experts = range(spec.n_routed_experts)
-    pairs = [
-        f"experts.{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up")
-    ]
-    yield source("mlp.experts.gate_up", *pairs)
-    yield source("mlp.experts.down", *(f"experts.{expert}.down_proj.weight" for expert in experts))
+    return _sources(spec.family.layer(spec, index), spec.family.stem(index))
 
 
-def rows_of(spec: ModelSpec, source: Source, total: int) -> list[int]:
-    """How many rows of the parameter each checkpoint tensor supplies."""
-    if source.parameter.endswith("qkv_a_proj.weight"):
-        return [spec.q_lora_rank, total - spec.q_lora_rank]
-    return [total // len(source.names)] * len(source.names)
+def _sources(parts: Iterable[Part], stem: str) -> Iterator[Source]:
+    """Parts of one parameter follow each other, expert after expert."""
+    members: dict[str, list[Part]] = {}
+    for part in parts:
+        members.setdefault(part.parameter, []).append(part)
+    for parameter, group in members.items():
+        numbered = [(part, number) for number in range(group[0].copies) for part in group]
+        names = (stem + part.name.format(number) for part, number in numbered)
+        rows = [part.shape[0] for part, _ in numbered]
+        yield Source(parameter, group[0].role, tuple(names), rows)
 
 
 class NVFP4Linear(nn.Module):

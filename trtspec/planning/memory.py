@@ -3,7 +3,9 @@ bytes of a Kimi model and an Eagle3 head follow by class from their shapes and q
 
 from __future__ import annotations
 
+import functools
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from trtspec.checkpoint.heads.shapes import expected_shapes, tensor_names
@@ -19,8 +21,6 @@ RESERVE = 9.0e9
 RESERVE_TOKENS = 8192
 TRANSFER_BUFFERS = 2  # one to send from and one to receive into (cacheTransBuffer.cpp)
 ACTIVATION_BYTES = 2 * 10  # BF16, ten live tensors of the model's width per token
-# MoonViT-3d of K2.5 and later and its projector into the text width (27 blocks, 1152 wide; kept in BF16 everywhere)
-VISION_PARAMETERS = 416_866_032 + 54_277_888
 SHARDED = {
     "experts",
     "shared experts",
@@ -122,82 +122,27 @@ def linear_bytes(format: WeightFormat, rows: int, columns: int) -> int:
     return sum(byte_count(dtypes[0], shapes[suffix][0]) for suffix, dtypes in parts)
 
 
-@dataclass(frozen=True)
-class WeightClass:
-    """`linears` holds (count, rows, columns) of equal matrices; `other` counts parameters that are never quantized."""
-
-    name: str
-    format: WeightFormat
-    linears: tuple[tuple[int, int, int], ...] = ()
-    other: int = 0
-    other_bytes: int = 2
-
-    @property
-    def parameters(self) -> int:
-        return sum(count * rows * columns for count, rows, columns in self.linears) + self.other
-
-    @property
-    def bytes(self) -> int:
-        stored = sum(
-            count * linear_bytes(self.format, rows, columns)
-            for count, rows, columns in self.linears
-        )
-        return stored + self.other * self.other_bytes
-
-
-def weight_classes(model: ModelSpec) -> list[WeightClass]:
-    """Every weight of the checkpoint, in the order of size."""
-    hidden, layers, dense = model.hidden_size, model.num_hidden_layers, model.first_k_dense_replace
-    moe, heads, width = layers - dense, model.num_attention_heads, model.moe_intermediate_size
-    latent = model.kv_lora_rank + model.qk_rope_head_dim
-    norms = layers * (2 * hidden + model.q_lora_rank + model.kv_lora_rank) + hidden
-    attention = module_format(model, "layers.{moe}.self_attn.o_proj")
-    by_heads = (
-        (layers, heads * model.qk_head_dim, model.q_lora_rank),
-        (layers, heads * (model.qk_nope_head_dim + model.v_head_dim), model.kv_lora_rank),
-        (layers, hidden, heads * model.v_head_dim),
-    )
-    shared = width * model.n_shared_experts
-    classes = [
-        WeightClass(
-            "experts", module_format(model, "layers.{moe}.mlp.experts.0.up_proj"),
-            _mlp(moe * model.n_routed_experts, hidden, width),
-        ),
-        WeightClass("attention, by heads", attention, by_heads),
-        WeightClass("attention, latent", attention, ((layers, model.q_lora_rank, hidden), (layers, latent, hidden))),
-        WeightClass(
-            "shared experts", module_format(model, "layers.{moe}.mlp.shared_experts.up_proj"),
-            _mlp(moe if model.n_shared_experts else 0, hidden, shared),
-        ),
-        WeightClass(
-            "dense layers", module_format(model, "layers.{dense}.mlp.up_proj"),
-            _mlp(dense, hidden, model.intermediate_size),
-        ),
-        WeightClass("embedding", WeightFormat.BF16, other=model.vocab_size * hidden),
-        WeightClass("lm_head", WeightFormat.BF16, other=model.vocab_size * hidden),
-        WeightClass("router", WeightFormat.BF16, other=moe * model.n_routed_experts * hidden),
-        WeightClass("router bias", WeightFormat.BF16, other=moe * model.n_routed_experts, other_bytes=4),
-        WeightClass("norms", WeightFormat.BF16, other=norms),
-        WeightClass("vision", WeightFormat.BF16, other=VISION_PARAMETERS if model.has_vision else 0),
-    ]  # fmt: skip
-    return sorted((item for item in classes if item.parameters), key=lambda item: -item.bytes)
-
-
-def _mlp(count: int, hidden: int, width: int) -> tuple[tuple[int, int, int], ...]:
-    return ((2 * count, width, hidden), (count, hidden, width))
-
-
-def module_format(model: ModelSpec, module: str) -> WeightFormat:
-    """How the linear `module` is stored; {moe} and {dense} name a layer of that kind."""
-    plain = f"model.{module.format(moe=model.first_k_dense_replace, dense=0)}"
-    kept = model.quant.format.unquantized_modules(model.quant.exclude)
-    unquantized = kept.match(plain) or kept.match(f"language_model.{plain}")
-    return WeightFormat.BF16 if unquantized else model.quant.format
+@functools.cache
+def weights_by_role(model: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Parameters and bytes of the checkpoint's tensors of each role, in the order of bytes."""
+    parameters, sizes = Counter[str](), Counter[str]()
+    for stem, part in model.family.parts(model):
+        size = math.prod(part.shape)
+        stored = (4 if part.role == "router bias" else 2) * size
+        if len(part.shape) == 2:
+            module = stem + part.name.format(0).removesuffix(".weight")
+            stored = linear_bytes(model.quant.format_of(module, part.role), *part.shape)
+        parameters[part.role] += part.copies * size
+        sizes[part.role] += part.copies * stored
+    if model.has_vision:
+        parameters["vision"] = model.family.vision_parameters
+        sizes["vision"] = 2 * model.family.vision_parameters
+    return {role: (parameters[role], size) for role, size in sizes.most_common() if size}
 
 
 def checkpoint_bytes(model: ModelSpec) -> int:
     """Bytes of all tensors of the checkpoint."""
-    return sum(item.bytes for item in weight_classes(model))
+    return sum(size for _, size in weights_by_role(model).values())
 
 
 def weights_per_gpu(model: ModelSpec, layout: Layout) -> dict[str, float]:
@@ -206,8 +151,8 @@ def weights_per_gpu(model: ModelSpec, layout: Layout) -> dict[str, float]:
     (that the engine copies embedding, lm_head and shared experts then is the careful assumption)."""
     divided = {"experts"} if layout.attention_dp else SHARDED
     return {
-        item.name: item.bytes / (layout.gpus if item.name in divided else 1)
-        for item in weight_classes(model)
+        role: size / (layout.gpus if role in divided else 1)
+        for role, (_, size) in weights_by_role(model).items()
     }
 
 

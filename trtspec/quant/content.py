@@ -145,11 +145,6 @@ def content_problems(found: Found) -> list[Problem]:
 
 
 def _unused(name: str, zeros: list[str]) -> bool:
-    expert, dot, _ = name.partition("_proj.")
-    stem = expert.rpartition(".")[0]
-    parts = {
-        each.removeprefix(f"{stem}.").partition("_proj.")[0]
-        for each in zeros
-        if each.startswith(f"{stem}.")
-    }
-    return bool(dot) and ".mlp.experts." in name and {"gate", "up", "down"} <= parts
+    expert = name.rsplit(".", 2)[0]
+    linears = {each.rsplit(".", 2)[1] for each in zeros if each.startswith(f"{expert}.")}
+    return ".experts." in name and len(linears) == 3

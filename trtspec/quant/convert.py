@@ -201,7 +201,8 @@ class Converter:
 
         rows = read_rows(read, weight.format, weight.parts)
         done.read.append(digest.hexdigest())
-        if rows.scale is not None and bool((rows.scale >> 8 * rows.scale.itemsize - 1).any()):
+        scale = rows.scale if rows.scale_dtype != "U8" else None  # an exponent has no sign
+        if scale is not None and bool((scale >> 8 * scale.itemsize - 1).any()):
             info = weight.parts[1]
             text = f"{info.name} in {info.shard} holds a negative scale"
             raise TrtspecError(text, "download that file again", "TS-TARGET-BAD-SCALE")
@@ -246,8 +247,8 @@ def _amax(weight: Weight, rows: Rows, packer: Packer) -> float:
 
 
 CLASSES = {
-    ".mlp.experts.": "routed experts ",
-    ".mlp.shared_experts.": "shared experts ",
+    ".experts.": "routed experts ",
+    ".shared_experts.": "shared experts ",
     ".mlp.": "dense MLP ",
     ".self_attn.": "attention ",
 }

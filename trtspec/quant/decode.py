@@ -11,7 +11,7 @@ import torch
 
 from trtspec.checkpoint.tensors import DTYPES, LazyTensors
 from trtspec.errors import TrtspecError
-from trtspec.formats import FP8_BLOCK_SIZE, WeightFormat, parts_of, stored_format
+from trtspec.formats import FP8_BLOCK_SIZE, WeightFormat, stored_weight
 from trtspec.quant import nvfp4
 from trtspec.quant.native import BLOCK, Array, Rows, Scaling
 
@@ -28,9 +28,8 @@ PACK_CHUNK = 1 << 23  # values packed at a time
 
 def decoded(tensors: LazyTensors, name: str) -> torch.Tensor:
     """The tensor `name`: quantized weights as bf16 [N, K], everything else in its own dtype."""
-    format = stored_format(tensors, name.removesuffix(".weight"))
-    stored = [tensors[part] for part in parts_of(tensors, name)]
-    return DECODERS[format](*stored)
+    format, parts = stored_weight(tensors.checkpoint.tensors, name)
+    return DECODERS[format](*(tensors[part.name] for part in parts))
 
 
 def dequantize_int4(

@@ -9,20 +9,28 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
-from trtspec.checkpoint.target_problems import read_target, refusal
+from trtspec.checkpoint.hub import source_name
+from trtspec.checkpoint.target_problems import ReadTarget, read_target, refusal
 from trtspec.checkpoint.values import target_value_problems
 from trtspec.checkpoint.writer import byte_count
 from trtspec.errors import Problem, TrtspecError, UsageError, has_errors
+from trtspec.families.family import Family
 from trtspec.foreign import PlainName
 from trtspec.formats import (
     NVFP4_BLOCK,
-    PACKED,
     SIDE_PARTS,
+    VALUE_SUFFIXES,
     WeightFormat,
-    shared_partners,
     stored_format,
 )
-from trtspec.quant.policy import INPUT_SCALES, KV_CACHES, WEIGHT_SCALES, InputScales, Policy
+from trtspec.quant.policy import (
+    INPUT_SCALES,
+    KV_CACHES,
+    WEIGHT_SCALES,
+    InputScales,
+    Policy,
+    default_policy,
+)
 from trtspec.specs import ModelSpec
 
 FORMAT_VERSION = 3  # raised when the same options would give other bytes or another journal
@@ -174,9 +182,10 @@ class Conversion:
 
 
 def prepare(
-    source: Path | Checkpoint, output: Path, policy: Policy, options: ConversionOptions
+    source: Path | Checkpoint, output: Path, policy: Policy | None, options: ConversionOptions
 ) -> Conversion:
-    """Opens and checks everything that headers and options show; raises TrtspecError or UsageError."""
+    """Opens and checks everything that headers and options show; raises TrtspecError or UsageError. `policy` None: that
+    of the source's release."""
     target = read_target(source)
     checkpoint, spec, problems = target.checkpoint, target.spec, target.problems
     if checkpoint.remote is None:
@@ -190,42 +199,41 @@ def prepare(
         raise UsageError(f"{checkpoint.path} is NVFP4 already", "pass its BF16, FP8 or INT4 source")
     if output.resolve() == checkpoint.path.resolve():
         raise UsageError("source and output are the same directory", "choose another `output`")
+    policy = policy or default_policy(spec, source_name(checkpoint.path))
     scales = InputScales.load(options.input_scales, checkpoint)
-    plans = plan_conversion(checkpoint, policy, scales, target.formats)
+    plans = plan_conversion(target, policy, scales)
     weight_scales = options.weight_scales or policy.weight_scales
     return Conversion(
         checkpoint, spec, output, policy, options, scales, weight_scales, plans, problems
     )
 
 
-def plan_conversion(
-    checkpoint: Checkpoint,
-    policy: Policy,
-    scales: InputScales,
-    formats: Mapping[str, WeightFormat],
-) -> list[ShardPlan]:
-    """The output shards in source order; `formats` are those of the model's linears, whose parts were checked.
+def plan_conversion(target: ReadTarget, policy: Policy, scales: InputScales) -> list[ShardPlan]:
+    """The output shards in source order. The parts of the target's linears were checked.
 
     Raises TrtspecError naming the tensor for a missing input scale, a K that is not a multiple of 16 and a quantized
     tensor that is not a linear of the model.
     """
+    checkpoint, family = target.checkpoint, target.spec.family
     shards, quantized = dict[str, list[Weight]](), dict[str, Weight]()
     for info in checkpoint.tensors.values():
-        weight = _weight(checkpoint.tensors, info, policy, formats)
+        weight = _weight(checkpoint.tensors, info, policy, target.formats)
         if weight is None:
             continue
         shards.setdefault(info.shard, []).append(weight)
         if weight.action == "quantize":
             quantized[weight.module] = weight
     return [
-        ShardPlan(shard, tuple(shards[shard]), tuple(_groups(shards[shard], quantized, scales)))
+        ShardPlan(
+            shard, tuple(shards[shard]), tuple(_groups(shards[shard], quantized, scales, family))
+        )
         for shard in checkpoint.shards
         if shard in shards
     ]
 
 
 def _groups(
-    weights: list[Weight], quantized: dict[str, Weight], scales: InputScales
+    weights: list[Weight], quantized: dict[str, Weight], scales: InputScales, family: Family
 ) -> Iterator[Group]:
     """Groups in file order; partners of other shards come from `quantized`, all linears that become NVFP4."""
     here, seen = {weight.module for weight in weights if weight.action == "quantize"}, set[str]()
@@ -233,7 +241,7 @@ def _groups(
         if weight.action != "quantize":
             yield Group((weight,))
         elif weight.module not in seen:
-            others = shared_partners(weight.module)
+            others = family.partners(weight.module)
             members = (weight, *(quantized[other] for other in others if other in here))
             seen |= {member.module for member in members}
             elsewhere = tuple(
@@ -248,9 +256,9 @@ def plain_names(stored: Mapping[str, object]) -> dict[str, str]:
     found = {}
     for name in stored:
         stem, _, suffix = name.rpartition(".")
-        if suffix in SIDE_PARTS and f"{stem}.{stored_format(stored, stem).parts[0]}" in stored:
+        if suffix in SIDE_PARTS and any(f"{stem}.{values}" in stored for values in VALUE_SUFFIXES):
             continue
-        found[f"{stem}.weight" if suffix in PACKED else name] = name
+        found[f"{stem}.weight" if suffix in VALUE_SUFFIXES else name] = name
     return found
 
 

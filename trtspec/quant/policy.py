@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.identity import MODEL, identity
+from trtspec.checkpoint.published import known_target
 from trtspec.data_files import load_yaml
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.specs import ModelSpec
@@ -42,12 +42,12 @@ REMEDY = "measure the scales of this source with `trtspec calibrate`"
 @dataclass(frozen=True)
 class Policy:
     """`quantize` are patterns of module names; `exclude` and `exclude_vision` are templates of the published ignore
-    list; `source` and `recipe` say where it was published, `modelopt` are the releases whose bytes it gives, `family`
-    matches the names of its models."""
+    list; `source` and `recipe` say where it was published, `modelopt` are the releases whose bytes it gives, and
+    `releases` are those of Kimi whose default it is."""
 
     name: str
     summary: str
-    family: str
+    releases: list[str]
     source: str
     quantize: list[str]
     exclude: list[str]
@@ -73,7 +73,7 @@ class Policy:
         }
         entries = set(self.exclude_vision) if spec.has_vision else set()
         for template in self.exclude:
-            text = template.replace("{prefix}", spec.name_prefix)
+            text = template.replace("{prefix}", spec.family.prefix)
             slot = next((slot for slot in layers if slot in text), "")
             entries |= (
                 {_fill_layer(text, slot, layer, num_layers) for layer in layers[slot]}
@@ -96,19 +96,12 @@ def load_policy(name: str) -> Policy:
     return Policy(name, **load_yaml("policies.yaml")["policies"][name])
 
 
-def default_policy(*names: str) -> Policy:
-    """The policy of the family that one of `names` (hub id, path, config name) tells, else the table's default.
-
-    In a path the last part that tells a family counts, so that a hub cache's `models--org--Kimi-K2.5/snapshots/...`
-    is recognised.
-    """
-    table = load_yaml("policies.yaml")
-    for name in names:
-        for part in reversed(re.split(r"[/\\]", name)):
-            for key, row in table["policies"].items():
-                if re.search(row["family"], part, re.IGNORECASE):
-                    return load_policy(key)
-    return load_policy(table["default"])
+def default_policy(spec: ModelSpec, name: str) -> Policy:
+    """The policy of a model's release: that of the published checkpoint `name`, else the one its config tells."""
+    record = known_target(name)
+    release = spec.version if record is None else record.family
+    policies = map(load_policy, load_yaml("policies.yaml")["policies"])
+    return next(policy for policy in policies if release in policy.releases)
 
 
 @dataclass(frozen=True)

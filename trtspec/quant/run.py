@@ -50,7 +50,7 @@ PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 def quantize_checkpoint(
     source: Path | Checkpoint,
     output: Path,
-    policy: Policy,
+    policy: Policy | None,
     options: ConversionOptions | None = None,
     again: OutputOptions | None = None,
     bar: Bar = Bar(),

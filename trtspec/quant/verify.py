@@ -15,7 +15,7 @@ from trtspec.checkpoint.headers import Checkpoint, ShardReader, read_json, same_
 from trtspec.checkpoint.target_problems import ReadTarget
 from trtspec.checkpoint.values import byte_faults
 from trtspec.errors import Problem, has_errors
-from trtspec.formats import WeightFormat, parts_of, shared_partners, stored_format
+from trtspec.formats import WeightFormat, stored_format, stored_weight
 from trtspec.quant.convert import choose_packer, weight_class
 from trtspec.quant.native import (
     BLOCK,
@@ -69,7 +69,7 @@ def compare(target: ReadTarget, source: Checkpoint, sample: int = 64) -> Checkpo
     whole = not has_errors(target.problems)
     chosen = _sample(sorted(names.keys() & origin.keys()), derived, sample) if whole else []
     with ShardReader(derived.path) as new, ShardReader(source.path) as old:
-        reread = _Reread(derived, source, new, old)
+        reread = _Reread(target, source, new, old)
         for name in chosen:
             reread.add(name)
     provenance = derived.path / "provenance.json"
@@ -152,9 +152,10 @@ class _Reread:
     """
 
     def __init__(
-        self, derived: Checkpoint, source: Checkpoint, new: ShardReader, old: ShardReader
+        self, target: ReadTarget, source: Checkpoint, new: ShardReader, old: ShardReader
     ) -> None:
-        self.derived, self.source, self.new, self.old = derived, source, new, old
+        self.family, self.derived = target.spec.family, target.checkpoint
+        self.source, self.new, self.old = source, new, old
         self.problems: list[Problem] = []
         self.errors: defaultdict[str, list[tuple[float, float]]] = defaultdict(
             list
@@ -184,8 +185,7 @@ class _Reread:
 
     def _rows(self, name: str) -> Rows:
         """A linear of the source, as packers take it."""
-        tensors, format = self.source.tensors, _format(self.source, name)
-        parts = [tensors[part] for part in parts_of(tensors, name)]
+        format, parts = stored_weight(self.source.tensors, name)
         rows = read_rows(partial(read_bytes, self.old), format, parts)
         other = format.is_plain and rows.dtype != "BF16"
         return (decoded if other else prepared)(rows, self.packers[0])
@@ -231,9 +231,8 @@ class _Reread:
 
     def _partners_amax(self, name: str) -> Iterator[float]:
         """max|w| of the linears that share its scale."""
-        for partner in (
-            f"{module}.weight" for module in shared_partners(name.removesuffix(".weight"))
-        ):
+        for module in self.family.partners(name.removesuffix(".weight")):
+            partner = f"{module}.weight"
             if partner in self.derived.tensors and _format(self.derived, partner).is_fp4:
                 if partner not in self._amax:
                     self._amax[partner] = self.packers[0].amax(self._rows(partner))

@@ -22,6 +22,7 @@ from trtspec.checkpoint.heads.shapes import (
     layer_prefix,
     measured,
     misfits,
+    missing_norms,
     unreadable,
 )
 from trtspec.checkpoint.target_problems import refusal
@@ -74,6 +75,7 @@ def read_head(
         return replace(declared, attention=attention, layer_prefix=prefix), problems
     spec = replace(measured(tensors, declared, config), layer_prefix=prefix)
     problems = misfits(tensors, spec, declared) + fc_width(tensors, spec, config)
+    problems = problems or missing_norms(tensors, spec)
     return spec, problems + head_problems(checkpoint, tensors, spec)
 
 
@@ -161,7 +163,7 @@ def no_eagle3_head(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Pr
     layers = {number for number in numbers if number.isdecimal()}
     if len(layers) < 2 and any(name.endswith(("eh_proj.weight", "enorm.weight")) for name in names):
         return finding("TS-HEAD-OTHER-DRAFT", "tensor names")
-    if len(layers) > 1 or any(".mlp.experts." in name for name in names):
+    if len(layers) > 1 or any(".experts." in name for name in names):
         message = f"this is a whole model ({len(layers)} layers, no fc), not a draft head"
         return Problem(
             "TS-HEAD-FULL-MODEL",

@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from trtspec.checkpoint.headers import TensorInfo
-from trtspec.checkpoint.target_tensors import finding, latent_attention
+from trtspec.checkpoint.target_tensors import finding
 from trtspec.errors import Problem, listed
+from trtspec.families.kimi_k2 import latent_attention
 from trtspec.specs import Attention, HeadSpec
 
 REMEDY = "fetch the checkpoint again, or ask its author which of the two is right"
@@ -196,6 +197,15 @@ def misfits(tensors: dict[str, TensorInfo], spec: HeadSpec, declared: HeadSpec) 
     others = [text.partition(" ")[0] for text in found[1:]]
     more = f"; of another shape too: {listed(others)}" if others else ""
     return [Problem(code, "error", found[0].partition(" ")[0], found[0] + more, REMEDY), *flags]
+
+
+def missing_norms(tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
+    """Of a head whose shapes agree with its record: otherwise their number follows from another fault."""
+    missing = [name for name in tensor_names(spec) if name not in tensors]
+    if not missing:
+        return []
+    message = f"its config has norms before fc, and there is no {listed(missing)}"
+    return [Problem("TS-HEAD-FC-NORM", "error", "tensor names", message, REMEDY)]
 
 
 def fc_width(

@@ -48,7 +48,7 @@ class Lender:
     def lend(self, name: str) -> OutputTensor | None:
         """`embed_tokens.weight` or `lm_head.weight` of the text model."""
         inner = "model." if name == EMBED else ""
-        info = self.checkpoint.tensors.get(f"{self.spec.name_prefix}{inner}{name}")
+        info = self.checkpoint.tensors.get(f"{self.spec.family.prefix}{inner}{name}")
         return OutputTensor.copied(self.checkpoint, info) if info else None
 
 

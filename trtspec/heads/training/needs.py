@@ -18,7 +18,6 @@ from typing import Any
 
 from trtspec.checkpoint.hub import Resolved, resolve
 from trtspec.checkpoint.target_problems import require_target
-from trtspec.checkpoint.target_tensors import logical_shapes
 from trtspec.errors import Problem, TrtspecError
 from trtspec.heads.training.loop import LOGIT_BYTES, chunk_positions
 from trtspec.heads.training.options import FeatureSource, TrainingRecipe, TrainingRun, TrainOptions
@@ -158,12 +157,12 @@ def needs(
 
 def decoded_layer_bytes(target: ModelSpec) -> int:
     """The largest decoder layer in bfloat16, which a streaming process holds whatever format it is stored in."""
-    layers: dict[str, int] = {}
-    for module, shape in logical_shapes(target):
-        if ".layers." in module and len(shape) == 2:
-            layer = module.partition(".layers.")[2].partition(".")[0]
-            layers[layer] = layers.get(layer, 0) + 2 * math.prod(shape)
-    return max(layers.values())
+    return max(
+        sum(2 * part.copies * math.prod(part.shape) for part in layer if len(part.shape) == 2)
+        for layer in (
+            target.family.layer(target, index) for index in range(target.num_hidden_layers)
+        )
+    )
 
 
 def _trainers(

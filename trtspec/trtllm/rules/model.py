@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+from trtspec.checkpoint import published
+from trtspec.checkpoint.heads.dialects import ENGINES
 from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.hub import same_checkpoint
-from trtspec.checkpoint.published import known_target
 from trtspec.planning.layout import format_refusal, layout_refusals
-from trtspec.specs import ModelSpec
 from trtspec.trtllm.deployment import (
     MODEL_KEYS,
     SPEC,
@@ -23,6 +23,7 @@ from trtspec.trtllm.deployment import (
 )
 from trtspec.trtllm.document import Document, add_key, set_value
 
+ENGINE = ENGINES["trtllm"].name
 CAPTURE = f"{SPEC}.{eagle3().capture}"
 
 
@@ -62,25 +63,13 @@ def weight_format(document: Document, deployment: Deployment) -> Iterator[Findin
         yield Finding.of(refused, "")
 
 
-def right_parser(target: ModelSpec, name: str) -> str | None:
-    """The reasoning parser of a target. K2.5 and later open the thinking in the template (kimi_k25); K2-Thinking
-    writes its own tag (kimi_k2); K2-Instruct does not think, and its config alone does not tell it from K2-Thinking.
-    """
-    record = known_target(name)
-    if record is not None:
-        return record.reasoning_parser
-    return target.engine_family if target.is_nested else None
-
-
 def reasoning_parser(document: Document, deployment: Deployment) -> Iterator[Finding]:
     key, target = "reasoning_parser", deployment.target
     written = deployment.setting(document, key)
-    right = right_parser(target, deployment.target_name) if target is not None else None
-    if (
-        target is None
-        or written in (None, "auto", right)
-        or (right is None and written == target.engine_family)
-    ):
+    if target is None or written in (None, "auto"):
+        return
+    right = published.reasoning_parser(target.family, deployment.target_name, ENGINE)
+    if written == (right or target.family.reasoning_parsers[ENGINE]):
         return
     message = f"reasoning_parser {written} with {target.model_type}: reasoning lands in the answer, or the answer in "
     message += "the reasoning, without an error"
@@ -93,13 +82,11 @@ def reasoning_parser(document: Document, deployment: Deployment) -> Iterator[Fin
 
 
 def tool_parser(document: Document, deployment: Deployment) -> Iterator[Finding]:
-    key, record = "--tool_parser", known_target(deployment.target_name)
+    key, target = "--tool_parser", deployment.target
     written = (deployment.options or {}).get("tool_parser")
-    right = "kimi_k2" if deployment.target is not None else None  # every Kimi-K2 writes calls alike
-    if record is not None:
-        right = record.tool_parser
-    if written in (None, "auto", right) or right is None:
+    if target is None or written in (None, "auto", target.family.tool_parser):
         return
+    right = target.family.tool_parser
     message = f"{key} {written}: tool calls of this model stay in the text, without an error"
     yield Finding("TS-LINT-WRONG-TOOL-PARSER", "error", key, message, f"pass {key} {right}")
 

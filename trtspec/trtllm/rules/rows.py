@@ -33,7 +33,7 @@ def facts(document: Document, deployment: Deployment) -> dict[str, Any]:
     if method is not None:
         found |= {f"method.{name}": value for name, value in vars(method).items()}
     if target is not None:
-        found |= {"target.family": target.engine_family, "target.remote_code": target.remote_code}
+        found |= {"target.family": target.family.name, "target.remote_code": target.remote_code}
         found["target.fp4"] = target.quant.format.is_fp4
         found["target.plain_attention"] = any(
             "self_attn" in item for item in target.quant.exclude

@@ -13,13 +13,14 @@ from typing import Any, Literal
 from packaging.version import Version
 
 from trtspec.checkpoint.hub import engine_name, engine_path, engine_revision
+from trtspec.checkpoint.published import reasoning_parser
 from trtspec.errors import Problem, Severity, UsageError
 from trtspec.launch.preflight import EngineProgram, InstalledGpu, visible_gpus
 from trtspec.specs import ModelSpec, gpu_spec
 from trtspec.trtllm.deployment import Deployment, installed_version, parse_passed
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent
-from trtspec.trtllm.rules.model import right_parser
+from trtspec.trtllm.rules.model import ENGINE
 from trtspec.trtllm.schema import Schema, read_beside, schema_for
 
 
@@ -51,8 +52,8 @@ def build_command(
             flag = min(schema.options[key].flags, key=len)
             argv += [flag] if schema.options[key].is_flag else [flag, str(value)]
     # what a Kimi needs beyond the model card's command, as far as the version is known to take it
-    parser = right_parser(target, intent.published_as)
-    exists = not target.is_nested or all(schema.behaviours["parser_of_kimi_k25"])
+    parser = reasoning_parser(target.family, intent.published_as, ENGINE)
+    exists = all(schema.behaviours.get(f"parser_of_{parser}", [True]))
     if (
         parser is not None
         and _takes(schema, "reasoning_parser", parser)
@@ -60,8 +61,9 @@ def build_command(
         and not decided("reasoning_parser")
     ):
         argv += ["--reasoning_parser", parser]
-    if _takes(schema, "tool_parser", "kimi_k2") and "tool_parser" not in chosen:
-        argv += ["--tool_parser", "kimi_k2"]
+    tool_parser = target.family.tool_parser
+    if _takes(schema, "tool_parser", tool_parser) and "tool_parser" not in chosen:
+        argv += ["--tool_parser", tool_parser]
     silenced = "telemetry" in chosen or document.has("telemetry_config.disabled")
     if schema.option("--telemetry").takes and not silenced:
         argv.append("--no-telemetry")

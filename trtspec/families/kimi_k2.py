@@ -1,0 +1,109 @@
+"""Kimi-K2 and K2-Thinking; K2.5, K2.6 and K2.7-Code, which put the same language model beside a vision tower."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from trtspec.families.family import Family, LatentSizes, Part, Role, Sizes
+
+TEXT_TYPES = ("kimi_k2", "deepseek_v3")
+END_OF_TURN = 254  # places from the end of the vocabulary; ends the answers of K2.6 and later
+FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
+         "q_a_proj": "qkv_a_proj", "kv_a_proj_with_mqa": "qkv_a_proj"}  # fmt: skip
+
+
+OPTIONAL_KEYS = ("hidden_act", "scoring_func", "topk_method", "moe_layer_freq", "attention_bias",
+                 "num_nextn_predict_layers", "tie_word_embeddings")  # fmt: skip
+REQUIRED_KEYS = ("norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor", "rms_norm_eps")
+
+
+def ends(sizes: Sizes) -> Iterator[Part]:
+    vocabulary = (sizes.vocab_size, sizes.hidden_size)
+    yield Part("model.embed_tokens.weight", vocabulary, "embedding", "embed.weight")
+    yield Part("lm_head.weight", vocabulary, "lm_head", "lm_head.weight")
+    yield Part("model.norm.weight", (sizes.hidden_size,), "norms", "norm.weight")
+
+
+def layer(sizes: Sizes, index: int) -> Iterator[Part]:
+    hidden, experts, width = sizes.hidden_size, sizes.n_routed_experts, sizes.moe_intermediate_size
+    for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+        yield Part(norm, (hidden,), "norms", norm)
+    for leaf, shape in latent_attention(sizes, hidden).items():
+        role: Role = "attention, latent" if leaf in FUSED else "attention, by heads"
+        parameter = f"self_attn.{FUSED.get(leaf, leaf)}.weight"
+        yield Part(
+            f"self_attn.{leaf}.weight", shape, role if len(shape) > 1 else "norms", parameter
+        )
+    if index < sizes.first_k_dense_replace:
+        yield from mlp("mlp", hidden, sizes.intermediate_size, "dense layers")
+        return
+    bias, router = "mlp.gate.e_score_correction_bias", "mlp.gate.weight"
+    yield Part(bias, (experts,), "router bias", bias)
+    yield Part(router, (experts, hidden), "router", router)
+    yield from mlp("mlp.experts.{}", hidden, width, "experts", experts)
+    yield from mlp("mlp.shared_experts", hidden, width * sizes.n_shared_experts, "shared experts")
+
+
+def latent_attention(sizes: LatentSizes, width: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of MLA whose first projections see `width` inputs."""
+    heads, nope, rope = sizes.num_attention_heads, sizes.qk_nope_head_dim, sizes.qk_rope_head_dim
+    return {
+        "q_a_proj": (sizes.q_lora_rank, width),
+        "q_a_layernorm": (sizes.q_lora_rank,),
+        "q_b_proj": (heads * (nope + rope), sizes.q_lora_rank),
+        "kv_a_proj_with_mqa": (sizes.kv_lora_rank + rope, width),
+        "kv_a_layernorm": (sizes.kv_lora_rank,),
+        "kv_b_proj": (heads * (nope + sizes.v_head_dim), sizes.kv_lora_rank),
+        "o_proj": (sizes.hidden_size, heads * sizes.v_head_dim),
+    }
+
+
+def mlp(stem: str, hidden: int, width: int, role: Role, copies: int = 1) -> Iterator[Part]:
+    """Of `copies` experts each parameter holds all."""
+    gate_up, down = f"{stem}.gate_up_proj.weight", f"{stem}.down_proj.weight"
+    if "{}" in stem:
+        gate_up, down = "mlp.experts.gate_up", "mlp.experts.down"
+    yield Part(f"{stem}.gate_proj.weight", (width, hidden), role, gate_up, copies)
+    yield Part(f"{stem}.up_proj.weight", (width, hidden), role, gate_up, copies)
+    yield Part(f"{stem}.down_proj.weight", (hidden, width), role, down, copies)
+
+
+def flat_version(sizes: Sizes, eos_token_ids: tuple[int, ...], packed: bool) -> str:
+    """K2-Thinking is published in packed formats only."""
+    return "k2-thinking" if packed else "k2"
+
+
+def nested_version(sizes: Sizes, eos_token_ids: tuple[int, ...], packed: bool) -> str:
+    """K2.6 and K2.7-Code have the same config."""
+    return "k2.6+" if sizes.vocab_size - END_OF_TURN in eos_token_ids else "k2.5"
+
+
+# K2-Instruct does not think, and its config does not tell it from K2-Thinking
+KIMI_K2 = Family(
+    name="kimi_k2",
+    model_types=TEXT_TYPES,
+    classes=("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"),
+    optional_keys=OPTIONAL_KEYS,
+    required_keys=REQUIRED_KEYS,
+    ends=ends,
+    layer=layer,
+    fused=FUSED,
+    tool_parser="kimi_k2",
+    reasoning_parsers={"trtllm": "kimi_k2", "vllm": "kimi_k2"},
+    thinks=False,
+    version=flat_version,
+)
+# opens the thinking in the template; MoonViT-3d: 27 blocks, 1152 wide, and a projector into the text width
+KIMI_K25 = replace(
+    KIMI_K2,
+    name="kimi_k25",
+    model_types=("kimi_k25",),
+    text_types=TEXT_TYPES,
+    classes=("KimiK25ForConditionalGeneration",),
+    prefix="language_model.",
+    vision_parameters=416_866_032 + 54_277_888,
+    reasoning_parsers={"trtllm": "kimi_k25", "vllm": "kimi_k2"},
+    thinks=True,
+    version=nested_version,
+)

@@ -1,0 +1,32 @@
+"""The families that trtspec serves, and the one that a config.json is of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trtspec.errors import TrtspecError
+from trtspec.families.family import Family
+from trtspec.families.kimi_k2 import KIMI_K2, KIMI_K25
+
+FAMILIES = (KIMI_K2, KIMI_K25)
+REFUSED_TYPES = ("kimi_k3", "kimi_linear")  # targets too, of which nothing is served
+
+
+def model_types() -> dict[str, Family]:
+    """The family of each model_type that config.json may have at its top level."""
+    return {name: family for family in FAMILIES for name in family.model_types}
+
+
+def is_target(config: dict[str, Any]) -> bool:
+    """Whether the model_type is a target's, served or refused."""
+    return config.get("model_type") in (*model_types(), *REFUSED_TYPES)
+
+
+def family_of(config: dict[str, Any]) -> Family:
+    """The family of a target, by its config.json alone. Raises TrtspecError naming a model_type of none."""
+    known, model_type = model_types(), config.get("model_type", "")
+    if model_type not in known:
+        message = f"model_type {model_type!r} is not a Kimi-K2 model (known: {', '.join(known)})"
+        remedy = "pass a Kimi-K2, K2-Thinking, K2.5, K2.6 or K2.7-Code checkpoint"
+        raise TrtspecError(message, remedy, "TS-TARGET-MODEL-TYPE")
+    return known[model_type]
