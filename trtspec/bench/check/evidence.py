@@ -90,6 +90,9 @@ def mixed(found: Sequence[Evidence]) -> float:
 @cache
 def _gains(probe: str, score: Score, tilt: Tilt) -> tuple[Any, ...]:
     """What a bet wins on a token, then mean and variance of that under its fault."""
+    top_k = SAMPLERS[probe]["top_k"]
+    if top_k and len({*score.top[top_k - 1 : top_k + 1]}) < 2:
+        return 0.0, 0.0, 0.0  # servers differ in which of equally likely tokens they keep
     values, masses, weights = _classes(score.top, **SAMPLERS[probe])
     faulty = tilt(masses, weights)
     faulty /= faulty.sum()

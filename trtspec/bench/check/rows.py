@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from trtspec.bench.check.evidence import SAMPLERS, collect, mixed
 from trtspec.bench.check.kinds import KINDS, NEVER_ASKED
-from trtspec.bench.check.prompts import CALLED, PENALTIES, SAID, TRUNCATIONS, VALUES
+from trtspec.bench.check.prompts import CALLED, PENALTIES, SAID, SEEDS, TRUNCATIONS, VALUES
 from trtspec.checkpoint.chat_parser import parse_reply, reply_text
 from trtspec.client.exchange import Exchange
 
@@ -261,10 +261,11 @@ def sampled(got: Sequence[Exchange], plain: Sequence[Exchange]) -> tuple[list[Lo
     for probe in SAMPLERS:
         bets = [bet for bet in found if bet.probe == probe]
         best = max(bets, key=lambda bet: bet.won)
+        shown = min(won, best.won)
         fault: str | None = ""
-        if theirs > limit or max(won, min(bets).faulty) <= limit:
+        if theirs > limit or max(shown, min(bets).faulty) <= limit:
             fault = None
-        elif min(won, best.won) > limit:
+        elif shown > limit:
             fault = f"tokens are not drawn from the target's distribution, as with {best.fault}"
         looks.append(Look(probe, ("sampled", "all"), fault))
     return looks, why
@@ -288,7 +289,8 @@ def _unsure(exchanges: Sequence[Exchange]) -> Iterator[Look]:
         fault = "answers without a seed are equal"
     if len({texts[0] for texts in answers.values()}) < 2:
         fault = "all seeds give one answer"
-    for one in seeds:
+    # without one of the answers, little is known of the others
+    for one in seeds if len(seeds) == 2 * len(SEEDS) else ():
         yield Look("seed", one.name, fault)
 
 
