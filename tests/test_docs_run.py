@@ -308,4 +308,4 @@ def test_the_pages_were_run() -> None:
     ran = sum(OUTCOMES.values()) - OUTCOMES["elsewhere"]
     print(f"\ncommands run on stand-ins: {ran}: {dict(OUTCOMES)}")
     if len(OUTCOMES) > 10:  # all pages ran in this process
-        assert ran >= 80 and OUTCOMES["elsewhere"] <= 11
+        assert ran >= 78 and OUTCOMES["elsewhere"] <= 11

@@ -20,6 +20,7 @@ import jiter
 import yaml
 
 from trtspec.errors import TrtspecError, UsageError, nearest
+from trtspec.foreign import user_path
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -121,7 +122,7 @@ def missing(path: str | Path, remedy: str) -> UsageError:
 
 def beside(path: str | Path) -> Path | None:
     """The entry of a directory that is meant by a path to nothing; None if none is spelled nearly so."""
-    name, directory = Path(path).name, Path(path).expanduser().parent
+    name, directory = Path(path).name, user_path(path).parent
     entries = [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
     near = None if name in entries else nearest(name, entries)
     return directory / near if near else None

@@ -7,6 +7,7 @@ printed passes `errors.printable`.
 
 from __future__ import annotations
 
+import os
 import re
 import unicodedata
 from collections.abc import Iterator
@@ -121,9 +122,14 @@ def without_code(value: Any) -> Any:
 HUB_PAGE = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/(?:models/)?([\w.-]+/[\w.-]+).*")
 
 
+def user_path(text: str | Path) -> Path:
+    """The path that a user wrote, `~` and `~name` replaced as a shell does; a name that nobody here has stays."""
+    return Path(os.path.expanduser(text))  # Path.expanduser raises RuntimeError for such a name
+
+
 def what_is(text: str) -> str:
     """What a user's argument is, for the error of a command that wants something else."""
-    path = Path(text).expanduser()
+    path = user_path(text)
     if HUB_PAGE.fullmatch(text):
         return "a page of the hub"
     if "://" in text:

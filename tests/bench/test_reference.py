@@ -63,18 +63,19 @@ def counters(url: str) -> dict[str, float]:
 
 
 def recorded(file: Path, count: int, longest: int) -> Path:
-    """Bodies of chat and completions requests up to about so many tokens, in steps of the power of two; all twice, so
-    that prompts are reused."""
+    """Bodies of chat and completions requests up to about so many tokens, in steps of the power of two; three are
+    asked twice before the next three, while the server still keeps what it computed."""
     lines = (Path(NANO) / "prompts_heldout.jsonl").read_text().splitlines()
     texts = [json.loads(line)["messages"][-1]["content"] for line in lines]
     bodies = list[dict[str, Any]]()
     for index in range(count // 2):
-        size = int(CHARACTERS * (longest >> index % 6))
+        size = int(CHARACTERS * (longest >> index % 10)) + 10
         text = " ".join(texts[index:] + texts * (size // 20_000 + 1))[:size]
         sampled = {"temperature": 0.5, "seed": index}
         chat: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "temperature": 0}
         bodies.append(chat if index % 2 else {"prompt": text, **sampled})
-    asked = [{"model": "recorded", "max_tokens": 24, **body} for body in bodies * 2]
+    twice = [body for begin in range(0, len(bodies), 3) for body in bodies[begin : begin + 3] * 2]
+    asked = [{"model": "recorded", "max_tokens": 24, **body} for body in twice]
     file.write_text("".join(json.dumps(body) + "\n" for body in asked))
     return file
 

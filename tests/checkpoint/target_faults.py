@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from tests.tiny import make_target, write_json, write_shards
@@ -257,37 +258,7 @@ NEED = (
     *DECIDE, "num_experts_per_tok", "max_position_embeddings", "rms_norm_eps", "n_group", "topk_group",
     "norm_topk_prob", "routed_scaling_factor", "rope_theta", "model_type",
 )  # fmt: skip
-# key -> values that are absurd, or contradict what published Kimis have
-WRONG: dict[str, list[Any]] = {
-    "num_experts_per_tok": [99],
-    "n_group": [3, -1],
-    "topk_group": [2],
-    "rms_norm_eps": [-1e-5, 1.0, float("nan")],
-    "routed_scaling_factor": [1e9, -2.827],
-    "rope_theta": [-1.0, 1e30],
-    "max_position_embeddings": [10**9, 4096],
-    "hidden_act": ["gelu"],
-    "scoring_func": ["softmax"],
-    "topk_method": ["greedy"],
-    "moe_layer_freq": [2],
-    "attention_bias": [True],
-    "num_nextn_predict_layers": [1],
-    "norm_topk_prob": [False],
-    "tie_word_embeddings": [True],
-    "eos_token_id": [10**6],
-    "bos_token_id": [-1],
-    "pad_token_id": [512],
-    "rope_scaling": [None, {"type": "linear", "factor": 2.0}],
-    "rope_parameters": [{"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}],
-}
-ROPE: dict[str, list[Any]] = {
-    "factor": [0.5, 64.0],
-    "beta_fast": [0.5],
-    "beta_slow": [-1.0],
-    "mscale": [99.0],
-    "rope_type": ["default"],
-    "original_max_position_embeddings": [0],
-}
+TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 def pairs(table: dict[str, list[Any]]) -> list[tuple[str, Any]]:
@@ -311,7 +282,7 @@ def config_faults(draft: Draft) -> Iterator[Fault]:
         yield setting("field off by one", key, value + 1)
         yield setting("field doubled", key, 2 * value)
         yield setting("field of another kind", key, str(value))
-    for key, value in pairs(WRONG):
+    for key, value in pairs(TABLES["wrong"]):
         yield setting("field absurd or contradicting", key, value)
     for key in draft.text["rope_scaling"]:
         spoil = lambda d, k=key: _drop(d.text["rope_scaling"], k)  # noqa: E731
@@ -321,7 +292,7 @@ def config_faults(draft: Draft) -> Iterator[Fault]:
             key,
             lambda d, k=key: d.text["rope_scaling"].update({k: [1]}),
         )
-    for key, value in pairs(ROPE):
+    for key, value in pairs(TABLES["rope"]):
         yield Fault(
             "rope word", key, lambda d, k=key, v=value: d.text["rope_scaling"].update({k: v})
         )
@@ -353,54 +324,6 @@ def config_faults(draft: Draft) -> Iterator[Fault]:
     yield from scheme_faults(draft)
 
 
-# quant_method -> words of quantization_config, then those of its group's weights
-SCHEMES: dict[str, tuple[dict[str, list[Any]], dict[str, list[Any]]]] = {
-    "compressed-tensors": (
-        {
-            "format": ["int-quantized", "marlin-24"],
-            "quantization_status": ["frozen"],
-            "kv_cache_scheme": [{"num_bits": 8}],
-            "sparsity_config": [{"format": "dense"}],
-            "ignore": [[], ["re:.*"], ["lm_head"], None],
-        },
-        {
-            "symmetric": [False],
-            "actorder": ["group", "weight"],
-            "strategy": ["channel", "tensor"],
-            "num_bits": [8, 3],
-            "type": ["float"],
-            "group_size": [64, 16, 128],
-            "dynamic": [True],
-            "block_structure": ["2x4"],
-        },
-    ),
-    "fp8": (
-        {
-            "fmt": ["e5m2"],
-            "activation_scheme": ["static"],
-            "weight_block_size": [[64, 64], [128], None, [0, 0], [1, 128]],
-            "scale_fmt": ["ue8m0"],
-            "modules_to_not_convert": [["model.layers.1.self_attn.o_proj"]],
-        },
-        {},
-    ),
-    "modelopt": (
-        {
-            "quant_algo": ["FP8", "W4A16_AWQ"],
-            "kv_cache_scheme": [{"num_bits": 4, "type": "float"}, None],
-            "ignore": [[], ["*"]],
-        },
-        {"num_bits": [8], "type": ["int"], "group_size": [32], "dynamic": [True]},
-    ),
-}
-HF_QUANT: dict[str, list[Any]] = {
-    "quant_algo": ["FP8"],
-    "kv_cache_quant_algo": ["INT8", None],
-    "group_size": [32],
-    "exclude_modules": [[], ["*"]],
-}
-
-
 def scheme_faults(draft: Draft) -> Iterator[Fault]:
     """Words of quantization_config and hf_quant_config.json."""
     block = draft.config.get("quantization_config") or draft.text.get("quantization_config")
@@ -413,10 +336,10 @@ def scheme_faults(draft: Draft) -> Iterator[Fault]:
     yield Fault("format", "quantization_config", lambda d: _unquantized(getattr(d, holder), d))
     yield Fault("format", "quant_method", lambda d: d.block.update(quant_method="awq"))
     yield Fault("format", "quant_method", lambda d: _drop(d.block, "quant_method"))
-    top, changes = map(pairs, SCHEMES[block["quant_method"]])
+    top, changes = map(pairs, TABLES["schemes"][block["quant_method"]])
     if draft.quant is not None:
         top = [*top, ("ignore", block["ignore"][1:])]
-        for key, value in pairs(HF_QUANT):
+        for key, value in pairs(TABLES["hf_quant"]):
             spoil = lambda d, k=key, v=value: d.quant["quantization"].update({k: v})  # noqa: E731
             yield Fault("hf_quant_config", key, spoil)
     for key, value in top:

@@ -25,7 +25,7 @@ from trtspec.checkpoint.published import (
     known,
     known_target,
     real_pair,
-    similar_ids,
+    similar_id,
 )
 from trtspec.checkpoint.rows import from_hub
 from trtspec.checkpoint.target_config import config_problems
@@ -335,7 +335,7 @@ def test_what_is_known_of_a_published_id_is_known_of_its_commits() -> None:
     )
     with pytest.raises(TrtspecError, match="kimi_k3"):
         known("moonshotai/Kimi-K3@v1")
-    assert similar_ids("nvidia/Kimi-K2.6-NVFP@v1") == similar_ids("nvidia/Kimi-K2.6-NVFP")
+    assert similar_id("nvidia/Kimi-K2.6-NVFP@v1") == "nvidia/Kimi-K2.6-NVFP4"
 
 
 def test_engines_are_given_a_name_and_a_revision_or_the_snapshot(

@@ -7,9 +7,11 @@ what has the same name here, or takes anything. The layers among the stand-ins r
 imitated, and the vision tower is left out.
 
 Each checkpoint of a target is loaded by every rank of tensor parallel 1, 2 and 4. The JSON has a list of answers for
-each, or the text of what the loader raised. An answer has `places`
-(tensor, module, position among the module's matrices; no module where the loader itself splits or fuses the tensor),
-`quantized` (modules built for NVFP4), `kv_cache`, and `auto`: what the model class prefers where the YAML says auto.
+each, or the text of what the loader raised. An answer has
+- `places`: tensor, module, position among the module's matrices; no module where the loader itself splits or fuses it;
+- `quantized`: the modules built for NVFP4; `empty`: the parameters that were not written;
+- `captured`: the layers whose states a head gets by default, and the order of 1, 3 and -1;
+- `kv_cache`, and `auto`: what the model class prefers where the YAML says auto.
 Names are without `language_model.`, which the Kimi wrapper strips.
 """
 
@@ -22,6 +24,8 @@ import operator
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +46,7 @@ REAL = (
     "tensorrt_llm._torch.model_config",
     "tensorrt_llm._torch.pyexecutor.config_utils",
     "tensorrt_llm._torch.attention.backends.interface",
+    "tensorrt_llm._torch.speculative.eagle3",
     f"{MODELS}.modeling_utils",
     f"{MODELS}.modeling_speculative",
     f"{MODELS}.modeling_deepseekv3",
@@ -50,6 +55,7 @@ REAL = (
     f"{MODELS}.checkpoints.base_weight_mapper",
     f"{MODELS}.checkpoints.hf.weight_mapper",
 )
+KIMI_LAYERS = 61
 Tensors = dict[str, Tensor]
 Place = tuple[str, str, int]
 
@@ -61,6 +67,11 @@ class Mapping(Anything):
 
     def __init__(self, ranks: int = 1, rank: int = 0) -> None:
         self.tp_size, self.tp_rank = ranks, rank
+
+
+@dataclass
+class SpecMetadata(Anything):
+    num_layers: int = 0
 
 
 class QuantMode(Anything):
@@ -236,6 +247,7 @@ class Loaders:
         self.classes = sys.modules[f"{MODELS}.modeling_utils"].MODEL_CLASS_MAPPING
         self.mapper = importlib.import_module(f"{MODELS}.checkpoints.hf.weight_mapper")
         self.weights = sys.modules[f"{MODELS}.checkpoints.base_weight_loader"].ConsumableWeightsDict
+        self.capture = importlib.import_module("tensorrt_llm._torch.speculative.eagle3")
         self.looked_up: set[str] = set()
         look_up = self.weights.__getitem__
 
@@ -282,6 +294,7 @@ class Loaders:
         config = self.config.from_pretrained(checkpoint, mapping=mapping)
         model = self.classes[config.pretrained_config.architectures[0]](config)
         model.load_weights(self.weights(dict(files)))
+        capture = partial(self.capture.Eagle3OneModelSpecMetadata, KIMI_LAYERS)
         quantized, places = [], [(key, "", 0) for key in self.looked_up]
         for name, module in model.named_modules():
             name = name.removeprefix("llm.")
@@ -292,6 +305,10 @@ class Loaders:
         return {
             "quantized": quantized,
             "places": places,
+            "empty": [name for name, value in model.named_parameters() if value.isnan().any()],
+            "captured": [
+                capture(layers_to_capture=ids).layers_to_capture for ids in (None, {1, 3, -1})
+            ],
             "kv_cache": model.model_config.quant_config.kv_cache_quant_algo,
             "auto": [
                 model.get_preferred_kv_cache_manager_version(),

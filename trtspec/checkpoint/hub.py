@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trtspec.checkpoint.headers import HF_QUANT_NAME, Checkpoint, read_config, weight_map
-from trtspec.checkpoint.published import PublishedHead, PublishedTarget, known
+from trtspec.checkpoint.published import PublishedHead, PublishedTarget, known, published_as
 from trtspec.checkpoint.remote import (
     CHECKPOINT_PATTERNS,
     METADATA_PATTERNS,
@@ -22,7 +22,7 @@ from trtspec.checkpoint.remote_code import RemoteCode, code_of, read_code
 from trtspec.data_files import DATA
 from trtspec.errors import Problem, TrtspecError, UsageError, nearest
 from trtspec.files import beside
-from trtspec.foreign import HUB_NAME, HUB_PAGE, HubId, parse_hub_id, what_is
+from trtspec.foreign import HUB_NAME, HUB_PAGE, HubId, parse_hub_id, user_path, what_is
 from trtspec.specs import HeadSpec, ModelSpec
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def resolve(name_or_path: str, *, weights: bool = True) -> Resolved:
 
 def local_directory(name: str) -> Path | None:
     """The directory called `name`, else that of the shipped model called so; None for everything else."""
-    path = Path(name).expanduser()
+    path = user_path(name)
     if name and path.is_dir():
         return path
     return DATA / name if name in SHIPPED else None
@@ -183,8 +183,8 @@ def hub_id_and_record(
 
 def _not_a_checkpoint(name: str) -> UsageError:
     """The error for a name that is neither a directory nor a hub id, by what it is."""
-    what, path = what_is(name), Path(name).expanduser()
-    near = nearest(name, SHIPPED) or beside(path)
+    what, path = what_is(name), user_path(name)
+    near = nearest(name, SHIPPED) or beside(path) or published_as(name)
     remedy = "pass a directory, an id such as org/name, or kimi-nano (head: kimi-nano-eagle3)"
     if page := HUB_PAGE.fullmatch(name):
         remedy = f"write the id, {page[1]}"
@@ -271,7 +271,7 @@ class Head(NamedTuple):
 def load_target(name: str, like: str | None = None) -> Target:
     """The target called `name`; while it is not here, the published checkpoint `like` answers for it. Raises UsageError
     when the name is a head's, or nothing that is known."""
-    absent = like is not None and not Path(name).expanduser().exists()
+    absent = like is not None and not user_path(name).exists()
     resolved = resolve(like if like is not None and absent else name, weights=False)
     must_be(resolved, "target")
     if absent:
@@ -330,7 +330,7 @@ def engine_name(name: str) -> str:
     name itself."""
     directory = local_directory(name)
     if directory is not None:
-        return name if Path(name).expanduser().is_dir() else str(directory)
+        return name if user_path(name).is_dir() else str(directory)
     hub_id = parse_hub_id(name)
     return name if hub_id is None else hub_id.name
 

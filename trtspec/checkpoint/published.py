@@ -3,7 +3,6 @@ record has is refused."""
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import TypeAdapter
 
 from trtspec.data_files import load_yaml
-from trtspec.errors import TrtspecError, UsageError
+from trtspec.errors import TrtspecError, UsageError, nearest
 from trtspec.families.family import Family
 from trtspec.foreign import parse_hub_id
 
@@ -202,13 +201,17 @@ def require_published(name: str, dataset: str) -> None:
         raise UsageError(message, f"published on: {', '.join(figures) or 'nothing'}")
 
 
-def similar_ids(name_or_id: str) -> list[str]:
-    """Published ids that look like a mistyped one; none when it is a published one itself."""
+def similar_id(name_or_id: str) -> str | None:
+    """The published id that is spelled nearly so; None when it is a published one itself."""
     names = [*catalogue().targets, *catalogue().heads]
     wanted = name_or_id.partition("@")[0]
-    if wanted in names:
-        return []
-    return difflib.get_close_matches(wanted, names, n=2, cutoff=0.8)
+    return None if wanted in names else nearest(wanted, names)
+
+
+def published_as(name: str) -> str | None:
+    """The published id that ends in this name."""
+    ids = [*catalogue().targets, *catalogue().heads]
+    return next((id for id in ids if id.casefold().endswith(f"/{name.casefold()}")), None)
 
 
 def real_pair(head_id: str, target_id: str) -> bool | None:

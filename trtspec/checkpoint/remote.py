@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 from trtspec import machine
 from trtspec.checkpoint.headers import HF_QUANT_NAME, INDEX_NAME, Checkpoint, TensorInfo, tensors_of
-from trtspec.checkpoint.published import similar_ids
+from trtspec.checkpoint.published import similar_id
 from trtspec.errors import MissingDependency, TrtspecError
-from trtspec.foreign import HubId, PlainName, plain_name
+from trtspec.foreign import HubId, PlainName, plain_name, user_path
 
 METADATA_PATTERNS = ["config.json", HF_QUANT_NAME]
 SMALL_PATTERNS = [
@@ -175,17 +175,17 @@ def hub_errors(hub_id: HubId, ask: Callable[[], Result]) -> Result:
 
 
 def _suggest(hub_id: HubId, remedy: str) -> str:
-    close = similar_ids(hub_id.name)
+    close = similar_id(hub_id.name)
     if not close and "k2" not in hub_id.name.casefold():
         return f"by its name it is of another family; trtspec takes Kimi-K2. Otherwise {remedy}"
-    return f"did you mean {' or '.join(close)}? Otherwise {remedy}" if close else remedy
+    return f"did you mean {close}? Otherwise {remedy}" if close else remedy
 
 
 def cache_directory() -> Path:
     """Where huggingface_hub keeps repositories: HF_HUB_CACHE, else hub/ under HF_HOME, else under the user's cache."""
     named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     if named:
-        return Path(os.path.expandvars(named)).expanduser()
+        return user_path(os.path.expandvars(named))
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
     home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
-    return Path(os.path.expandvars(home)).expanduser() / "hub"
+    return user_path(os.path.expandvars(home)) / "hub"

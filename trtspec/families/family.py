@@ -38,8 +38,8 @@ class Sizes(LatentSizes):
 
 
 class Part(NamedTuple):
-    """One tensor, or `copies` of it, of which `{}` in its name is the number. `name` is the hub's. A matrix may be
-    stored packed, in several tensors below its module.
+    """One tensor, or `copies` of it: `{}` in its name, which is that of the hub, is the number of an expert. A
+    matrix may be stored packed, in several tensors below its module.
 
     `parameter` is the one of our own model that it becomes rows of: the parts of one read the same input.
     """

@@ -28,6 +28,7 @@ from trtspec.errors import (
     errors_in,
     has_errors,
 )
+from trtspec.foreign import user_path
 from trtspec.launch.server import ServerLaunch
 from trtspec.report import announce, problem_lines, write_stderr
 
@@ -231,7 +232,7 @@ def check_modules_cache() -> Iterator[Problem]:
     """Code of a checkpoint is copied there before it is run."""
     from huggingface_hub.constants import HF_HOME
 
-    place = Path(os.environ.get("HF_MODULES_CACHE") or f"{HF_HOME}/modules").expanduser()
+    place = user_path(os.environ.get("HF_MODULES_CACHE") or f"{HF_HOME}/modules")
     try:
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=place):

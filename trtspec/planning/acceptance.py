@@ -25,6 +25,7 @@ from trtspec.checkpoint.hub import engine_name
 from trtspec.checkpoint.published import DRAFT_LEN, catalogue, known_head, known_target, real_pair
 from trtspec.data_files import load_yaml
 from trtspec.errors import Problem, TrtspecError, UsageError
+from trtspec.foreign import user_path
 
 EXAMPLE = "for example `acceptance` 2.62@3 (tokens per step with 3 drafts), or results.json of `trtspec bench`"
 VALUE = re.compile(r"(\d+(?:\.\d+)?)(?:@(\d+))?")
@@ -71,7 +72,7 @@ class Acceptance:
 
 def parse_acceptance(text: str) -> Acceptance:
     """The acceptance of VALUE, VALUE@DRAFTS or a bench file. Raises UsageError."""
-    path = Path(text).expanduser()
+    path = user_path(text)
     if path.exists():
         return _from_bench(path / "results.json" if path.is_dir() else path)
     found = VALUE.fullmatch(text)

@@ -7,7 +7,6 @@ speculation.yaml lists the ways to speculate, what each needs, and what a file s
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtspec.checkpoint.hub import findable, load_head, load_target
-from trtspec.checkpoint.published import similar_ids
+from trtspec.checkpoint.published import similar_id
 from trtspec.data_files import gpu_names
-from trtspec.errors import Problem, Severity, TrtspecError, UsageError
+from trtspec.errors import Problem, Severity, TrtspecError, UsageError, did_you_mean
 from trtspec.foreign import parse_hub_id
 from trtspec.planning.layout import KV_FRACTION, Layout
 from trtspec.planning.memory import Memory, memory
@@ -225,9 +224,7 @@ def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], 
         if not known.takes:
             message = f"trtllm-serve {schema.version} has no option {flag}"
             sure = known.settled and not known.taken
-            near = difflib.get_close_matches(flag, flags, n=1)
-            remedy = f"did you mean {near[0]}?" if near else ""
-            refuse("TS-SERVE-UNKNOWN-OPTION", message, remedy, sure)
+            refuse("TS-SERVE-UNKNOWN-OPTION", message, did_you_mean(flag, flags, ""), sure)
         if not known.taken:
             while rest and not rest[0].startswith("-"):
                 rest.pop(0)
@@ -276,10 +273,10 @@ def name_problem(name: str, here: bool = False) -> Problem | None:
         code = "TS-NAME-PLACEHOLDER"
         message = f"{name!r} names no checkpoint"
         remedy = "write its id or path"
-    elif close := similar_ids(name):
+    elif close := similar_id(name):
         code = "TS-NAME-UNKNOWN"
         message = f"{name} is not a published checkpoint that is known here"
-        remedy = f"did you mean {' or '.join(close)}?"
+        remedy = f"did you mean {close}?"
     else:
         code = "TS-NAME-ABSENT"
         severity = "error" if here and parse_hub_id(name) is None else "info"

@@ -1,12 +1,13 @@
 """Faults of Eagle3 heads, one by tensor, key and position, made from a clean head's config and tensors.
 
-A fault knows the codes by which it may be named and the least severity that it deserves. What no file can show (two
-tensors of one shape exchanged, a map that is off by one but still rises) is no fault here.
+A fault knows the codes by which it may be named and the least severity that it deserves. `disguised` has those that
+most files cannot show: two tensors of one shape exchanged, a map that is off by one but still rises.
 """
 
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,14 @@ Config = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[Config, Tensors], None]
 MAPS = ("d2t", "t2d")
+TWINS = (
+    ("gate_proj", "up_proj"),
+    ("k_proj", "v_proj"),
+    ("input_layernorm", "post_attention_layernorm"),
+    ("fc_norm.0", "fc_norm.2"),
+    ("experts.0.", "experts.1."),
+    ("layers.1.", "layers.2."),
+)
 SHAPE = ("TS-HEAD-TENSOR-SHAPE", "TS-HEAD-SHAPE", "TS-HEAD-FC-WIDTH", "TS-HEAD-CONFIG")
 MAP = (
     "TS-HEAD-D2T-VALUES",
@@ -98,17 +107,8 @@ def _values(tensors: Tensors) -> Iterator[Fault]:
         last = tensors[name].numel() - 1
         bad = (torch.nan, torch.inf, -torch.inf)
         for position, value in zip((0, last // 2, last), bad, strict=True):
-
-            def put(
-                tensor: torch.Tensor, position: int = position, value: float = value
-            ) -> torch.Tensor:
-                tensor = tensor.clone()
-                tensor.view(-1)[position] = value
-                return tensor
-
-            yield Fault(
-                "NaN or infinity", f"{name} at {position}", _set(name, put), ("TS-HEAD-NOT-FINITE",)
-            )
+            put = _set(name, _at(position, lambda *_, value=value: value))
+            yield Fault("NaN or infinity", f"{name} at {position}", put, ("TS-HEAD-NOT-FINITE",))
         for dtype in (torch.float64, torch.float8_e4m3fn, torch.int32):
             to = _set(name, lambda tensor, dtype=dtype: tensor.to(dtype))
             yield Fault("not stored as a float", f"{name} as {dtype}", to, ("TS-HEAD-DTYPE",))
@@ -142,7 +142,7 @@ def _at(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     def changed(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.clone()
-        tensor[position] = change(tensor, position)
+        tensor.view(-1)[position] = change(tensor, position)
         return tensor
 
     return changed
@@ -210,38 +210,20 @@ def _sizes(config: Config, tensors: Tensors) -> Iterator[Fault]:
                 else SHAPE
             )
             yield Fault("size in config.json", f"{key}: {value}", _key(key, value), codes)
+    rows: list[tuple[str, Any, tuple[str, ...]]] = []
     if "d2t" in tensors and len(tensors["d2t"]) < layer["vocab_size"]:
-        for value in (len(tensors["d2t"]) * 2, len(tensors["d2t"]) + 1, None):
-            yield Fault(
-                "size in config.json",
-                f"draft_vocab_size: {value}",
-                _key("draft_vocab_size", value),
-                SHAPE,
-            )
+        draft = len(tensors["d2t"])
+        rows += [("draft_vocab_size", value, SHAPE) for value in (draft * 2, draft + 1, None)]
     states = tensors["fc.weight"].shape[1] // layer["hidden_size"]
-    for key, value in (
-        ("target_hidden_size", layer["hidden_size"] // 2),
-        ("num_aux_hidden_states", states + 1),
-    ):
-        codes = (*SHAPE, "TS-PAIR-WIDTH")
+    rows += [
+        ("target_hidden_size", layer["hidden_size"] // 2, (*SHAPE, "TS-PAIR-WIDTH")),
+        ("num_aux_hidden_states", states + 1, (*SHAPE, "TS-PAIR-WIDTH")),
+        ("target_hidden_size", None, ("TS-HEAD-CONFIG",)),
+        ("num_hidden_layers", 2, ("TS-HEAD-FUNCTION",)),
+    ]
+    rows += [("rms_norm_eps", value, ("TS-HEAD-EPSILON",)) for value in (0.1, 1e-3, -1.0)]
+    for key, value, codes in rows:
         yield Fault("size in config.json", f"{key}: {value}", _key(key, value), codes)
-    null = ("TS-HEAD-CONFIG",)
-    yield Fault(
-        "size in config.json", "target_hidden_size: null", _key("target_hidden_size", None), null
-    )
-    yield Fault(
-        "size in config.json",
-        "num_hidden_layers: 2",
-        _key("num_hidden_layers", 2),
-        ("TS-HEAD-FUNCTION",),
-    )
-    for value in (0.1, 1e-3, -1.0):
-        yield Fault(
-            "size in config.json",
-            f"rms_norm_eps: {value}",
-            _key("rms_norm_eps", value),
-            ("TS-HEAD-EPSILON",),
-        )
 
 
 def _words(config: Config, tensors: Tensors) -> Iterator[Fault]:
@@ -255,55 +237,29 @@ def _words(config: Config, tensors: Tensors) -> Iterator[Fault]:
                 yield Fault(
                     "class in config.json", f"{key}: {value}", _key(key, value), ("TS-HEAD-CONFIG",)
                 )
-    for value in ("gelu", "relu", "gelu_pytorch_tanh"):
-        codes = ("TS-HEAD-FUNCTION",)
-        yield Fault("word in config.json", f"hidden_act: {value}", _key("hidden_act", value), codes)
-    for key in ("attention_bias", "mlp_bias"):
-        yield Fault("word in config.json", f"{key}: true", _key(key, True), ("TS-HEAD-FUNCTION",))
-    yield Fault(
-        "word in config.json", "tied", _key("tie_word_embeddings", True), ("TS-HEAD-CONFIG",)
-    )
-    aux = {**(config.get("eagle_config") or {}), "use_aux_hidden_state": False}
-    yield Fault(
-        "word in config.json",
-        "use_aux_hidden_state",
-        _key("eagle_config", aux),
-        ("TS-HEAD-CONFIG",),
-    )
-    quantized = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-    codes = ("TS-HEAD-CONFIG",)
-    yield Fault(
-        "word in config.json", "quantization_config", _key("quantization_config", quantized), codes
-    )
-    for value in ("float16", None):
-        codes = ("TS-HEAD-CONFIG",)
-        yield Fault(
-            "word in config.json",
-            f"torch_dtype: {value}",
-            _key("torch_dtype", value),
-            codes,
-            "warning",
-        )
+    aux = (config.get("eagle_config") or {}) | {"use_aux_hidden_state": False}
     normed = any(name.startswith("fc_norm") for name in tensors)
-    yield Fault(
-        "norm in config.json", "fc_norm flipped", _key("fc_norm", not normed), ("TS-HEAD-FC-NORM",)
-    )
-    flipped = not config.get("norm_output")
-    codes = ("TS-HEAD-NORM-OUTPUT",)
-    yield Fault(
-        "norm in config.json",
-        f"norm_output: {flipped}",
-        _key("norm_output", flipped),
-        codes,
-        "warning",
-    )
-    yield Fault(
-        "norm in config.json", "norm_before_fc", _key("norm_before_fc", True), ("TS-HEAD-FC-NORM",)
-    )
-    codes = ("TS-HEAD-NORM-RESIDUAL",)
-    yield Fault(
-        "norm in config.json", "norm_before_residual", _key("norm_before_residual", True), codes
-    )
+    quantized = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    rows: list[tuple[str, str, Any, str]] = [
+        ("word", "hidden_act", "gelu", "TS-HEAD-FUNCTION"),
+        ("word", "hidden_act", "relu", "TS-HEAD-FUNCTION"),
+        ("word", "hidden_act", "gelu_pytorch_tanh", "TS-HEAD-FUNCTION"),
+        ("word", "attention_bias", True, "TS-HEAD-FUNCTION"),
+        ("word", "mlp_bias", True, "TS-HEAD-FUNCTION"),
+        ("word", "tie_word_embeddings", True, "TS-HEAD-CONFIG"),
+        ("word", "eagle_config", aux, "TS-HEAD-CONFIG"),
+        ("word", "quantization_config", quantized, "TS-HEAD-CONFIG"),
+        ("word", "torch_dtype", "float16", "TS-HEAD-CONFIG"),
+        ("word", "torch_dtype", None, "TS-HEAD-CONFIG"),
+        ("norm", "fc_norm", not normed, "TS-HEAD-FC-NORM"),
+        ("norm", "norm_output", not config.get("norm_output"), "TS-HEAD-NORM-OUTPUT"),
+        ("norm", "norm_before_fc", True, "TS-HEAD-FC-NORM"),
+        ("norm", "norm_before_residual", True, "TS-HEAD-NORM-RESIDUAL"),
+    ]
+    for kind, key, value, code in rows:
+        severity = "warning" if key in ("torch_dtype", "norm_output") else "error"
+        change = _key(key, value)
+        yield Fault(f"{kind} in config.json", f"{key}: {value}", change, (code,), severity)
 
 
 def _rope(config: Config) -> Iterator[Fault]:
@@ -366,17 +322,14 @@ def _layers(config: Config) -> Iterator[Fault]:
     if not stored:
         return
     ids = list(stored[0][IDS])
+    wrong = [ids[::-1], [*ids, 6]]
     for position in range(len(ids)):
-        beyond = [*ids[:position], 99, *ids[position + 1 :]]
-        yield Fault("layer ids", f"{beyond}", _key(IDS, beyond), LAYERS)
-        negative = [*ids[:position], -5, *ids[position + 1 :]]
-        yield Fault("layer ids", f"{negative}", _key(IDS, negative), LAYERS)
-        twice = [*ids[:position], ids[position - 1], *ids[position + 1 :]]
-        yield Fault("layer ids", f"{twice}", _key(IDS, twice), LAYERS)
-        less = ids[:position] + ids[position + 1 :]
-        yield Fault("layer ids", f"{less}", _key(IDS, less), LAYERS)
-    yield Fault("layer ids", f"{ids[::-1]}", _key(IDS, ids[::-1]), LAYERS)
-    yield Fault("layer ids", f"{[*ids, 6]}", _key(IDS, [*ids, 6]), LAYERS)
+        wrong += [
+            [*ids[:position], other, *ids[position + 1 :]] for other in (99, -5, ids[position - 1])
+        ]
+        wrong.append(ids[:position] + ids[position + 1 :])
+    for layers in wrong:
+        yield Fault("layer ids", f"{layers}", _key(IDS, layers), LAYERS)
     for odd in (7, 0, "7", [1.5], [True, 2, 3], {"0": 1}):
         yield Fault("layer ids that are no list of integers", f"{odd}", _key(IDS, odd), (REFUSED,))
 
@@ -413,6 +366,36 @@ def _names(config: Config, tensors: Tensors) -> Iterator[Fault]:
     yield Fault(
         "tensor names", "one that nobody reads", add("midway.weight", 4, 4), codes, "warning"
     )
+
+
+def exchange(first: str, second: str, config: Config, tensors: Tensors) -> None:
+    for name in [name for name in tensors if first in name]:
+        other = name.replace(first, second)
+        tensors[name], tensors[other] = tensors[other], tensors[name]
+
+
+def unprefix(config: Config, tensors: Tensors) -> None:
+    for name in list(tensors):
+        tensors[name.replace("layers.", "")] = tensors.pop(name)
+
+
+def disguised(config: Config, tensors: Tensors) -> Iterator[Fault]:
+    """Faults that leave the number, types and mostly names and shapes of the tensors as they are."""
+    for first, second in TWINS:
+        if any(first in name for name in tensors):
+            yield Fault(f"exchanged: {first}", second, partial(exchange, first, second), ())
+    yield Fault("alias lost", "layers.", unprefix, ())
+    square = next(name for name in tensors if name.endswith("o_proj.weight"))
+    yield Fault(
+        "transposed", square, lambda _, tensors: tensors.update({square: tensors[square].mT}), ()
+    )
+    if "d2t" in tensors:
+        later = lambda _, tensors: tensors.update(d2t=tensors["d2t"] + 1)  # noqa: E731
+        yield Fault("d2t shifted", "by 1", later, ())
+    if eagle := config.get("eagle_config"):
+        ids = [layer + 1 for layer in eagle[IDS]]
+        later = lambda config, _: config["eagle_config"].update({IDS: ids})  # noqa: E731
+        yield Fault("layer ids shifted", "by 1", later, ())
 
 
 def changed(fault: Fault, config: Config, tensors: Tensors) -> tuple[Config, Tensors]:

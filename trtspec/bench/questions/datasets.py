@@ -31,6 +31,7 @@ from trtspec.checkpoint.conversations import (
 from trtspec.checkpoint.rows import CODE, SUFFIXES, DataRow, from_hub, hub_rows, read_rows
 from trtspec.errors import UsageError, did_you_mean
 from trtspec.files import missing
+from trtspec.foreign import user_path
 from trtspec.report import file_sha256
 
 NANO = "nano"
@@ -295,8 +296,8 @@ def locate(text: str) -> QuestionSource:
         return QuestionSource(
             label=NANO, file=str(data_files.kimi_nano_dir() / "prompts_heldout.jsonl")
         )
-    if Path(text).expanduser().exists():
-        return QuestionSource(label=Path(text).name, file=str(Path(text).expanduser()))
+    if user_path(text).exists():
+        return QuestionSource(label=Path(text).name, file=str(user_path(text)))
     match = NAMED.fullmatch(text)
     found = catalogue().get(match["name"]) if match else None
     if match and found:
@@ -306,7 +307,7 @@ def locate(text: str) -> QuestionSource:
             raise UsageError(
                 f"the data set {found.label} has no configuration {config}", f"it has {listed}"
             )
-        if file and not Path(file).expanduser().exists():
+        if file and not user_path(file).exists():
             raise missing(file, f"`dataset` {found.label} alone reads the hub")
         if config:
             category = found.category or (config if len(found.configs) > 1 else "")

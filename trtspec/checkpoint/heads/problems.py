@@ -16,7 +16,7 @@ from trtspec.checkpoint.heads.shapes import OPTIONAL, REMEDY, tensor_names
 from trtspec.checkpoint.remote_code import read_code
 from trtspec.checkpoint.target_tensors import finding
 from trtspec.checkpoint.values import FLOATS, read_values, vocabulary_values
-from trtspec.errors import Problem, Severity, listed
+from trtspec.errors import Problem, Severity
 from trtspec.specs import HeadSpec, RopeSpec, Values
 
 CLASS_WORDS = {
@@ -207,9 +207,7 @@ def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
     if -1 in layers and -1 not in (top or nested):
         message = f"layer ids {list(top or nested)} count the layers that ran; no engine hands on 0, the embedding"
         return [Problem("TS-HEAD-LAYER-IDS", "error", "layer ids", message, REMEDY)]
-    captured = sorted(
-        set(layers), key=lambda layer: (layer < 0, layer)
-    )  # -1, the final state, comes last
+    captured = sorted(set(layers))  # TensorRT-LLM puts -1, the final state, before the others
     if list(layers) != captured:
         message = (
             f"the head lists layers {list(layers)}; engines capture each once and in ascending order, so fc would be "
@@ -251,9 +249,6 @@ def _function(
         message = "`norm_output: true` without a norm before fc: EAGLE-3.1 has both or neither"
         remedy = "remove norm_output if the head was trained as EAGLE-3"
         yield Problem("TS-HEAD-NORM-OUTPUT", "warning", "config.json:norm_output", message, remedy)
-    if missing := [name for name in tensor_names(spec) if name not in tensors]:
-        message = f"its config has norms before fc, and there is no {listed(missing)}"
-        yield Problem("TS-HEAD-FC-NORM", "error", "tensor names", message, REMEDY)
     stated = {key for key, value in config.items() if value}
     stated |= {
         f"eagle_config.{key}" for key, value in (config.get("eagle_config") or {}).items() if value

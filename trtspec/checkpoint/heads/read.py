@@ -22,6 +22,7 @@ from trtspec.checkpoint.heads.shapes import (
     layer_prefix,
     measured,
     misfits,
+    missing_norms,
     unreadable,
 )
 from trtspec.checkpoint.target_problems import refusal
@@ -74,6 +75,7 @@ def read_head(
         return replace(declared, attention=attention, layer_prefix=prefix), problems
     spec = replace(measured(tensors, declared, config), layer_prefix=prefix)
     problems = misfits(tensors, spec, declared) + fc_width(tensors, spec, config)
+    problems = problems or missing_norms(tensors, spec)
     return spec, problems + head_problems(checkpoint, tensors, spec)
 
 

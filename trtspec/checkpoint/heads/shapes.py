@@ -199,6 +199,15 @@ def misfits(tensors: dict[str, TensorInfo], spec: HeadSpec, declared: HeadSpec) 
     return [Problem(code, "error", found[0].partition(" ")[0], found[0] + more, REMEDY), *flags]
 
 
+def missing_norms(tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
+    """Of a head whose shapes agree with its record: otherwise their number follows from another fault."""
+    missing = [name for name in tensor_names(spec) if name not in tensors]
+    if not missing:
+        return []
+    message = f"its config has norms before fc, and there is no {listed(missing)}"
+    return [Problem("TS-HEAD-FC-NORM", "error", "tensor names", message, REMEDY)]
+
+
 def fc_width(
     tensors: dict[str, TensorInfo], spec: HeadSpec, config: dict[str, Any]
 ) -> list[Problem]:
