@@ -51,8 +51,9 @@ class Storage:
     `dtypes` are the safetensors codes that each of `all_parts` may have, the published one first. `kinds` says what
     each is for: the values, a scale for each group of a row or block of rows and columns, one number, or the shape.
     `values_per_element` counts weights in one element of the first part, `group` those along K that share a scale.
-    `method` is the `quant_method` of its quantization_config, `unquantized` are the keys there that list the modules
-    left alone, `never` the roles of linears that engines leave alone unlisted.
+    `method` is the `quant_method` of its quantization_config, `algorithm` what ModelOpt calls it in a list of layers,
+    `unquantized` are the keys that list the modules left alone, `never` the roles of linears that engines leave alone
+    unlisted.
     """
 
     title: str
@@ -65,6 +66,7 @@ class Storage:
     unquantized: tuple[str, ...] = ("ignore",)
     never: tuple[str, ...] = ("router", "embedding")
     method: str = ""
+    algorithm: str = ""
 
     @property
     def all_parts(self) -> tuple[str, ...]:
@@ -76,7 +78,7 @@ _STORAGE = {
     "fp8-block": Storage(
         "FP8 in 128x128 blocks", ("weight", "weight_scale_inv"), (("F8_E4M3",), ("F32", "BF16", "F16")),
         kinds=("values", "blocks"),
-        method="fp8", unquantized=("modules_to_not_convert", "ignored_layers", "ignore"),
+        method="fp8", algorithm="FP8_PB_WO", unquantized=("modules_to_not_convert", "ignored_layers", "ignore"),
         never=("router", "embedding", "lm_head"),
     ),
     "int4": Storage(
@@ -87,7 +89,7 @@ _STORAGE = {
     "nvfp4": Storage(
         "NVFP4", ("weight", "weight_scale", "weight_scale_2"), (("U8",), ("F8_E4M3",), ("F32",), ("F32",)),
         ("values", "groups", "scalar", "scalar"), 2, NVFP4_BLOCK,
-        extra_parts=("input_scale",), method="modelopt",
+        extra_parts=("input_scale",), method="modelopt", algorithm="NVFP4",
         unquantized=("ignore", "exclude_modules"),
     ),
 }  # fmt: skip
@@ -240,7 +242,7 @@ def format_of_config(
 ) -> tuple[WeightFormat, int, tuple[int, int] | None] | None:
     """Format, group size and block size of a quantization_config; None where no Kimi is published in it."""
     method = block.get("quant_method", "")
-    if method == "modelopt" and block.get("quant_algo") == "NVFP4":
+    if method == "modelopt" and (block.get("quant_algo") == "NVFP4" or formats_of_layers(block)):
         return WeightFormat.NVFP4, NVFP4_BLOCK, None
     sizes = block.get("weight_block_size")
     if method == "fp8" and isinstance(sizes, list) and len(sizes) == 2 and min(sizes) > 0:
@@ -251,3 +253,14 @@ def format_of_config(
         if weights and all(w.get("num_bits") == 4 and w.get("type") == "int" for w in weights):
             return WeightFormat.INT4, int(weights[0].get("group_size") or INT4_GROUP), None
     return None
+
+
+def formats_of_layers(block: dict[str, Any]) -> dict[str, WeightFormat]:
+    """The format of each module that ModelOpt lists for a checkpoint of several formats; {} for any other."""
+    if block.get("quant_algo") != "MIXED_PRECISION":
+        return {}
+    listed = (block.get("quantized_layers") or {}).items()
+    known = {format.storage.algorithm: format for format in WeightFormat}
+    return {
+        module: known.get(entry.get("quant_algo"), WeightFormat.BF16) for module, entry in listed
+    }

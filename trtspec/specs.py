@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import TypeAdapter, ValidationError, confloat, conint
@@ -18,7 +18,7 @@ from trtspec.data_files import gpu_names, load_yaml
 from trtspec.errors import TrtspecError
 from trtspec.families.family import Family, LatentSizes, Sizes
 from trtspec.families.known import family_of
-from trtspec.formats import WeightFormat, format_of_config
+from trtspec.formats import WeightFormat, format_of_config, formats_of_layers
 
 if TYPE_CHECKING:
     Gpu = str
@@ -47,7 +47,7 @@ KINDS: dict[Any, tuple[str, ...]] = {
         "rope_scaling",
         "rope_parameters",
     ),
-    dict[str, dict[str, Any]]: ("config_groups",),
+    dict[str, dict[str, Any]]: ("config_groups", "quantized_layers"),
     str: (
         "model_type",
         "speculators_model_type",
@@ -198,6 +198,7 @@ class QuantSpec:
     exclude: tuple[str, ...] = ()
     kv_cache: str | None = None  # "fp8" or None
     block_size: tuple[int, int] | None = None  # fp8-block only
+    layers: dict[str, WeightFormat] = field(default_factory=dict, hash=False)  # of several formats
     where: str = (
         ""  # "config.json", "config.json:text_config", "hf_quant_config.json" or "" for bf16
     )
@@ -208,7 +209,9 @@ class QuantSpec:
         )  # a name such as "nvfp4" is enough
 
     def format_of(self, module: str, role: str) -> WeightFormat:
-        """How a linear is to be stored: an engine believes the exclude list."""
+        """How a linear is to be stored: an engine believes the list of layers, else the exclude list."""
+        if self.layers:
+            return self.layers.get(module, WeightFormat.BF16)
         alone = self.format.unquantized_modules(self.exclude).match(module)
         return WeightFormat.BF16 if alone or role in self.format.storage.never else self.format
 
@@ -245,7 +248,8 @@ class QuantSpec:
         lists = (block.get(key) or () for key in format.storage.unquantized)
         exclude = tuple(dict.fromkeys(itertools.chain.from_iterable(lists)))
         kv_cache = "fp8" if block.get("kv_cache_scheme") else None
-        return QuantSpec(format, group_size, exclude, kv_cache, block_size, where)
+        layers = formats_of_layers(block)
+        return QuantSpec(format, group_size, exclude, kv_cache, block_size, layers, where)
 
 
 @dataclass(frozen=True)
@@ -305,6 +309,12 @@ class ModelSpec(Sizes):
             name: text.whole(family.key(name), least=1, most=LIMITS.get(name, MOST))
             for name in SIZES
         }
+        quant = QuantSpec.from_configs(config, hf_quant_config)
+        if quant.layers and not family.mixed:
+            message = (
+                f"{quant.where} lists a format for each layer, and no {family.name} is published so"
+            )
+            raise TrtspecError(message, "quantize its source again", "TS-TARGET-FORMAT-UNKNOWN")
         ids = {name: (text if name in text.values else top).wholes(name) for name in TOKEN_IDS}
         return ModelSpec(
             family=family,
@@ -318,7 +328,7 @@ class ModelSpec(Sizes):
             routed_scaling_factor=text.number("routed_scaling_factor", 1.0),
             rms_norm_eps=text.number("rms_norm_eps"),
             rope=RopeSpec.from_config(text.values),
-            quant=QuantSpec.from_configs(config, hf_quant_config),
+            quant=quant,
             bos_token_id=next(iter(ids["bos_token_id"]), None),
             eos_token_ids=ids["eos_token_id"],
             pad_token_id=next(iter(ids["pad_token_id"]), None),

@@ -1,9 +1,10 @@
-"""Adding a weight format, really done on a copy of the package: MXFP4 as gpt-oss publishes it, as a source.
+"""Adding a weight format, really done on a copy of the package: MXFP4 as compressed-tensors packs it, as a source.
 
-Four bits in E2M1 and an E8M0 scale for 32 of them: `weight_blocks` uint8 [N, K/2], low nibble first, `weight_scales`
-uint8 [N, K/32], biased by 127."""
+Four bits in E2M1 and an E8M0 scale for 32 of them, under the suffixes of INT4: `weight_packed` uint8 [N, K/2], low
+nibble first, `weight_scale` uint8 [N, K/32], biased by 127."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,17 @@ from tests.tiny import make_target, read_tensors
 from trtspec.quant import nvfp4
 
 ROW = """    "mxfp4": Storage(
-        "MXFP4 in groups of 32", ("weight_blocks", "weight_scales"), (("U8",), ("U8",)), ("values", "groups"), 2, 32,
-        method="mxfp4", unquantized=("modules_to_not_convert",),
+        "MXFP4 in groups of 32", ("weight_packed", "weight_scale"), (("U8",), ("U8",)), ("values", "groups"), 2, 32,
+        method="compressed-tensors",
     ),
 """
-CONFIG = """    if method == "mxfp4":
+DETECTED = """    if method == "compressed-tensors" and block.get("format") == "mxfp4-pack-quantized":
         return WeightFormat.MXFP4, 32, None
 """
+CONFIG = {
+    "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized",
+    "ignore": ["re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|down)_proj.*", "lm_head"],
+}  # fmt: skip
 DECODER = '''
 
 def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -39,12 +44,15 @@ def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
 
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package with one format more."""
-    copy = copy_package(tmp_path_factory.mktemp("copy"))
+    return with_mxfp4(copy_package(tmp_path_factory.mktemp("copy")))
+
+
+def with_mxfp4(copy: Path) -> Path:
+    """The copy of the package with one format more."""
     edit(copy / "formats.py", '    "nvfp4": Storage(', ROW + '    "nvfp4": Storage(')
     edit(copy / "formats.py", '    NVFP4 = "nvfp4"\n', '    NVFP4 = "nvfp4"\n    MXFP4 = "mxfp4"\n')
     edit(copy / "formats.py", '    method = block.get("quant_method", "")\n',
-         '    method = block.get("quant_method", "")\n' + CONFIG)  # fmt: skip
+         '    method = block.get("quant_method", "")\n' + DETECTED)  # fmt: skip
     edit(copy / "quant/decode.py", "    WeightFormat.INT4:",
          "    WeightFormat.MXFP4: lambda *parts: dequantize_mxfp4(*parts),\n    WeightFormat.INT4:")  # fmt: skip
     edit(copy / "quant/decode.py", "\n\ndef dequantize_int4(", DECODER + "\n\ndef dequantize_int4(")
@@ -57,38 +65,36 @@ def edit(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
+def pack_mxfp4(shape: Sequence[int], seed: int = 0) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Random stored parts, and what they decode to by a table of their own."""
+    (rows, columns), generator = shape, torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (rows, columns), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(117, 132, (rows, columns // 32), generator=generator, dtype=torch.uint8)
+    sign, magnitude = codes // 8, codes % 8
+    value = torch.where(
+        magnitude < 2,
+        magnitude * 0.5,
+        (1 + magnitude % 2 * 0.5) * 2.0 ** (magnitude // 2 - 1.0),
+    )
+    factor = 2.0 ** (scales.double() - 127)
+    values = (value * (1 - 2.0 * sign) * factor.repeat_interleave(32, -1)).bfloat16()
+    return {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales}, values
+
+
 def mxfp4_target(directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A Kimi with MXFP4 experts, and what its tensors decode to, by a table of their own."""
+    """A Kimi with MXFP4 experts, and what its tensors decode to."""
     source = make_target(directory, layers=2, shards=1)
-    path, generator = source / "model.safetensors", torch.Generator().manual_seed(0)
+    path = source / "model.safetensors"
     plain, stored = load_file(path), {}
-    for name, tensor in list(plain.items()):
+    for seed, (name, tensor) in enumerate(list(plain.items())):
         if ".mlp.experts." not in name:
             stored[name] = tensor
             continue
-        rows, columns = tensor.shape
-        codes = torch.randint(0, 16, (rows, columns), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(
-            117, 125, (rows, columns // 32), generator=generator, dtype=torch.uint8
-        )
-        sign, magnitude = codes // 8, codes % 8
-        value = torch.where(
-            magnitude < 2,
-            magnitude * 0.5,
-            (1 + magnitude % 2 * 0.5) * 2.0 ** (magnitude // 2 - 1.0),
-        )
-        factor = 2.0 ** (scales.double() - 127)
-        plain[name] = (value * (1 - 2.0 * sign) * factor.repeat_interleave(32, -1)).bfloat16()
-        stem = name.removesuffix(".weight")
-        stored[f"{stem}.weight_blocks"], stored[f"{stem}.weight_scales"] = (
-            codes[:, ::2] | codes[:, 1::2] << 4,
-            scales,
-        )
+        parts, plain[name] = pack_mxfp4(tensor.shape, seed)
+        stored |= {f"{name.removesuffix('.weight')}.{key}": value for key, value in parts.items()}
     save_file(stored, path, {"format": "pt"})
     config = read_json(source / "config.json")
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": [
-        "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|down)_proj.*", "lm_head"]}  # fmt: skip
-    write_json(source / "config.json", config)
+    write_json(source / "config.json", config | {"quantization_config": CONFIG})
     return source, plain
 
 

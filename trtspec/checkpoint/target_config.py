@@ -18,7 +18,7 @@ from trtspec.data_files import load_yaml
 from trtspec.errors import Problem, Severity
 from trtspec.families.family import Family
 from trtspec.families.known import family_of
-from trtspec.formats import WeightFormat, format_of_method
+from trtspec.formats import WeightFormat, format_of_config, format_of_method
 from trtspec.specs import ModelSpec, QuantSpec
 
 STRETCH = (
@@ -67,7 +67,7 @@ def _problem(code: str, key: str, message: str, severity: Severity = "error") ->
 
 def _nesting(config: dict[str, Any], text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
     family, nested = spec.family, text is not config
-    if family.is_nested != nested:
+    if bool(family.text_types) != nested:
         message = (
             f"model_type is {spec.model_type!r} {'with' if nested else 'without'} a text_config"
         )
@@ -215,7 +215,8 @@ def scheme_problems(checkpoint: Checkpoint) -> list[Problem]:
     """Words of the scheme that are not those of published Kimis, and descriptions that contradict each other."""
     problems = []
     for place, block in quantization_blocks(checkpoint):
-        format = format_of_method(block)
+        known = format_of_config(block)
+        format = known[0] if known else format_of_method(block)
         groups = block.get("config_groups") or {}
         if format is not None and len(groups) > 1:
             message = f"{len(groups)} config_groups; which tensors each means is not read"
@@ -265,7 +266,7 @@ def _disagreements(checkpoint: Checkpoint) -> list[Problem]:
     ours, theirs = QuantSpec.from_configs(checkpoint.config), QuantSpec.from_configs({}, quant)
     differing = [
         name
-        for name in ("format", "group_size", "kv_cache")
+        for name in ("format", "group_size", "kv_cache", "layers")
         if getattr(ours, name) != getattr(theirs, name)
     ]
     if set(ours.exclude) != set(theirs.exclude):

@@ -242,16 +242,20 @@ def coverage_problems(
 ) -> Iterator[Problem]:
     """The config's format and exclude list against `formats`, those that the linears are stored in."""
     stated = spec.quant.format
-    others = {
-        module: format
-        for module, format in formats.items()
-        if format not in (stated, WeightFormat.BF16)
-    }
+    others, wrong = [], []
+    for module, format in formats.items():
+        wanted = spec.quant.format_of(module, roles[module])
+        expected = stated if wanted.is_plain else wanted
+        if format.is_plain and not wanted.is_plain:
+            wrong.append(f"{module} is not {wanted} and not listed as left alone")
+        elif format.is_plain:
+            continue
+        elif format is not expected:
+            others.append(f"{module} is {format}, not {expected}")
+        elif wanted.is_plain and roles[module] not in stated.storage.never:
+            wrong.append(f"{module} is {stated} and listed as not quantized")
     if others:
-        yield grouped(
-            "TS-TARGET-FORMAT",
-            [f"{module} is {format}, not {stated}" for module, format in others.items()],
-        )
+        yield grouped("TS-TARGET-FORMAT", others)
     if stated.is_plain:
         return
     never = stated.storage.never
@@ -266,12 +270,5 @@ def coverage_problems(
         message = f"config.json states {stated} and no weight is stored so"
         yield Problem("TS-TARGET-FORMAT", "error", spec.quant.where or "config.json", message)
         return
-    wrong = []
-    for module, format in formats.items():
-        wanted = spec.quant.format_of(module, roles[module])
-        if format is stated and wanted.is_plain and roles[module] not in never:
-            wrong.append(f"{module} is {stated} and listed as not quantized")
-        if format.is_plain and not wanted.is_plain:
-            wrong.append(f"{module} is not {stated} and not listed as left alone")
     if wrong:
         yield grouped("TS-TARGET-EXCLUDE", wrong)

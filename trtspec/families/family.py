@@ -62,7 +62,7 @@ class Family:
 
     `prefix` precedes the names of all text tensors. `ends` and `layer`, by its index, give their parts. `fused` joins
     the names of linears that read the same input: engines compute them as one, so they share their scales.
-    `vision_parameters` are those of the tower and its projector.
+    `vision_parameters` are those of the tower and its projector. `mixed`: checkpoints may have several formats.
 
     `reasoning_parsers` are by engine, and `thinks` says whether every model reasons. `version` names a release from
     its sizes, the ids that end an answer and whether weights are packed.
@@ -80,15 +80,11 @@ class Family:
     layer: Callable[[Sizes, int], Iterable[Part]]
     fused: dict[str, str]
     vision_parameters: int = 0
+    mixed: bool = False
     tool_parser: str
     reasoning_parsers: dict[str, str]
     thinks: bool
     version: Callable[[Sizes, tuple[int, ...], bool], str]
-
-    @property
-    def is_nested(self) -> bool:
-        """Whether the language model has a config of its own, text_config."""
-        return bool(self.text_types)
 
     def key(self, size: str) -> str:
         """What config.json calls a size of `ModelSpec`."""

@@ -94,7 +94,7 @@ KIMI_K2 = Family(
     thinks=False,
     version=flat_version,
 )
-# opens the thinking in the template; MoonViT-3d: 27 blocks, 1152 wide, and a projector into the text width
+# opens the thinking in the template; MoonViT-3d: 27 blocks, 1152 wide (416,866,032), and its projector (54,277,888)
 KIMI_K25 = replace(
     KIMI_K2,
     name="kimi_k25",
@@ -102,7 +102,7 @@ KIMI_K25 = replace(
     text_types=TEXT_TYPES,
     classes=("KimiK25ForConditionalGeneration",),
     prefix="language_model.",
-    vision_parameters=416_866_032 + 54_277_888,
+    vision_parameters=471_143_920,
     reasoning_parsers={"trtllm": "kimi_k25", "vllm": "kimi_k2"},
     thinks=True,
     version=nested_version,

@@ -15,16 +15,14 @@ from trtspec.checkpoint.heads.shapes import tensor_names
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.values import compare_embeddings, embedding_rows, head_value_problems
 from trtspec.errors import Problem, TrtspecError, errors_in
+from trtspec.families.kimi_k2 import FUSED
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
 from trtspec.models.layers import Linear
 from trtspec.specs import HeadSpec, ModelSpec
 
 # a tensor's module -> the module whose rows it becomes a part of
-STACKED = {
-    "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "q_a_proj": "qkv_a_proj",
-    "kv_a_proj_with_mqa": "qkv_a_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
-}  # fmt: skip
+STACKED = FUSED | dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
 Tensors = LazyTensors | dict[str, Tensor]  # by their checkpoint names
 
 

@@ -123,26 +123,23 @@ def linear_bytes(format: WeightFormat, rows: int, columns: int) -> int:
 
 
 @functools.cache
-def weights_by_role(model: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Parameters and bytes of the checkpoint's tensors of each role, in the order of bytes."""
-    parameters, sizes = Counter[str](), Counter[str]()
+def weights_by_role(model: ModelSpec) -> dict[str, int]:
+    """Bytes of the checkpoint's tensors of each role, the most first."""
+    sizes = Counter[str]()
     for stem, part in model.family.parts(model):
-        size = math.prod(part.shape)
-        stored = (4 if part.role == "router bias" else 2) * size
+        stored = (4 if part.role == "router bias" else 2) * math.prod(part.shape)
         if len(part.shape) == 2:
             module = stem + part.name.format(0).removesuffix(".weight")
             stored = linear_bytes(model.quant.format_of(module, part.role), *part.shape)
-        parameters[part.role] += part.copies * size
         sizes[part.role] += part.copies * stored
     if model.has_vision:
-        parameters["vision"] = model.family.vision_parameters
         sizes["vision"] = 2 * model.family.vision_parameters
-    return {role: (parameters[role], size) for role, size in sizes.most_common() if size}
+    return {role: size for role, size in sizes.most_common() if size}
 
 
 def checkpoint_bytes(model: ModelSpec) -> int:
     """Bytes of all tensors of the checkpoint."""
-    return sum(size for _, size in weights_by_role(model).values())
+    return sum(weights_by_role(model).values())
 
 
 def weights_per_gpu(model: ModelSpec, layout: Layout) -> dict[str, float]:
@@ -152,7 +149,7 @@ def weights_per_gpu(model: ModelSpec, layout: Layout) -> dict[str, float]:
     divided = {"experts"} if layout.attention_dp else SHARDED
     return {
         role: size / (layout.gpus if role in divided else 1)
-        for role, (_, size) in weights_by_role(model).items()
+        for role, size in weights_by_role(model).items()
     }
 
 

@@ -101,7 +101,10 @@ def default_policy(spec: ModelSpec, name: str) -> Policy:
     record = known_target(name)
     release = spec.version if record is None else record.family
     policies = map(load_policy, load_yaml("policies.yaml")["policies"])
-    return next(policy for policy in policies if release in policy.releases)
+    for policy in policies:
+        if release in policy.releases:
+            return policy
+    raise UsageError(f"nobody has published how {release} is quantized", "choose a `policy`")
 
 
 @dataclass(frozen=True)

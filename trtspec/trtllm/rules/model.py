@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import partial
 
 from trtspec.checkpoint import published
-from trtspec.checkpoint.heads.dialects import ENGINES
 from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.hub import same_checkpoint
 from trtspec.planning.layout import format_refusal, layout_refusals
@@ -23,7 +22,7 @@ from trtspec.trtllm.deployment import (
 )
 from trtspec.trtllm.document import Document, add_key, set_value
 
-ENGINE = ENGINES["trtllm"].name
+ENGINE = "trtllm"  # of the parsers of a family
 CAPTURE = f"{SPEC}.{eagle3().capture}"
 
 
