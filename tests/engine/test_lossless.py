@@ -2,22 +2,12 @@
 
 import pytest
 
-from tests.engine.conftest import HEAD_KINDS, HeadOf, Kind, drive, greedy_by_definition, token_ids
-from tests.engine.oracle import drafts_from_scratch, with_oracle
+from tests.engine.conftest import HEAD_KINDS, HeadOf, Kind, greedy_by_definition, token_ids
+from tests.engine.oracle import with_oracle
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
 from trtspec.models.kimi import KimiModel
-
-
-@pytest.mark.parametrize("rows", [1, 4, 16])
-def test_plain_engine_computes_the_definition(
-    rows: int, target: KimiModel, requests: list[GenerationRequest], expected: dict[str, list[int]]
-) -> None:
-    assert (
-        token_ids(Engine(target, options=EngineOptions(max_batch_size=rows)).generate(requests))
-        == expected
-    )
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)
@@ -38,72 +28,6 @@ def test_every_head_kind(
         request.id: expected[request.id] for request in some
     }
     assert engine.totals.drafted > 0
-
-
-@pytest.mark.parametrize(
-    "rows", [4, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (1, 16))]
-)
-@pytest.mark.parametrize("draft_len", [1, 3, 6])
-def test_every_acceptance_pattern(
-    rows: int,
-    draft_len: int,
-    target: KimiModel,
-    head_of: HeadOf,
-    requests: list[GenerationRequest],
-    expected: dict[str, list[int]],
-) -> None:
-    engine = Engine(
-        target,
-        head_of(("mla", "3", None)),
-        EngineOptions(draft_len=draft_len, max_batch_size=rows, max_seq_len=128, prefill_tokens=16),
-    )
-    with_oracle(engine, expected)
-    assert token_ids(engine.generate(requests)) == expected
-    assert all(count > 0 for count in engine.totals.histogram), (
-        "some acceptance count never happened"
-    )
-
-
-def test_batch_of_64(
-    target: KimiModel,
-    head_of: HeadOf,
-    requests: list[GenerationRequest],
-    expected: dict[str, list[int]],
-) -> None:
-    repeated = [(copy, request) for copy in range(8) for request in requests][:96]
-    copies = [
-        request.model_copy(update={"id": f"{copy}:{request.id}"}) for copy, request in repeated
-    ]
-    engine = Engine(
-        target, head_of(("mla", "3.1", None)), EngineOptions(max_batch_size=64, max_seq_len=128)
-    )
-    for name, tokens in token_ids(engine.generate(copies)).items():
-        assert tokens == expected[name.partition(":")[2]]
-
-
-@pytest.mark.parametrize(
-    "kind", [("mha", "3", 100), ("mla", "3", None), ("mla", "3.1", None), ("mha", "3.1", None)]
-)
-def test_drafts_are_those_of_a_head_without_cache(
-    kind: Kind,
-    target: KimiModel,
-    head_of: HeadOf,
-    requests: list[GenerationRequest],
-    expected: dict[str, list[int]],
-) -> None:
-    """After accepted and rejected drafts, moved rows and chunked prefill, the head proposes from the true text."""
-    head = head_of(kind)
-    engine = Engine(
-        target, head, EngineOptions(max_batch_size=4, max_seq_len=128, prefill_tokens=16)
-    )
-    oracle = with_oracle(engine, expected)
-    engine.generate(requests)
-    texts = {request.id: request.prompt_ids + expected[request.id] for request in requests}
-    checked = oracle.proposals[:: max(1, len(oracle.proposals) // 40)]
-    assert len(checked) >= 40
-    for proposal in checked:
-        certain = drafts_from_scratch(target, head, texts[proposal.id], proposal)
-        assert proposal.drafts[: len(certain)] == certain
 
 
 @pytest.mark.parametrize("drafting", [False, True])
@@ -176,26 +100,6 @@ def test_stop_strings(
             n for n in range(len(free) + 1) if word in tokenizer.decode(free[:n], skip_special=True)
         )
         assert completion.token_ids == free[:used]
-
-
-def test_cancel_and_refill(
-    target: KimiModel, requests: list[GenerationRequest], expected: dict[str, list[int]]
-) -> None:
-    """Cancelling a waiting, a prefilling and a decoding request leaves the others' tokens as they are."""
-    engine = Engine(target, options=EngineOptions(max_batch_size=3, prefill_tokens=8))
-    for request in requests:
-        engine.submit(request)
-    gone: set[str] = set()
-
-    def cancel() -> None:
-        if not gone and len(engine.batch) and engine.prefilling:
-            gone.update({engine.batch.sequences[0].id, engine.prefilling.id, engine.waiting[-1].id})
-            engine.cancelled.update({*gone, "nobody"})
-
-    got, ended = drive(engine, cancel)
-    assert {name for name, reason in ended.items() if reason == "cancelled"} == gone
-    assert len(ended) == len(requests)
-    assert all(got[name] == expected[name] for name in got if name not in gone)
 
 
 def test_statistics_add_up(

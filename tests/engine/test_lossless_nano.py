@@ -30,15 +30,6 @@ PROMPTS = kimi_nano_dir() / "prompts_heldout.jsonl"
 PROMPT_TOKENS, NEW_TOKENS = 96, 32  # the prompt's end, with the assistant's turn opened
 EVERY = pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.slow)])
 
-pytestmark = pytest.mark.skipif(
-    not (
-        PROMPTS.is_file()
-        and (kimi_nano_dir() / "config.json").is_file()
-        and (HEAD / "config.json").is_file()
-    ),
-    reason="kimi-nano and its head are not in trtspec/data",
-)
-
 Models = Callable[[str], tuple[KimiModel, Eagle3Head]]
 Plain = Callable[[str, int], dict[str, Output]]
 

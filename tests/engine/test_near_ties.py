@@ -179,25 +179,6 @@ def test_a_shorter_answer_is_no_near_tie(target: KimiModel) -> None:
     assert first_divergence(plain, plain) is None
 
 
-def test_gaps_are_those_of_the_emitted_tokens(
-    target: KimiModel,
-    head_of: HeadOf,
-    requests: list[GenerationRequest],
-    expected: dict[str, list[int]],
-) -> None:
-    """One gap per token, the same with and without drafts."""
-    plain = Engine(target, options=EngineOptions(record_gaps=True)).generate(requests)
-    engine = Engine(
-        target,
-        head_of(("mla", "3", None)),
-        EngineOptions(max_batch_size=4, max_seq_len=128, record_gaps=True),
-    )
-    with_oracle(engine, expected)
-    for name, completion in engine.generate(requests).items():
-        assert len(completion.gaps) == len(completion.token_ids)
-        assert completion.gaps == pytest.approx(plain[name].gaps, abs=1e-4)
-
-
 def test_logprobs_are_the_models(
     target: KimiModel,
     head_of: HeadOf,

@@ -4,7 +4,6 @@ import itertools
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from tests.engine.conftest import HeadOf, Kind, drive, token_ids
@@ -12,7 +11,6 @@ from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.prefix import PREFIX_BYTES, PrefixCache
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.sampling import BatchSampling
-from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel, TargetOutput
 from trtspec.models.state import LatentCache, TextPiece
 
@@ -29,55 +27,6 @@ class Counted:
             return whole(tokens, pieces, *rest)  # type: ignore[arg-type]
 
         monkeypatch.setattr(target, "prompts", prompts)
-
-
-@pytest.mark.parametrize("kind", [("mha", "3", None), ("mla", "3.1", None)], ids=str)
-def test_pieces_of_several_texts_give_what_each_gives_alone(
-    kind: Kind, target: KimiModel, head_of: HeadOf
-) -> None:
-    head, layers = (
-        head_of(kind),
-        target.spec.default_aux_layers,
-    )  # the heads are shared: not made in inference mode
-    with torch.inference_mode():
-        check_pieces(target, head, layers)
-
-
-def check_pieces(target: KimiModel, head: Eagle3Head, layers: tuple[int, ...]) -> None:
-    """Target and head, from different positions, against the batched forward that has one text only."""
-    texts = [
-        torch.randint(0, 100, (1, n), generator=torch.Generator().manual_seed(n))
-        for n in (40, 7, 23)
-    ]
-    pieces = [TextPiece(2, 11, 40), TextPiece(0, 0, 7), TextPiece(1, 22, 23)]
-    packed, draft = target.new_cache(3, 64), head.new_cache(3, 64)
-    packed.data.fill_(9.0)  # what other texts left behind must not be seen
-    for piece, text in zip(pieces, texts, strict=True):
-        if piece.begin:
-            aux = target(text[:, : piece.begin], torch.tensor([0]), packed, piece.row, layers).aux
-            head(head.fuse(aux), text[:, 1 : piece.begin + 1], torch.tensor([0]), draft, piece.row)
-    tokens = torch.cat([text[:, p.begin : p.end] for p, text in zip(pieces, texts, strict=True)], 1)
-    out = target.prompts(tokens, pieces, packed, layers, [28, 35, 36])
-    feedback, normed = head.prompts(head.fuse(out.aux), tokens.roll(-1, 1), pieces, draft)
-    end = 0
-    for index, (piece, text) in enumerate(zip(pieces, texts, strict=True)):
-        begin, end = end, end + piece.end - piece.begin
-        alone, alone_draft, start = (
-            target.new_cache(1, 64),
-            head.new_cache(1, 64),
-            torch.tensor([0]),
-        )
-        wanted = target(text, start, alone, 0, layers)
-        following = torch.cat((text[:, 1 : piece.begin + 1], tokens.roll(-1, 1)[:, begin:end]), 1)
-        fed, read = head(head.fuse(wanted.aux), following, start, alone_draft)
-        close = {"rtol": 1e-4, "atol": 1e-5}
-        torch.testing.assert_close(out.logits[0, index], wanted.logits[0, -1], **close)
-        torch.testing.assert_close(out.aux[0, begin:end], wanted.aux[0, piece.begin :], **close)
-        torch.testing.assert_close(
-            packed.data[:, piece.row, : piece.end], alone.data[:, 0, : piece.end], **close
-        )
-        torch.testing.assert_close(feedback[0, index], fed[0, -1], **close)
-        torch.testing.assert_close(normed[0, index], read[0, -1], **close)
 
 
 def test_waiting_prompts_share_a_pass(

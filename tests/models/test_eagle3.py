@@ -185,33 +185,6 @@ def test_equals_the_published_computation(tmp_path, target_dir, target, attentio
     assert worst < 1e-6
 
 
-@pytest.mark.parametrize(("attention", "eagle"), KINDS)
-def test_cached_steps_equal_one_causal_forward(tmp_path, target_dir, target, attention, eagle):
-    """Rows of different lengths in one cache, fed in pieces, against plain causal forwards without a cache."""
-    head, _, _ = load(tmp_path, target_dir, target, attention, eagle)
-    torch.manual_seed(2)
-    x = torch.randn(3, LENGTH, head.spec.hidden_size, dtype=torch.float64)
-    tokens = torch.randint(0, head.spec.vocab_size, (3, LENGTH))
-    whole = head(x, tokens, None, None)[1]
-    cache = head.new_cache(5, 32)
-    lengths = torch.tensor([3, 7, 11])
-    for row, length in enumerate(lengths.tolist()):
-        head(
-            x[row : row + 1, :length],
-            tokens[row : row + 1, :length],
-            torch.tensor([0]),
-            cache,
-            row=row + 1,
-        )
-    for _ in range(9):
-        pick = lengths[:, None]
-        piece = torch.take_along_dim(x, pick[..., None].expand(-1, -1, x.shape[-1]), 1)
-        got = head(piece, torch.take_along_dim(tokens, pick, 1), lengths, cache, row=1)[1]
-        want = torch.take_along_dim(whole, pick[..., None].expand(-1, -1, x.shape[-1]), 1)
-        assert (got - want).abs().max() < 1e-6  # the latent attention takes its softmax in float32
-        lengths = lengths + 1
-
-
 @pytest.mark.parametrize("attention", ["mla", "mha"])
 def test_attention_equals_transformers(tmp_path, target_dir, target, attention):
     """A head's layer against transformers' DeepSeek-V3 or Llama attention on the same 2H-wide weights."""

@@ -107,21 +107,6 @@ def test_captured_states_are_the_layer_outputs(tmp_path: Path) -> None:
     assert aux is not None and torch.equal(aux, torch.cat(seen, -1))
 
 
-def test_rows_do_not_see_each_other_and_move(tmp_path: Path) -> None:
-    model = load_target(make_target(tmp_path), dtype=torch.float32)
-    tokens = prompts()
-    cache = model.new_cache(4, 64)
-    with torch.no_grad():
-        lengths = (10, 20, 31)
-        for row, length in enumerate(lengths):
-            model(tokens[row : row + 1, :length], torch.zeros(1, dtype=torch.long), cache, row=row)
-        cache.move(2, 0, 31)  # the first sequence ends; the last takes its row
-        step = torch.stack([tokens[2, 31:33], tokens[1, 20:22]])
-        together = model(step, torch.tensor([31, 20]), cache).logits
-        alone = model(tokens[2:3, :33]).logits[:, 31:33]
-    torch.testing.assert_close(together[:1], alone, rtol=1e-4, atol=1e-4)
-
-
 def test_dispatched_experts_equal_all_experts(tmp_path: Path) -> None:
     """Prepared for decoding, whatever the number of rows; the plain definition is what gradients take."""
     model = load_target(make_target(tmp_path, experts=8), dtype=torch.float32)
