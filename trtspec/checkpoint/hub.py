@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trtspec.checkpoint.headers import HF_QUANT_NAME, Checkpoint, read_config, weight_map
-from trtspec.checkpoint.published import PublishedHead, PublishedTarget, known
+from trtspec.checkpoint.published import PublishedHead, PublishedTarget, known, published_as
 from trtspec.checkpoint.remote import (
     CHECKPOINT_PATTERNS,
     METADATA_PATTERNS,
@@ -184,7 +184,7 @@ def hub_id_and_record(
 def _not_a_checkpoint(name: str) -> UsageError:
     """The error for a name that is neither a directory nor a hub id, by what it is."""
     what, path = what_is(name), user_path(name)
-    near = nearest(name, SHIPPED) or beside(path)
+    near = nearest(name, SHIPPED) or beside(path) or published_as(name)
     remedy = "pass a directory, an id such as org/name, or kimi-nano (head: kimi-nano-eagle3)"
     if page := HUB_PAGE.fullmatch(name):
         remedy = f"write the id, {page[1]}"

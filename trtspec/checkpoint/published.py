@@ -208,6 +208,12 @@ def similar_id(name_or_id: str) -> str | None:
     return None if wanted in names else nearest(wanted, names)
 
 
+def published_as(name: str) -> str | None:
+    """The published id that ends in this name."""
+    ids = [*catalogue().targets, *catalogue().heads]
+    return next((id for id in ids if id.casefold().endswith(f"/{name.casefold()}")), None)
+
+
 def real_pair(head_id: str, target_id: str) -> bool | None:
     """Whether the head was published for the target; None when either id is not a known one."""
     head, target = known_head(head_id), known_target(target_id)

@@ -65,9 +65,7 @@ class CheckOptions:
     dataset: Annotated[str, option("Questions, as for bench.", group="Requests"), Modes(ALONE)] = (
         "nano"
     )
-    samples: Annotated[
-        int, option("Questions; twice as many are sampled.", min=1, group="Requests"), Modes(ALONE)
-    ] = 20
+    samples: Annotated[int, option("Questions.", min=1, group="Requests"), Modes(ALONE)] = 20
     max_tokens: Annotated[
         int, option("Maximum tokens per answer.", min=8, group="Requests"), Modes(ALONE)
     ] = 128
@@ -120,6 +118,9 @@ def check(options: CheckOptions) -> Result:
         )
     if options.against:
         server_url(options.against, "--against")  # before anything is asked
+        if options.against == options.url:
+            message = "the server is compared with itself"
+            raise UsageError(message, "`against` is another server, of the target without its head")
     if options.record is not None:
         if options.record == options.score:
             raise UsageError(
@@ -156,10 +157,10 @@ async def _check(options: CheckOptions) -> Result:
         Problem(
             CODES[row.name], "error", row.name, row.faults[0], f"trtspec explain {CODES[row.name]}"
         )
-        for row in verdict.rows
+        for row in rows
         if row.faults
     ]
-    results = [asdict(row) for row in verdict.rows]
+    results = [asdict(row) for row in rows]
     covered = coverage(got, rows)
     values = {"verdict": verdict.word, "message": verdict.line, "covered": covered, "results": results, **cost,
               "problems": [problem.to_dict() for problem in problems]}  # fmt: skip
@@ -178,14 +179,14 @@ async def _check(options: CheckOptions) -> Result:
 
 async def _exchanges(
     options: CheckOptions, bar: report.Bar
-) -> tuple[list[Exchange], list[Exchange] | None, list[Asker]]:
-    """What users get, what the server without speculation answered (None without one), and who asked."""
+) -> tuple[list[Exchange], list[Exchange], list[Asker]]:
+    """What users get, what the server without speculation answered ([] without one), and who asked."""
     from trtspec.bench.check.asking import record, require_plain, score_answers
     from trtspec.client.exchange import read_recording, to_line
 
     recorded = read_recording(options.score) if options.score else None
     got: list[Exchange] = []
-    plain: list[Exchange] | None = None
+    plain: list[Exchange] = []
     askers: list[Asker] = []
     async with AsyncExitStack() as servers:
         asker = await servers.enter_async_context(_asking(options, options.url, MAIN, bar))
@@ -201,12 +202,10 @@ async def _exchanges(
             askers.append(other)
             prompts = _prompts(options, asker)
             await require_plain(other, [prompts.raw("text 0", "text", prompts.texts[0])])
-            bar.say(f"[1/2] asking {options.url}")
             got = await record(asker, prompts)
-            bar.say(f"[2/2] scoring by {options.against}")
             got, plain = await score_answers(other, got)
         if options.record and asker.journal:
-            recording = got if recorded is None else plain or []
+            recording = got if recorded is None else plain
             report.write_atomic(options.record, b"".join(map(to_line, recording)))
             asker.journal.path.unlink()
     return got, plain, askers

@@ -76,11 +76,11 @@ def prepare(output: Path, force: bool) -> None:
 
     Raises UsageError if the directory holds anything else.
     """
-    report.refuse_overwrite(output, force)
     present = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
     if foreign := [name for name in present if name not in MADE]:
         message = f"{output} holds {foreign[0]}, which a demo did not write"
         raise UsageError(message, "choose another `output`")
+    report.refuse_overwrite(output, force)
     for name in present:
         report.remove_folder(output, PlainName(name))
     with report.writing(output):

@@ -394,7 +394,9 @@ def _foreign(document: Document) -> Judged | None:
             Finding.of(problem, problem.where).placed(document) for problem in unknown_options(keys)
         ]
         return Judged(document.name, document, None, BY_VLLM, findings)
-    if not is_foreign(map(str, keys)):
+    if "architectures" not in keys and not is_foreign(
+        map(str, keys)
+    ):  # a checkpoint's config.json has it
         return None
     message = f"no engine file is in it: its keys ({listed(map(str, keys))}) are another tool's"
     finding = Finding("TS-LINT-NO-ENGINE-FILE", "error", "", message)

@@ -56,6 +56,8 @@ def _meant_option(option: str, command: Any) -> str:
 def _meant_argument(extra: list[str], command: Any) -> str:
     """The remedy for more arguments than the command takes; "" if nothing is known of them."""
     own, words = spellings(command), sys.argv
+    if words[2:] == extra:
+        return f"`trtspec {command.name}` takes no argument"
     index = words.index(extra[0]) if extra[0] in words else 0
     flag, value = ["", "", *words[:index]][-2:]  # before the first extra word
     if flag in own and value.isdigit():
@@ -73,7 +75,10 @@ def _wrong_value(message: str, context: Any, parameter: Any, page: str) -> Usage
     name = set_by(context, parameter)
     written = f"{name}={os.environ[name]}" if name else _typed_value(parameter, sys.argv)
     if not choices:
-        return UsageError(f"{written} is {reason}", page)
+        remedy = (
+            f"{parameter.opts[0]}: {parameter.help} {page.capitalize()}" if parameter.help else page
+        )
+        return UsageError(f"{written} is {reason}", remedy)
     remedy = did_you_mean(value.strip("'"), re.findall("'(.+?)'", choices), "write one of these")
     return UsageError(f"{written} is not one of {choices}", remedy)
 

@@ -59,18 +59,18 @@ class PlanOptions:
     ttft: Annotated[
         float | None,
         option(
-            "Upper limit of the mean time to the first token.",
+            "Upper limit of the mean time to the first token, in milliseconds.",
             metavar="MS",
-            min=0.001,
+            min=1,
             group="Limits",
         ),
     ] = None
     tpot: Annotated[
         float | None,
         option(
-            "Upper limit of the mean time per output token.",
+            "Upper limit of the mean time per output token, in milliseconds.",
             metavar="MS",
-            min=0.001,
+            min=1,
             group="Limits",
         ),
     ] = None

@@ -22,18 +22,10 @@ from trtspec.files import missing, read_bytes
 
 @dataclass(frozen=True)
 class Score:
-    """What the scoring server says of one token: natural logarithms of its probability and of the best token's. Then
-    the probability of all likelier tokens, of those as likely (itself among them), and of all that the server listed.
-
-    `listed`: whether it is among them. `tied`: whether another one is near the best."""
+    """Natural logarithms of probabilities by the scoring server: of one token, and of the likeliest ones in order."""
 
     chosen: float
-    best: float
-    likelier: float
-    same: float
-    total: float
-    listed: bool = True
-    tied: bool = False
+    top: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,16 @@
-"""The reference server with faults in its engine: python faulty_engine.py FAULT,FAULT serve ..."""
+"""The reference server with faults in its engine, to see what `trtspec check` says of them.
+
+    python tests/bench/check/faulty_engine.py FAULT,FAULT serve kimi-nano --backend reference --dtype bfloat16 \\
+        --head kimi-nano-eagle3 --draft-len 3 --port 8001
+
+A fault is a function here, without arguments, that changes the engine before it starts. Its docstring begins with the
+row and the kind of docs/reference/fault-kinds.md that should name it, and a colon. Most faults put a function in place
+of another with `wrap(owner, name)`. test_live.py then runs it against check, alone:
+
+    python -m pytest -m slow -s tests/bench/check/test_live.py -k FAULT
+
+`-s` shows the verdict, also of a fault whose row nobody knows yet ("sampled tail" is as good as any other then).
+"""
 
 import sys
 import unicodedata
@@ -22,11 +34,12 @@ def wrap(owner: Any, name: str) -> Callable[[Patch], None]:
 
 
 def temperature_ignored() -> None:
+    """sampled distribution: every request is greedy."""
     sequence.COLDEST = float("inf")  # type: ignore[misc]
 
 
 def drafts_kept() -> None:
-    """Drafts are kept where the target gives them more than 0.1."""
+    """sampled distribution: drafts are kept where the target gives them more than 0.1."""
 
     @wrap(engine, "accept_sampled")
     def _(exact: Patch, target: torch.Tensor, drafts: torch.Tensor, probs: Any, uniform: torch.Tensor,
@@ -38,6 +51,8 @@ def drafts_kept() -> None:
 
 
 def one_draft_too_many() -> None:
+    """greedy text: a rejected draft is kept."""
+
     @wrap(engine.Engine, "_accept")
     def _(
         exact: Patch,
@@ -54,36 +69,49 @@ def one_draft_too_many() -> None:
         )
 
 
-def choices_equal() -> None:
+def requests_changed(change: Callable[[Any, Any], None]) -> None:
     @wrap(prepare.Preparation, "_choices")
     def _(exact: Patch, *args: Any, **more: Any) -> Any:
         requests = exact(*args, **more)
         for request in requests:
-            request.seed = requests[0].seed
+            change(request, requests[0])
         return requests
 
 
+def choices_equal() -> None:
+    """sampled n: all choices have one seed."""
+    requests_changed(lambda request, first: setattr(request, "seed", first.seed))
+
+
 def seed_ignored() -> None:
+    """sampled seed: every answer is drawn anew."""
     sequence.Sequence.uniform = lambda self, count: torch.rand(count)  # type: ignore[method-assign]
 
 
 def top_k_ignored() -> None:
+    """parameters top_k: no effect."""
     sampling.keep_top_k = lambda scaled, *_: scaled
 
 
 def held_text_lost() -> None:
+    """transport begun stop: text that begins a stop string is lost at the end."""
+
     @wrap(sequence.TextStream, "finish")
     def _(exact: Patch, self: sequence.TextStream) -> Any:
         return "" if self.stop else exact(self)
 
 
 def first_stop_only() -> None:
+    """transport several stops: the second stop string is ignored."""
+
     @wrap(sequence.TextStream, "__init__")
     def _(exact: Patch, self: sequence.TextStream, tokens: Any, stop: Any = ()) -> None:
         exact(self, tokens, stop[:1])
 
 
 def special_names_parsed() -> None:
+    """prompts special names: names of special tokens in a text become tokens."""
+
     @wrap(tokenizer.KimiTokenizer, "encode_chat")
     def _(
         exact: Patch, self: tokenizer.KimiTokenizer, messages: Any, *args: Any, **more: Any
@@ -105,15 +133,17 @@ def contents_changed(change: Callable[[str], str]) -> None:
 
 
 def prompt_stripped() -> None:
+    """prompts white space: messages are stripped."""
     contents_changed(str.strip)
 
 
 def prompt_normalized() -> None:
+    """prompts composed characters: messages are NFKC."""
     contents_changed(lambda text: unicodedata.normalize("NFKC", text))
 
 
 def history_lost() -> None:
-    """Of a second user turn."""
+    """prompts second turn: the first turn is lost."""
     messages_changed(
         lambda messages: (
             messages[-1:] if sum(one["role"] == "user" for one in messages) > 1 else messages
@@ -122,13 +152,15 @@ def history_lost() -> None:
 
 
 def prompt_cut() -> None:
+    """prompts long: the beginning is cut."""
+
     @wrap(prepare.Preparation, "_choices")
     def _(exact: Patch, self: Any, asked: Any, prompt: list[int], *args: Any, **more: Any) -> Any:
         return exact(self, asked, prompt[-BEYOND:], *args, **more)
 
 
 def cache_in_3_bits() -> None:
-    """Beyond a number of tokens."""
+    """greedy near the limit: keys and values are coarse beyond a number of tokens."""
 
     @wrap(engine.Engine, "step")
     def _(exact: Patch, self: engine.Engine) -> Any:
@@ -140,6 +172,8 @@ def cache_in_3_bits() -> None:
 
 
 def long_answer_corrupted() -> None:
+    """greedy long answer: a wrong token a step, after 128 of them."""
+
     @wrap(engine.Engine, "_accept")
     def _(exact: Patch, self: engine.Engine, logits: torch.Tensor, *args: Any) -> Any:
         tokens, accepted = exact(self, logits, *args)
@@ -150,7 +184,7 @@ def long_answer_corrupted() -> None:
 
 
 def characters_broken() -> None:
-    """Those that span tokens."""
+    """transport characters: those that span tokens are broken."""
 
     @wrap(tokenizer.Detokenizer, "push")
     def _(exact: Patch, self: tokenizer.Detokenizer, ids: Any) -> str:
@@ -158,12 +192,36 @@ def characters_broken() -> None:
 
 
 def tail_cut() -> None:
-    """A top_p of 0.95 that nobody asked for."""
+    """sampled tail: a top_p of 0.95 that nobody asked for."""
 
     @wrap(sampling.BatchSampling, "probabilities")
     def _(exact: Patch, self: sampling.BatchSampling, logits: torch.Tensor) -> torch.Tensor:
         return sampling.keep_top_p(exact(self, logits), torch.full((1,), 0.95))
 
+
+def top_k_added() -> None:
+    """sampled distribution: a top_k of 20 that nobody asked for."""
+
+    @wrap(sampling.BatchSampling, "probabilities")
+    def _(exact: Patch, self: sampling.BatchSampling, logits: torch.Tensor) -> torch.Tensor:
+        return exact(self, sampling.keep_top_k(logits, torch.full((1,), 20), 0))
+
+
+def penalties_dropped() -> None:
+    """parameters frequency_penalty: no effect."""
+    requests_changed(lambda request, _: setattr(request, "frequency_penalty", 0.0))
+
+
+def top_p_ignored() -> None:
+    """parameters top_p: no effect."""
+    sampling.keep_top_p = lambda probs, *_: probs
+
+
+FAULTS = {
+    name: patch.__doc__.partition(":")[0]
+    for name, patch in list(globals().items())
+    if getattr(patch, "__module__", "") == __name__ and not patch.__code__.co_argcount
+}
 
 if __name__ == "__main__":
     for fault in filter(None, sys.argv.pop(1).split(",")):

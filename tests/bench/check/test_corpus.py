@@ -23,7 +23,7 @@ from trtspec.bench.check.prompts import Prompts
 from trtspec.bench.check.rows import CheckVerdict, Row, coverage, judge
 from trtspec.bench.questions.datasets import Question
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.client.exchange import Exchange, Score, read_recording
+from trtspec.client.exchange import Exchange, read_recording
 from trtspec.client.servers import detect_server
 from trtspec.data_files import kimi_nano_dir
 from trtspec.errors import UsageError
@@ -173,20 +173,6 @@ def test_a_scoring_server_that_speculates_is_refused_at_once() -> None:
     assert len(other.asked) == 4 and not any("logprobs" in body for body in other.asked)
 
 
-def test_tokens_that_the_target_is_sure_of_show_no_sampler() -> None:
-    got, plain = honest()
-    sure = Score(chosen=-0.01, best=-0.01, likelier=0.0, same=0.99, total=1.0)
-    certain = [
-        replace(one, scores=(sure,) * len(one.scores)) if one.kind == "sampled" else one
-        for one in got
-    ]
-    row = next(row for row in judge(certain, plain) if row.name == "sampled")
-    assert (
-        row.status == "unmeasured"
-        and "over 0 tokens of which the target is unsure, 300 are needed" in row.why
-    )
-
-
 @pytest.mark.parametrize(
     ("behind", "exact", "row"), [(1.5, False, ""), (2.5, False, "greedy"), (0.1, True, "greedy")]
 )
@@ -195,7 +181,7 @@ def test_one_answer_fails_beyond_two_nats_and_exact_takes_no_tie(
 ) -> None:
     got, plain = honest()
     one = next(one for one in got if one.kind == "text" and one.scores)
-    off = (replace(one.scores[0], chosen=one.scores[0].best - behind), *one.scores[1:])
+    off = (replace(one.scores[0], chosen=one.scores[0].top[0] - behind), *one.scores[1:])
     one_off = [replace(each, scores=off) if each.key == one.key else each for each in got]
     assert " ".join(failed(judge(one_off, plain, exact=exact))) == row
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from trtspec.bench.check.asking import TOP
 from trtspec.bench.check.prompts import CALLED, SAID, TWO_CALLS, VALUES
 from trtspec.checkpoint.chat_parser import parse_reply, reply_text
 from trtspec.checkpoint.tokenizer import KimiTokenizer
@@ -21,6 +22,7 @@ from trtspec.checkpoint.tokenizer import KimiTokenizer
 CITIES = ("Paris", "Rome")
 OWNERS = {"reference": "trtspec", "trtllm": "tensorrt_llm"}
 Body = dict[str, Any]
+DISTRIBUTIONS: dict[tuple[int, bool], dict[int, float]] = {}  # of the next word, by hash
 OPENINGS: set[tuple[int, ...]] = set()  # prompts that any toy was asked
 
 
@@ -62,11 +64,13 @@ class Toy:
 
     def __post_init__(self) -> None:
         told = enumerate(self.tokenizer.token_bytes[: self.tokenizer.base_size])
-        self.words = [
+        words = [
             token
             for token, text in told
             if len(text) > 3 and text[:1] == b" " and text[1:].isalpha()
-        ][:24]
+        ]
+        self.words, self.rare = words[:24], words[24:64]
+        self.rare_gaps = [4.6 + 0.02 * index for index in range(40)]
         self.end = self.tokenizer.special_tokens["<|im_end|>"]
 
     def client(self) -> httpx.AsyncClient:
@@ -95,17 +99,24 @@ class Toy:
         script = self.forced(body) or script
         if script:
             return {script[len(ids)] if len(ids) < len(script) else self.end: 0.0}
-        key = zlib.crc32(repr((place, list(ids)[-5:], len(ids), self.changed(body))).encode())
-        dice = random.Random(key)
-        length = 20 + place % 30
+        key = zlib.crc32(repr((place, list(ids)[-5:], len(ids))).encode())
+        ended = len(ids) >= 20 + place % 30
+        if (key, ended) not in DISTRIBUTIONS:
+            DISTRIBUTIONS[key, ended] = self.distribution(random.Random(key), ended)
+        return DISTRIBUTIONS[key, ended]
+
+    def distribution(self, dice: random.Random, ended: bool) -> dict[int, float]:
+        """The likeliest word first."""
         words, gaps = dice.sample(self.words, 8), [0.0]
         while len(gaps) < 8:
             gaps.append(gaps[-1] + 0.6 + dice.random())
-        if len(ids) >= length:
+        if ended:
             words = [self.end, *words[:7]]
             gaps = [0.0, *(gap + 3 for gap in gaps[1:])]
+        words, gaps = words + self.rare, gaps + self.rare_gaps
         total = math.log(sum(math.exp(-gap) for gap in gaps))
-        return {word: -gap - total for word, gap in zip(words, gaps, strict=True)}
+        pairs = sorted(zip(gaps, words, strict=True))
+        return {word: -gap - total for gap, word in pairs}
 
     def context(self, prompt: tuple[int, ...]) -> tuple[int, list[int]]:
         """A hash of the prompt, and what is written whatever the context: two calls, where a tool is offered."""
@@ -139,15 +150,13 @@ class Toy:
             return []
         return self.tokenizer.encode(text, allow_special=True)
 
-    def changed(self, body: Body) -> str:
-        if self.fault == "penalties-dropped":
-            return ""
-        return "".join(f"{key}={body[key]}" for key in sorted(body) if key.endswith("_penalty"))
-
     # --- the engine ---
 
     def generate(self, prompt: list[int], body: Body) -> Made:
-        fault, ids, dice = self.fault, [], random.Random(f"{body.get('seed')}{prompt}")
+        fault, ids = self.fault, []
+        seed = body.get("seed", "")
+        seed = len(self.asked) if seed is None else seed
+        dice = random.Random(f"{seed}{prompt}")
         warm, self.seen = tuple(prompt) in self.seen, self.seen | {tuple(prompt)}
         long, turns = len(prompt) > 250, self.tokenizer.decode(prompt).count("<|im_user|>")
         read = list(prompt)
@@ -175,11 +184,14 @@ class Toy:
             "min_p": body.get("min_p", 0) == 1 and fault != "min-p-dropped",
         }
         temperature = 0.0 if any(truncated.values()) else temperature
+        neutral = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
+        bonus = 30 * sum(neutral[key] - body[key] for key in neutral.keys() & body.keys())
+        bonus = 0 if fault == "penalties-dropped" else bonus
         words = self.stops(body)
         finish = "length"
         while len(ids) < limit:
             told = {
-                token: value for token, value in self.target(read, ids, body).items()
+                token: value + bonus * (token in ids) for token, value in self.target(read, ids, body).items()
                 if token not in banned and not (token == self.end and len(ids) < least)
             }  # fmt: skip
             ids.append(self.choose(told, temperature, dice))
@@ -271,9 +283,7 @@ class Toy:
         if "logprobs" not in body:
             OPENINGS.add(tuple(prompt))
         if "n" in body:
-            seeds = [
-                body["seed"] + (0 if fault == "choices-equal" else n) for n in range(body["n"])
-            ]
+            seeds = [0 if fault == "choices-equal" else n for n in range(body["n"])]
             ids = [self.generate(prompt, body | {"seed": seed}).ids for seed in seeds]
             choices = [{"text": "", "token_ids": each, "finish_reason": "length"} for each in ids]
             return httpx.Response(200, json={"choices": choices})
@@ -281,7 +291,7 @@ class Toy:
         if "logprobs" in body:  # of one continuation
             begin = self.begin(prompt)
             told = self.target(prompt[:begin], prompt[begin:], body)
-            top = {self.tokenizer.decode([token]): value for token, value in told.items()}
+            top = {self.tokenizer.decode([token]): told[token] for token in [*told][:TOP]}
             return httpx.Response(200, json={"choices": [{
                 "text": "", "finish_reason": "length", "logprobs": {"token_logprobs": [0], "top_logprobs": [top]},
             }]})  # fmt: skip
@@ -295,7 +305,7 @@ class Toy:
         for place in range(begin, len(prompt)):
             told = self.target(prompt[:begin], prompt[begin:place], {})
             tokens.append(told.get(prompt[place], -12.0))
-            tops.append({str(token): value for token, value in told.items()})
+            tops.append({str(token): told[token] for token in [*told][:TOP]})
         logprobs = {"token_logprobs": tokens, "top_logprobs": tops}
         return httpx.Response(
             200, json={"choices": [{"text": "", "finish_reason": "length", "logprobs": logprobs}]}
@@ -331,7 +341,11 @@ class Toy:
             else {}
         )
         if body.get("detokenize") is False:
-            ids = {"token_ids": made.ids[:-1] if made.ids[-1] == self.end else made.ids}
+            ids = {
+                "token_ids": made.ids[:-1]
+                if made.ids[-1] == self.end and finish == "stop"
+                else made.ids
+            }
         if not streamed:
             named = {"text": text} if raw else {"message": {**message, "tool_calls": calls}}
             return httpx.Response(

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from trtspec.bench.check.evidence import SAMPLERS
 from trtspec.bench.check.prompts import (
-    PENALTIES,
     TRUNCATIONS,
     Prompts,
     raw_text,
     repeated,
     request_of,
 )
-from trtspec.bench.check.rows import CERTAIN, PROBES, form_looks, is_greedy, is_sampled, speculates
+from trtspec.bench.check.rows import CERTAIN, form_looks, is_greedy, speculates
 from trtspec.checkpoint.chat_parser import END_OF_TURN
 from trtspec.checkpoint.writer import Journal
 from trtspec.client.client import RAW, RequestFailed, complete, finite
@@ -39,15 +39,13 @@ if TYPE_CHECKING:
 MAX_FAILURES = 8  # in a row, after which nothing more is sent
 CROWD = 4  # times the concurrency: requests at once in the crowd
 TOP = 20  # alternatives that are asked for
-SAME = 1e-6  # nats within which two tokens are as likely
-OTHER_SEEDS = 100_000
 # fields with which an answer may end without an end of turn
 OTHER_ENDS = ("stop", "stop_token_ids", "response_format", "tool_choice")
-MOVED = {*TRUNCATIONS, *PENALTIES}  # whose answers are scored, for the tokens that they move
-# tokens that are scored one by one: of an answer by its kind, else behind a difference
-SCORED, BEHIND = dict.fromkeys(MOVED, 16) | {"sampled": 12}, 8
-ASKED_AGAIN = PROBES["parameters"].keys() - TRUNCATIONS.keys()
-EQUAL = Score(chosen=0.0, best=0.0, likelier=0.0, same=1.0, total=1.0)
+# whose answers are scored beside those at temperature 0
+SCORED = {*TRUNCATIONS, *SAMPLERS, "seed"}
+ONE_BY_ONE = 16  # tokens of an answer that are scored, where each takes a request
+ASKED_AGAIN = ("min_tokens", "logit_bias", "stop_token_ids")
+EQUAL = Score(0.0, (0.0,))
 
 
 @dataclass(frozen=True)
@@ -158,12 +156,8 @@ async def score_answers(
     answers to every request that shows a fault in `got`, and to every parameter."""
     texts = [request_of(one) for one in got if one.kind == "text" and one.run == "ids"]
     await require_plain(asker, texts)
-    other = [
-        replace(request_of(one), body=one.body | {"seed": one.body["seed"] + OTHER_SEEDS})
-        for one in got
-        if one.kind == "sampled"
-    ]
-    own = await asker.all([*texts, *other[::2]])
+    sampled = [request_of(one) for one in got if one.kind in SAMPLERS]
+    own = await asker.all([*texts, *sampled[::3]])
     # the requests whose faults count unless the plain server shows them too
     faults = {look.name for look in form_looks(got, got) if look.fault}
     again = [request_of(one) for one in got if one.name in faults or one.kind in ASKED_AGAIN]
@@ -172,7 +166,6 @@ async def score_answers(
     # equal answers to equal prompts are scored once
     distinct = {_identity(one): one for one in both if _judged(one)}
     plain = {one.key: one.token_ids for one in own if one.kind == "text"}
-    plain |= {kind: one.token_ids for one in got if one.kind == "top_k" for kind in PENALTIES}
     scores: dict[tuple[Any, ...], tuple[Score, ...]] = {}
     asker.bar.say(f"scoring {len(distinct)} answers")
     room = asyncio.Semaphore(asker.concurrency)
@@ -192,11 +185,11 @@ async def score_answers(
 
 def _judged(one: Exchange) -> bool:
     """Whether a row reads the scores of an answer."""
-    return is_greedy(one) or is_sampled(one) or (one.kind in MOVED and bool(one.token_ids))
+    return is_greedy(one) or (one.kind in SCORED and bool(one.token_ids))
 
 
 def _identity(one: Exchange) -> tuple[Any, ...]:
-    return _prompt(one), one.token_ids, one.kind == "sampled"
+    return _prompt(one), one.token_ids
 
 
 async def _echoed(asker: Asker, one: Exchange) -> tuple[Score, ...]:
@@ -216,7 +209,7 @@ async def _continued(asker: Asker, one: Exchange, plain: tuple[int, ...]) -> tup
     begin = len(commonprefix([one.token_ids, plain]))
     if begin == len(one.token_ids):
         return (EQUAL,) * len(one.token_ids)
-    places = range(len(one.token_ids))[begin : begin + SCORED.get(one.kind, BEHIND)]
+    places = range(len(one.token_ids))[begin : begin + ONE_BY_ONE]
     found = []
     for place in places:
         body = {
@@ -243,22 +236,13 @@ async def _logprobs(asker: Asker, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _score(chosen: Any, top: Any) -> Score | None:
-    """None for what are no log-probabilities. A token that is not listed is one of the class of all others."""
+    """None if these are not log-probabilities."""
     listed = map(finite, (top or {}).values())
-    values = [value for value in listed if value is not None]
-    if not values or not isinstance(chosen, (int, float)):
+    values = sorted((value for value in listed if value is not None), reverse=True)[:TOP]
+    if not values or chosen is None:
         return None
-    best, last = max(values), min(values)
-    return Score(
-        chosen=max(float(chosen), last - CERTAIN - 1) if math.isinf(chosen) else float(chosen),
-        best=best,
-        likelier=sum(math.exp(value) for value in values if value > chosen + SAME),
-        same=sum(math.exp(value) for value in values if abs(value - chosen) <= SAME)
-        or math.exp(chosen),
-        total=min(1.0, sum(map(math.exp, values))),
-        listed=chosen > last - SAME,
-        tied=sum(best - value <= CERTAIN for value in values) > 1,
-    )
+    # a token that is not listed is far behind
+    return Score(max(float(chosen), values[-1] - CERTAIN - 1), tuple(values))
 
 
 def _prompt(one: Exchange) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ TABLE = """\
 | TS-CHECK-PROMPTS | special names | names of special tokens in a text end the turn | special |
 | TS-CHECK-PROMPTS | white space | leading blanks and line ends change | blanks |
 | TS-CHECK-PROMPTS | composed characters | accents and wide letters change | composed |
+| TS-CHECK-PROMPTS | content in parts | the model reads how the parts are written | parts |
 | TS-CHECK-PROMPTS | long | the beginning is forgotten | limit long |
 | TS-CHECK-GREEDY | text | words that the model would not write | text prompt stop |
 | TS-CHECK-GREEDY | long | the same with long documents | long |
@@ -30,8 +31,8 @@ TABLE = """\
 | TS-CHECK-GREEDY | warm | the same with a known prompt, from the prefix cache | warm |
 | TS-CHECK-GREEDY | crowd | the same among many requests | crowd |
 | TS-CHECK-GREEDY | after the crowd | the same after many requests | later |
-| TS-CHECK-SAMPLED | distribution | too tame or too wild: temperature, rejected drafts | places |
-| TS-CHECK-SAMPLED | tail | rare words never come: top_p or top_k that nobody asked for | tail |
+| TS-CHECK-SAMPLED | distribution | too tame or too wild: temperature, top_k, rejected drafts | places |
+| TS-CHECK-SAMPLED | tail | rare words never come: a top_p that nobody asked for | tail |
 | TS-CHECK-SAMPLED | n | its choices are equal, or fewer | n |
 | TS-CHECK-SAMPLED | seed | it does not repeat an answer, or all seeds give one | seed |
 | TS-CHECK-TRANSPORT | text | a text other than its tokens, whole or streamed | text |
@@ -68,6 +69,11 @@ TABLE = """\
 | TS-CHECK-ACCEPTANCE | after the crowd | slower after many requests | later |
 | TS-CHECK-ACCEPTANCE | long | no drafts behind a long prompt | long |
 """
+# kinds that check does not look for
+NEVER_ASKED = (
+    "log-probabilities, cancelled requests, prompts beyond the limit, "
+    "penalties of a prompt's own words, counters of drafts"
+)
 
 
 class FaultKind(NamedTuple):
@@ -89,4 +95,4 @@ CODES = {kind.row: kind.code for kind in KINDS}
 
 def page() -> str:
     """docs/fault-kinds.md."""
-    return f"# Kinds of faults\n\nWhat `trtspec check` looks for, by row.\n\n{TABLE}"
+    return f"# Kinds of faults\n\nWhat `trtspec check` looks for, by row.\n\n{TABLE}\nNever asked: {NEVER_ASKED}.\n"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from trtspec.bench.check.evidence import HOT, SAMPLERS
 from trtspec.checkpoint.chat_parser import (
     END_OF_TURN,
     THINK,
@@ -82,23 +83,23 @@ PICTURE = (
     "AAAABJRU5ErkJggg=="
 )
 NEVER = "\u2405"  # a character that no answer holds
-MIN_LONG = 4  # prompts, so that a collapse of drafts shows
-MIN_SAMPLED = 32  # answers, so that enough tokens are unsure
-HOT: dict[str, Any] = {"temperature": 2.0, "top_p": 1.0, "top_k": 0}  # no target is sure at it
-HOT_TOKENS = 24
+LONG = 4  # prompts, so that a collapse of drafts shows
+MIN_SAMPLED = 28  # answers by each sampler, so that enough tokens are unsure
+HOT_TOKENS = 32
 TRUNCATIONS: dict[str, dict[str, Any]] = {
-    "control": {},
     "top_k": {"top_k": 1},
     "top_p": {"top_p": 1e-6},
     "min_p": {"min_p": 1.0},
 }
+# values with which more tokens repeat, and fewer
 PENALTIES = {
-    "frequency_penalty": {"frequency_penalty": 2.0},
-    "presence_penalty": {"presence_penalty": 2.0},
-    "repetition_penalty": {"repetition_penalty": 1.5},
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.5, 2.0),
 }
-PENALTY_TOKENS = 128
+PENALTY_TOKENS = 160
 CHOICES = 3
+SEEDS = (0, 1, None)
 SEED_TOKENS = 6  # few, so that rounding seldom parts two answers of one seed
 ODD_TOKENS = 8
 FORCED_TOKENS = 512
@@ -124,9 +125,11 @@ class Prompts:
     def first(self) -> Iterator[Exchange]:
         """Everything that needs no earlier answer, in the order in which it is asked."""
         text = self.texts[: self.samples]
-        for index, messages in enumerate(text):
-            yield from self.twins(f"text {index}", "text", messages)
-        yield from self._sampled(self.texts[: max(MIN_SAMPLED, 2 * self.samples)])
+        for index, messages in enumerate(self.texts[: max(MIN_SAMPLED, self.samples)]):
+            if index < self.samples:
+                yield from self.twins(f"text {index}", "text", messages)
+            # beside greedy requests, because a batch may mix up their parameters
+            yield from self._sampled(index, messages)
         yield from self._unsure(text[0])
         yield from self._lengths(text)
         offered = [one.first_request() for one in self.questions if one.tools]
@@ -141,11 +144,14 @@ class Prompts:
         yield from self.twins("system", "prompt", [SYSTEM, text[0][-1]])
         yield from self.twins("quiet", "prompt", text[0], thinking=False)
         # thoughts that do not end, because their end mark is forbidden
-        endless = {"logit_bias": {str(self.tokenizer.special_tokens.get(THINK_END)): -100}}
+        endless = self._without(THINK_END)
         for asked in self.twins("", "", text[0], thinking=True):
             yield from self._steered(asked, {"reasoning": endless | {"max_tokens": HOT_TOKENS}})
         for kind, words in ODD_TEXTS.items():
-            yield self.chat(kind, kind, [_user(words)], "chat", max_tokens=ODD_TOKENS)
+            asked = self.chat(kind, kind, [_user(words)], "chat", max_tokens=ODD_TOKENS)
+            yield asked
+        parts = [_user([{"type": "text", "text": words}])]
+        yield from self._steered(asked, {"parts": {"messages": parts}})
         for probe, reason in self.withheld.items():
             yield Exchange(key=probe, kind=probe, run="withheld", error=reason)
 
@@ -227,37 +233,37 @@ class Prompts:
     def few(self) -> int:
         return max(1, self.samples // 5)
 
-    def _sampled(self, texts: Sequence[list[Message]]) -> Iterator[Exchange]:
-        """One answer a prompt at temperature 1. A target that is sure of its answers shows no sampler; it is less sure
-        of a user's words, so three of four prompts are questions cut short."""
-        drawn = HOT | {"temperature": 1.0}
-        for index, messages in enumerate(texts):
-            asked = self.raw(f"sampled {index}", "sampled", messages, seed=index, **drawn)
-            yield self._opened(asked, messages, 0.25) if index % 4 else asked
+    def _sampled(self, index: int, messages: list[Message]) -> Iterator[Exchange]:
+        """An answer by each sampler to a question cut short: a target is less sure of a user's words than of its own,
+        and one that is sure shows no sampler."""
+        for kind, fields in SAMPLERS.items():
+            asked = self.raw(f"{kind} {index}", kind, messages, seed=index, **fields)
+            yield self._opened(asked, messages)
 
     def _unsure(self, messages: list[Message]) -> Iterator[Exchange]:
         """Requests where a target is unsure: a user's first words, most of them at a high temperature."""
-        base = self._opened(self.raw("", "", messages, **HOT), messages, 0.0)
-        for seed in range(CHOICES):
-            body = base.body | {"seed": seed, "max_tokens": SEED_TOKENS}
-            for run in ("ids", "again"):
-                yield replace(base, key=f"seed {seed}", kind="seed", run=run, body=body)
-        body = base.body | {"n": CHOICES, "seed": 0, "max_tokens": SEED_TOKENS, "stream": False}
-        yield replace(base, key="n", kind="n", body=body)
-        body = base.body | {"seed": 0, "max_tokens": HOT_TOKENS}
+        base = self._opened(self.raw("", "", messages, **HOT), [_user("")])
+        for run in ("ids", "again"):
+            for seed in SEEDS:
+                body = base.body | {"seed": seed, "max_tokens": SEED_TOKENS}
+                yield replace(base, key="seed", kind="seed", run=f"{seed}, {run}", body=body)
+        choices = {"n": CHOICES, "max_tokens": SEED_TOKENS, "stream": False}
+        yield from self._steered(base, {"n": choices})
+        body = base.body | {"max_tokens": HOT_TOKENS}
         yield from self._steered(replace(base, body=body), TRUNCATIONS)
-        body = base.body | {"temperature": 0.0, "ignore_eos": True, "max_tokens": PENALTY_TOKENS}
-        yield from self._steered(replace(base, body=body), PENALTIES)
+        body |= SAMPLERS["tail"] | self._without(END_OF_TURN) | {"max_tokens": PENALTY_TOKENS}
+        for index, run in enumerate(("more", "less")):
+            fields = {kind: {kind: values[index]} for kind, values in PENALTIES.items()}
+            yield from self._steered(replace(base, run=run, body=body), fields)
 
     def _lengths(self, texts: Sequence[list[Message]]) -> Iterator[Exchange]:
         """Long prompts, a prompt near the server's limit, and a long answer."""
-        for index in range(max(MIN_LONG, self.few)):
+        for index in range(LONG):
             messages = self._document(texts, index, self.context)
             yield from self.twins(f"long {index}", "long", messages)
-        last = MIN_LONG + self.few
         room = min(self.limit, MAX_CONTEXT) - self._limit(None)
-        spare = 2 * len(self._prompt(self._document(texts, last, 0)))
-        yield from self.twins("limit", "limit", self._document(texts, last, room - spare))
+        spare = 2 * len(self._prompt(self._document(texts, LONG, 0)))
+        yield from self.twins("limit", "limit", self._document(texts, LONG, room - spare))
         asked = self.raw("answer", "answer", texts[0], ignore_eos=True)
         tokens = min(LONG_ANSWER, self.limit - len(asked.body["prompt"]))
         yield replace(asked, body=asked.body | {"max_tokens": tokens})
@@ -294,10 +300,10 @@ class Prompts:
             for run in ("chat", "stream"):
                 yield self.chat(key, kind, messages, f"{run}, {kind}", thinking=False, stop=stop)
 
-    def _opened(self, asked: Exchange, messages: list[Message], share: float) -> Exchange:
+    def _opened(self, asked: Exchange, messages: list[Message]) -> Exchange:
         """The request with a prompt that ends within the last user's words, for the target to write on."""
         words = str(messages[-1]["content"])
-        begun = [*messages[:-1], _user(words[: int(len(words) * share)])]
+        begun = [*messages[:-1], _user(words[: len(words) // 4])]
         _, prompt = self.tokenizer.encode_chat(begun, thinking=None, add_generation_prompt=False)
         # without the end of the turn
         return replace(asked, body=asked.body | {"prompt": prompt[:-1]})
@@ -308,14 +314,17 @@ class Prompts:
         if texts:
             base = max(texts, key=lambda one: (one.finish == "stop", one.size))
             ids = base.token_ids
-            least = len(ids) + 8
+            least = len(ids) + 32  # some ends are drafted behind other drafts
             direct: dict[str, Any] = {
-                "max_tokens": {"max_tokens": 5},
-                "logit_bias": {"logit_bias": {str(ids[0]): -100}},
+                "logit_bias": {"logit_bias": {str(max(ids, key=ids.count)): -100}},
                 "stop_token_ids": {"stop_token_ids": [ids[len(ids) // 2]]},
                 "min_tokens": {"min_tokens": least, "max_tokens": least + 8},
             }
             yield from self._steered(base, direct)
+
+    def _without(self, name: str) -> dict[str, Any]:
+        """Request fields that forbid a special token."""
+        return {"logit_bias": {str(self.tokenizer.special_tokens.get(name)): -100}}
 
     def _steered(self, base: Exchange, probes: Mapping[str, dict[str, Any]]) -> Iterator[Exchange]:
         """The request with more fields, by kind."""

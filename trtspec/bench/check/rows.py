@@ -9,28 +9,29 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from os.path import commonprefix
+from statistics import median
 from typing import Any, NamedTuple
 
-from trtspec.bench.check.kinds import KINDS
+from trtspec.bench.check.evidence import SAMPLERS, collect, mixed
+from trtspec.bench.check.kinds import KINDS, NEVER_ASKED
 from trtspec.bench.check.prompts import CALLED, PENALTIES, SAID, TRUNCATIONS, VALUES
 from trtspec.checkpoint.chat_parser import parse_reply, reply_text
-from trtspec.client.exchange import Exchange, Score
+from trtspec.client.exchange import Exchange
 
 # every threshold of the gate
 NEAR = 0.25  # nats behind the best token from which an answer counts as different; rounding seldom reaches it
 CERTAIN = 2.0  # nats behind from which one answer fails; bfloat16 reaches 1.1 where the target itself is unsure
 EXACT = 1e-3  # nats, with --exact: float32 rounds far below
-ALPHA = 1e-3 / 5  # false alarms of one test; a check makes five of them at most
-SURE = 0.9  # probability of the best token from which a token says little about the sampler
-MIN_UNSURE = 300  # such tokens, among which a top_p of 0.95 that nobody asked for shows
-MOVED = 1.0  # nats by which a parameter must move an answer from the target's own tokens
-EFFECT = 4  # times as far as that of a server that ignores it
+ALPHA = 1.25e-4  # false alarms of one test; a check makes eight of them at most
+DOUBTFUL, CLEAR = (
+    0.01,
+    1e-12,
+)  # by chance: an effect of a penalty that counts, and one that no honest server lacks
 KEPT_DRAFTS = 0.8  # accepted drafts over those of the same texts before: below it is a regression
 COLLAPSE = 0.05  # the same for long prompts, which are other texts, over short ones
 COLLAPSE_STEPS = 8  # in which a drafter that accepts next to nothing shows
@@ -39,6 +40,7 @@ RARE = 0.02  # share of the steps below which a size is that of last steps, whic
 SPECULATES = 1.1  # tokens per step; a busy server without speculation joins a few chunks as well
 TOKENS_PER_ARRIVAL = 16  # more than any drafter yields in a step: a proxy buffers
 
+NO_EFFECT = "no effect, and has one without speculation"
 NO_SCORES = "needs the scores of the server without speculation (`score`, `against`)"
 Name = tuple[str, str]
 PROBES = defaultdict[str, dict[str, str]](dict)  # by row: probe -> kind of fault
@@ -72,28 +74,27 @@ class Row:
 
 def judge(
     got: Sequence[Exchange],
-    plain: Sequence[Exchange] | None,
+    plain: Sequence[Exchange],
     *,
     min_acceptance: float | None = None,
     exact: bool = False,
 ) -> list[Row]:
-    """The seven rows. `plain`: exchanges of the server without speculation, None where there is none. `exact`: both
-    servers compute in float32, so every difference fails."""
-    theirs = list(plain or ())
-    known = [*got, *theirs]
+    """The seven rows. `plain`: exchanges of the server without speculation. `exact`: both servers compute in float32,
+    so every difference fails."""
+    known = [*got, *plain]
     looks: dict[str, tuple[Iterable[Look], str]] = {
         "answers": ([*answers(got), *_streams(got)], ""),
         "prompts": (prompts(got), ""),
-        "greedy": greedy(got, theirs, exact),
-        "sampled": sampled(got, theirs),
+        "greedy": greedy(got, plain, exact),
+        "sampled": sampled(got, plain),
         "transport": (transport(got, known), ""),
-        "parameters": (parameters(got, theirs), ""),
+        "parameters": (parameters(got, plain), ""),
         "acceptance": acceptance(got, min_acceptance),
     }
     # a refusal counts where the plain server honours the request
     unknown = [] if plain else [one for one in got if one.refused]
     excused = {
-        (look.probe, look.name) for look in form_looks([*theirs, *unknown], known) if look.fault
+        (look.probe, look.name) for look in form_looks([*plain, *unknown], known) if look.fault
     }
     skipped = not_asked(got)
     return [_row(name, looks, why, excused, skipped) for name, (looks, why) in looks.items()]
@@ -141,6 +142,7 @@ def form_looks(exchanges: Sequence[Exchange], known: Sequence[Exchange]) -> list
         *_unsure(exchanges),
         *transport(exchanges, known),
         *_overruns(exchanges),
+        *_penalties(exchanges, DOUBTFUL),
     ]
 
 
@@ -160,10 +162,10 @@ def _streams(exchanges: Sequence[Exchange]) -> Iterator[Look]:
     waited for a busy machine."""
     streams = [one for one in exchanges if one.answered and one.body.get("stream")]
     long = [one for one in streams if one.size > TOKENS_PER_ARRIVAL]
-    late = [one for one in long if one.size > TOKENS_PER_ARRIVAL * one.arrivals]
+    held = all(one.size > TOKENS_PER_ARRIVAL * one.arrivals for one in long)
+    fault = "came at once: a proxy or the server holds streams back" if held else ""
     for one in long:
-        held = "came at once: a proxy or the server holds streams back"
-        yield Look("streams", one.name, held if len(late) == len(long) else "")
+        yield Look("streams", one.name, fault)
 
 
 # --- prompts ---
@@ -210,8 +212,7 @@ def greedy(
     for one in asked:
         fault: str | None = "" if one.scores else None
         if (behind := regret(one)) > limit:
-            token = _behind(one).index(behind)
-            fault = f"token {token} is {behind:.2f} of {limit:g} nats behind the target's best"
+            fault = f"a token is {behind:.2f} of {limit:g} nats behind the target's best"
         looks.append(Look(one.run if one.run in REPEATS else one.kind, one.name, fault))
     if not regrets:
         return looks, NO_SCORES
@@ -228,120 +229,67 @@ def _identity(one: Exchange) -> tuple[str, tuple[int, ...]]:
 
 
 def regret(one: Exchange) -> float:
-    return max(_behind(one), default=0.0)
+    """Nats that a token is behind the target's best one at most."""
+    return max((score.top[0] - score.chosen for score in one.scores), default=0.0)
 
 
-def _behind(one: Exchange) -> list[float]:
-    """Nats that each token is behind the target's best one."""
-    return [score.best - score.chosen for score in one.scores]
-
-
-def more_often(mine: int, of: int, theirs: int, among: int) -> bool:
+def more_often(mine: int, of: int, theirs: int, among: int, alpha: float = ALPHA) -> bool:
     """Whether `mine` of `of` are more than `theirs` of `among` explain: Fisher's exact test, one-sided."""
     total, found = of + among, mine + theirs
     ways = math.comb(total, found)
     tail = sum(
         math.comb(of, k) * math.comb(among, found - k) for k in range(mine, min(of, found) + 1)
     )
-    return mine > 0 and tail / ways < ALPHA
+    return mine > 0 and tail / ways < alpha
 
 
 # --- sampled ---
 
 
-def is_sampled(one: Exchange) -> bool:
-    return bool(one.token_ids) and one.answered and one.kind == "sampled"
-
-
 def sampled(got: Sequence[Exchange], plain: Sequence[Exchange]) -> tuple[list[Look], str]:
-    """Answers at temperature 1 are drawn from the target's distribution; seeds repeat and differ; choices differ."""
+    """Answers at a temperature are drawn from the target's distribution; seeds repeat and differ; choices differ."""
     looks = list(_unsure(got))
-    drawn = drawn_scores(got)
-    if not drawn:
+    found = collect(got)
+    if not any(one.scores for one in got):
         return looks, NO_SCORES
-    limit = -math.log(ALPHA)
-    mine, theirs = log_e(drawn), log_e(drawn_scores(plain))
-    unsure = sum(map(_is_unsure, drawn))
-    tokens = f"{unsure} tokens of which the target is unsure, {MIN_UNSURE} are needed"
-    why = f"log e {mine:.1f} of {limit:.1f} over {tokens}, without speculation {theirs:.1f}"
-    won = list(zip([*BETS, *BETS], _bets(drawn), strict=True))
-    for probe in ("places", "tail"):
-        best = max(log for bet, log in won if bet[0] == probe)
+    limit, won, theirs = -math.log(ALPHA), mixed(found), mixed(collect(plain))
+    least, _, _, weakest = min(found)
+    why = (
+        f"log e {won:.1f} of {limit:.1f}, without speculation {theirs:.1f}, "
+        f"{weakest} would bring {least:.1f}"
+    )
+    for probe in SAMPLERS:
+        bets = [bet for bet in found if bet.probe == probe]
+        best = max(bets, key=lambda bet: bet.won)
         fault: str | None = ""
-        if theirs > limit or (mine <= limit and unsure < MIN_UNSURE):
+        if theirs > limit or max(won, min(bets).faulty) <= limit:
             fault = None
-        elif min(mine, best) > limit:
-            fault = f"tokens at temperature 1 are not drawn from the target's distribution ({why})"
+        elif min(won, best.won) > limit:
+            fault = f"tokens are not drawn from the target's distribution, as with {best.fault}"
         looks.append(Look(probe, ("sampled", "all"), fault))
     return looks, why
 
 
-def drawn_scores(exchanges: Sequence[Exchange]) -> list[Score]:
-    return [score for one in exchanges if is_sampled(one) for score in one.scores]
-
-
-def _tail(share: float) -> Callable[[float], float]:
-    return lambda place: -1.0 if place > 1 - share else share / (1 - share)
-
-
-# probe, shape and size of a stake on a token's place; a shape has the mean 0 for an exact sampler
-SHAPES: tuple[Callable[[float], float], ...] = (
-    lambda u: 2 * u - 1,
-    lambda u: math.cos(2 * math.pi * u),
-    lambda u: math.cos(4 * math.pi * u),
-)
-BETS = [("places", shape, size) for shape in SHAPES for size in (-0.6, -0.3, -0.1, 0.1, 0.3, 0.6)]
-BETS += [("tail", _tail(share), size) for share in (0.02, 0.05, 0.1, 0.2) for size in (0.3, 0.9)]
-
-
-def log_e(scores: Sequence[Score]) -> float:
-    """Logarithm of a mixture of betting martingales over the tokens' places in the target's distribution, which are
-    uniform for an exact sampler: above log 5000 by chance once in 5,000 checks at most."""
-    logs = _bets(scores)
-    most = max(logs)
-    return most + math.log(sum(math.exp(value - most) for value in logs) / len(logs))
-
-
-def _bets(scores: Sequence[Score]) -> list[float]:
-    """Logarithms of what each of BETS won on all tokens, then on those of which the target is unsure. Where it is sure,
-    every sampler is right."""
-    dice = random.Random(0)
-    places = [_place(score, dice.random()) for score in scores]
-    unsure = [place for place, score in zip(places, scores, strict=True) if _is_unsure(score)]
-    logs = []
-    for chosen in (places, unsure):
-        for _, shape, size in BETS:
-            logs.append(sum(math.log1p(size * shape(place)) for place in chosen))
-    return logs
-
-
-def _is_unsure(score: Score) -> bool:
-    return math.exp(score.best) < SURE
-
-
-def _place(score: Score, u: float) -> float:
-    """The mass of the likelier tokens, and a random share of that of those as likely."""
-    low, mass = (score.likelier, score.same) if score.listed else (score.total, 1 - score.total)
-    return min(1.0, low + u * max(0.0, mass))
-
-
 def _unsure(exchanges: Sequence[Exchange]) -> Iterator[Look]:
     """At a high temperature, the choices of one `n` differ, a seed repeats its answer, and seeds differ."""
-    seeds: dict[Name, tuple[int, ...]] = {}
+    answers = defaultdict[Any, list[tuple[int, ...]]](list)
+    seeds = [one for one in exchanges if one.kind == "seed" and one.token_ids]
+    for one in seeds:
+        answers[one.body["seed"]].append(one.token_ids)
     for one in exchanges:
         if one.kind == "n" and one.answered:
-            wanted, count, different = one.body["n"], len(one.choices), len({*one.choices})
-            fault = f"{count} of {wanted} choices, {different} of them different"
-            yield Look("n", one.name, "" if count == wanted and different > 1 else fault)
-        if one.kind == "seed" and one.token_ids:
-            seeds[one.name] = one.token_ids
-    first = {ids for (_, run), ids in seeds.items() if run == "ids"}
-    again = {ids for (_, run), ids in seeds.items() if run == "again"}
-    fault = "" if first & again else "no seed repeats its answer"
-    if len(first) == 1 and len(seeds) > 2:
+            count, different = len(one.choices), len({*one.choices})
+            wrong = count < one.body["n"] or different < 2
+            fault = f"{different} different choices"
+            yield Look("n", one.name, fault if wrong else "")
+    repeated = {seed for seed, texts in answers.items() if len({*texts}) < len(texts)}
+    fault = "" if repeated - {None} else "no seed repeats its answer"
+    if None in repeated:
+        fault = "answers without a seed are equal"
+    if len({texts[0] for texts in answers.values()}) < 2:
         fault = "all seeds give one answer"
-    for name in seeds if again else ():
-        yield Look("seed", name, fault)
+    for one in seeds:
+        yield Look("seed", one.name, fault)
 
 
 # --- transport ---
@@ -501,8 +449,9 @@ def _tied(one: Exchange, raws: Sequence[Exchange]) -> bool:
         base = "".join(_parsed(other.raw)[:2])
         same = len(commonprefix([text, base]))
         token = len(other.token_ids) * same // max(1, len(base))
-        if any(score.tied for score in other.scores[max(0, token - 2) : token + 2]):
-            return True
+        for score in other.scores[max(0, token - 2) : token + 2]:
+            if sum(value >= score.top[0] - CERTAIN for value in score.top) > 1:
+                return True
     return False
 
 
@@ -511,26 +460,40 @@ def _tied(one: Exchange, raws: Sequence[Exchange]) -> bool:
 
 def parameters(got: Sequence[Exchange], plain: Sequence[Exchange]) -> Iterator[Look]:
     """What the plain server honours, this one honours or refuses."""
-    theirs = {one.kind: one for one in plain if one.answered}
-    control = sum(_moved(one) for one in got if one.kind == "control")
+    theirs = {one.kind: one for one in plain if one.answered and one.run == "ids"}
+    # what most answers to the same prompt are behind at least, if no parameter leaves the best token alone
+    loose = median([0.0, *(regret(one) for one in got if one.kind == "seed")])
     yield from _overruns(got)
+    clear = {look.probe for look in _penalties(plain, CLEAR) if not look.fault}
+    for look in _penalties(got, DOUBTFUL):
+        yield look if look.probe in clear or not look.fault else look._replace(fault=None)
     for one in got:
-        if not one.answered:
-            continue
         other = theirs.get(one.kind)
-        if one.kind in TRUNCATIONS:
-            ignored = _moved(one) * EFFECT > control
-            shown = bool(one.scores) and control >= MOVED
-        elif one.kind in PENALTIES and other:
-            ignored = _moved(one) * EFFECT < _moved(other)
-            shown = bool(one.scores) and _moved(other) >= MOVED
-        elif other:
+        if one.kind in TRUNCATIONS:  # each leaves the best token alone
+            ignored = regret(one) > CERTAIN
+            shown = bool(one.scores) and loose > CERTAIN
+        elif other and one.answered:
             ignored = not _kept(one)
             shown = _kept(other)
         else:
             continue
-        fault = "no effect, and has one without speculation" if ignored else ""
-        yield Look(one.kind, one.name, fault if shown else None)
+        yield Look(one.kind, one.name, NO_EFFECT * ignored if shown else None)
+
+
+def _penalties(exchanges: Sequence[Exchange], alpha: float) -> Iterator[Look]:
+    """More tokens repeat with one sign of a penalty than with the other."""
+    repeats: dict[Name, tuple[int, int]] = {}
+    for one in exchanges:
+        size = len(one.token_ids)
+        if size:
+            repeats[one.name] = size - len({*one.token_ids}), size
+    for kind in PENALTIES:
+        names = (kind, "more"), (kind, "less")
+        if repeats.keys() >= {*names}:
+            more, less = map(repeats.__getitem__, names)
+            fault = "" if more_often(*more, *less, alpha) else NO_EFFECT
+            for name in names:
+                yield Look(kind, name, fault)
 
 
 def _overruns(exchanges: Sequence[Exchange]) -> Iterator[Look]:
@@ -539,11 +502,6 @@ def _overruns(exchanges: Sequence[Exchange]) -> Iterator[Look]:
             over = f"{one.size} tokens, {_limit(one)} are allowed"
             right = one.size <= _limit(one) or _stopped_late(one)
             yield Look("max_tokens", one.name, "" if right else over)
-
-
-def _moved(one: Exchange) -> float:
-    """Nats that all tokens of an answer together are behind the target's own."""
-    return sum(_behind(one))
 
 
 def _kept(one: Exchange) -> bool:
@@ -582,7 +540,8 @@ def acceptance(got: Sequence[Exchange], floor: float | None) -> tuple[list[Look]
         faults[run] = _slower(again, before, KEPT_DRAFTS, MIN_STEPS // 2)
     long = [one for one in got if one.kind == "long" and one.run == "ids"]
     faults["long"] = _slower(long, asked, COLLAPSE, COLLAPSE_STEPS)
-    faults["forced"] = forced_sizes(sizes) and f"every step brought {forced_sizes(sizes)} tokens"
+    forced = forced_sizes(sizes)
+    faults["forced"] = forced and f"every step brought {forced} tokens"
     return [Look(probe, ("text", probe), fault) for probe, fault in faults.items()], why
 
 
@@ -635,8 +594,9 @@ class CheckVerdict:
     @property
     def missing(self) -> list[Row]:
         """Unmeasured rows that the user does not accept as such."""
-        unmeasured = [row for row in self.rows if row.status == "unmeasured"]
-        return [row for row in unmeasured if row.name not in self.accepted]
+        return [
+            row for row in self.rows if row.status == "unmeasured" and row.name not in self.accepted
+        ]
 
     @property
     def word(self) -> str:
@@ -646,15 +606,10 @@ class CheckVerdict:
 
     @property
     def line(self) -> str:
-        reasons = [
-            f"{row.name}: {len(row.faults)} faults, the first is {row.faults[0]}"
-            for row in self.rows
-            if row.faults
-        ]
-        reasons = reasons or [
-            f"{row.name}: {row.why or 'too little was seen'}" for row in self.missing
-        ]
-        if reasons:
+        rows = [row for row in self.rows if row.faults] or self.missing
+        if rows:
+            none = "too little was seen"
+            reasons = [f"{row.name}: {(*row.faults, row.why or none)[0]}" for row in rows]
             return f"{self.word}: {'; '.join(reasons)}"
         rest = [row.name for row in self.rows if row.status == "unmeasured"]
         left = f"; not measured: {', '.join(rest)}" if rest else ""
@@ -664,10 +619,10 @@ class CheckVerdict:
 def coverage(got: Sequence[Exchange], rows: Sequence[Row]) -> str:
     """What a verdict is about: kinds of faults, and lengths."""
     absent = [f"{probe} ({reason})" for probe, reason in not_asked(got).items()]
-    missing = [kind for row in rows for kind in row.unmeasured]
+    missing = sum(len(row.unmeasured) for row in rows)
     prompt = max(len(one.prompt) for one in got)
     answer = max(one.size for one in got)
-    covered = len(KINDS) - len(missing) - len(absent)
+    covered = len(KINDS) - missing - len(absent)
     lengths = f"prompts up to {prompt:,} tokens, answers up to {answer:,}"
-    left = ", ".join(absent) or "none"
+    left = ", ".join([*absent, NEVER_ASKED])
     return f"covered: {covered} of {len(KINDS)} kinds of faults, {lengths}; not asked: {left}"
