@@ -157,9 +157,10 @@ def test_everything_at_once_against_plain_decoding(
     assert set(ends) == {"length", "stop", "cancelled"} and all(engine.totals.histogram)
     assert 100 < sum(one.cached_tokens for one in done.values()) <= prefix.cached_tokens
     assert prefix.evicted_blocks > 0
-    checked = oracle.proposals[:: len(oracle.proposals) // 40] if exact else []
+    reused = [one for one in oracle.proposals if done[one.id].cached_tokens]
+    assert len(reused) >= 10
+    checked = oracle.proposals[:: len(oracle.proposals) // 20] + reused[:: len(reused) // 10]
     texts = {one.id: one.prompt_ids + plain[one.id].token_ids for one in requests}
-    for proposal in checked:
+    for proposal in checked if exact else ():
         certain = drafts_from_scratch(target, head, texts[proposal.id], proposal)[:draft_len]
         assert proposal.drafts[: len(certain)] == certain, "the head has not seen the true text"
-    assert sum(done[proposal.id].cached_tokens > 0 for proposal in checked) >= 10 * exact
