@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.command_line import TRTSPEC, free_port, printed, program, served, succeeded, trtspec
 from tests.test_docs_commands import PARSED, PLACEHOLDER, not_printed, rehearsed, sizes_only
@@ -29,17 +30,7 @@ NANO, HEAD = data_files.kimi_nano_dir(), data_files.DATA / "kimi-nano-eagle3"
 PUBLISHED, PUBLISHED_HEAD = "nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3"
 pytestmark = pytest.mark.slow
 
-# words of the pages and the files of the room that stand for them, in commands that read checkpoints
-STAND_INS = {
-    "TARGET": "target", "SRC": "target", "$SRC": "target", "SOURCE": "target", "PATH": "target",
-    "moonshotai/Kimi-K2.6": "target", "nvidia/Kimi-K2.6-NVFP4": "target", "nvidia/Kimi-K2.5-NVFP4": "target",
-    "NVFP4": "nvfp4", "HEAD": "shipped", "CONVERTED": "converted", "nvidia/Kimi-K2.5-Eagle3": "shipped",
-    "nvidia/Kimi-K2.6-Eagle3": "shipped",
-    "lightseekorg/kimi-k2.5-eagle3-mla": "shipped", "$OUT": "slurm-out", "/shared/OUT": "shared-out",
-    "mt-bench": "nano", "my-kimi": "target", "my-kimi-nvfp4": "nvfp4", "published-head": "shipped",
-    "baseline/1": "week-1", "baseline/2": "week-2",
-    "nvidia/Nemotron-Post-Training-Dataset-v2": "prompts.jsonl",
-}  # fmt: skip
+STAND_INS = yaml.safe_load((ROOT / "tests" / "docs_stand_ins.yaml").read_text())
 # the same, in commands that read configurations or names alone
 PUBLISHED_NAMES = {
     "TARGET": PUBLISHED,

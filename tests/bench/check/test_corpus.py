@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.bench.check.toy_server import Toy
 from tests.cli.matrix import Recorder
@@ -34,38 +35,8 @@ QUESTIONS = [
     for n in range(28)
 ]
 SIZES = {"samples": 14, "max_tokens": 48, "context": 300, "limit": 900}
-# by row, the faults and the kind that each is named by; in others, the rows that a fault of that size fails as well
-FAULTS = {
-    "answers": {
-        "http-500": "failures", "error-in-200": "failures", "cut-stream": "failures", "buffering": "streams",
-        "long-errors": "failures", "system-refused": "failures", "follow-up-refused": "failures",
-    },
-    "prompts": {"other-template": "text", "system-dropped": "system, thinking"},
-    "greedy": {
-        "relaxed-acceptance": "text", "cross-talk": "text", "stale-turn-2": "second turn",
-        "stale-warm": "warm", "long-altered": "long",
-    },
-    "sampled": {"temperature-ignored": "distribution", "drafts-kept": "distribution", "wrong-residual": "distribution",
-                "choices-equal": "n"},
-    "transport": {
-        "call-dropped": "calls", "calls-as-text": "calls", "call-without-id": "ids of calls",
-        "unindexed": "ids of calls",
-        "arguments-altered": "calls", "json-broken": "json", "stream-altered": "text", "text-emptied": "text",
-        "reasoning-moved": "text", "finish-wrong": "finish reason", "stop-ignored": "stop",
-        "stop-early": "stop", "second-stop-ignored": "several stops", "usage-inflated": "usage",
-        "one-call-id": "ids of calls", "indented": "text", "keys-sorted": "arguments",
-    },
-    "parameters": {
-        "penalties-dropped": "presence_penalty", "logit-bias-dropped": "logit_bias",
-        "stop-ids-dropped": "stop_token_ids",
-        "top-p-dropped": "top_p", "top-k-dropped": "top_k", "min-p-dropped": "min_p",
-        "min-tokens-dropped": "min_tokens", "max-tokens-dropped": "max_tokens",
-    },
-    "acceptance": {"forced-acceptance": "forced", "collapse-warm": "warm",
-                   "collapse-long": "long"},
-}  # fmt: skip
-BESIDE = {"cross-talk": "sampled parameters", "stale-warm": "sampled parameters", "usage-inflated": "parameters",
-          "max-tokens-dropped": "transport"}  # fmt: skip
+TABLE = yaml.safe_load(Path(__file__).with_name("faults.yaml").read_text())
+FAULTS, BESIDE = TABLE["faults"], TABLE["beside"]
 
 
 async def asker(toy: Toy) -> Asker:
