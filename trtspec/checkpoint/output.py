@@ -137,9 +137,11 @@ class OutputDirectory:
 
     def _refuse_foreign(self, force: bool) -> None:
         """Without a journal the directory must be empty, or `force` given for what a finished run left."""
-        if not self.path.is_dir():
-            return refuse_overwrite(self.path, force)
-        present = self._present()
+        present = self._present() if self.path.is_dir() else set()
+        if present or self.path.is_file():
+            refuse_overwrite(self.path, force)
+        if not present:
+            return
         ours = self._ours() if self._provenance() else set()
         folders = {path.name for path in self.path.iterdir() if path.is_dir()} - self.folders
         if foreign := sorted(present - ours | present & folders):
@@ -147,8 +149,6 @@ class OutputDirectory:
                 f"{self.path} holds {listed(foreign)}, which `trtspec {self.command}` did not write",
                 f"move that away, or choose another `output`; `force` replaces only what {self.command} wrote",
             )
-        if present:
-            refuse_overwrite(self.path, force)
 
     def _refuse_used(self, begun: bool) -> None:
         """A work directory is no link, and empty without a journal."""

@@ -118,9 +118,6 @@ def check(options: CheckOptions) -> Result:
         )
     if options.against:
         server_url(options.against, "--against")  # before anything is asked
-        if options.against == options.url:
-            message = "the server is compared with itself"
-            raise UsageError(message, "`against` is another server, of the target without its head")
     if options.record is not None:
         if options.record == options.score:
             raise UsageError(
