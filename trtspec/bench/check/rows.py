@@ -28,10 +28,8 @@ NEAR = 0.25  # nats behind the best token from which an answer counts as differe
 CERTAIN = 2.0  # nats behind from which one answer fails; bfloat16 reaches 1.1 where the target itself is unsure
 EXACT = 1e-3  # nats, with --exact: float32 rounds far below
 ALPHA = 1.25e-4  # false alarms of one test; a check makes eight of them at most
-DOUBTFUL, CLEAR = (
-    0.01,
-    1e-12,
-)  # by chance: an effect of a penalty that counts, and one that no honest server lacks
+DOUBTFUL = 0.01  # probability by chance of an effect of a penalty, below which it counts
+CLEAR = 1e-12  # the same of an effect that no honest server lacks
 KEPT_DRAFTS = 0.8  # accepted drafts over those of the same texts before: below it is a regression
 COLLAPSE = 0.05  # the same for long prompts, which are other texts, over short ones
 COLLAPSE_STEPS = 8  # in which a drafter that accepts next to nothing shows
