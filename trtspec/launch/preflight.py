@@ -136,7 +136,7 @@ class EngineProgram:
     def check(self) -> Iterator[Problem]:
         if shutil.which(self.executable) is None:
             message = f"{self.executable} is not on PATH: {self.title} is not installed here"
-            remedy = f"{self.home}, or rehearse with `backend` reference"
+            remedy = f"{self.home}, or rehearse with kimi-nano, `head` kimi-nano-eagle3 and `backend` reference"
             yield Problem("TS-SERVE-NO-ENGINE", "error", self.executable, message, remedy)
 
     def require(self) -> None:

@@ -194,7 +194,8 @@ def no_choice(decision: Decision) -> CheckFailed | None:
     setting, row = decision.setting, next(iter(decision.able), None)
     where = f"{decision.first.layout.gpus} x {setting.gpu.name.upper()}"
     requests = f"requests of {setting.workload.tokens} tokens"
-    remedy = "use more GPUs or larger ones, or shorter requests"
+    weights_fit = any(plan.memory.free >= 0 for plan in decision.plans)
+    remedy = "use more GPUs or larger ones" + ", or shorter requests" * weights_fit
     if not decision.fits:
         return CheckFailed(f"{setting.target} does not fit on {where} with {requests}", remedy)
     if decision.refused:

@@ -123,8 +123,9 @@ def disaggregated(intent: Intent) -> dict[str, Intent]:
 def _judged(
     intent: Intent, target: ModelSpec, head: HeadSpec | None, text: str, cache: str | None
 ) -> tuple[Finding, ...]:
-    """What lint says of the file. Raises CheckFailed for an error, and for a warning about what we wrote ourselves
-    (nobody knows whether this release runs it). Warnings that the user's settings bring, and TOLD, are reported."""
+    """What lint says of the file. Raises CheckFailed for an error, for a key that no source shows, and for a warning
+    about what we wrote ourselves (nobody knows whether this release runs it). Other warnings that the user's settings
+    bring, and TOLD, are reported."""
     deployment = judged_as(intent, target, head)
     findings = tuple(lint(text, deployment))
     plain = lint(_settings(replace(intent, settings=()), target, head, cache), deployment)
@@ -133,6 +134,7 @@ def _judged(
         finding.problem("(generated)")
         for finding in findings
         if finding.severity == "error"
+        or finding.code == "TS-LINT-KEY-UNCERTAIN"
         or (finding.severity == "warning" and (finding.code, finding.key) in ours)
     ]
     if refused:

@@ -10,7 +10,7 @@ from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.dialects import training_record
 from trtspec.checkpoint.hub import Resolved
 from trtspec.checkpoint.identity import identity, recorded
-from trtspec.checkpoint.published import known_head, real_pair
+from trtspec.checkpoint.published import catalogue, known_head, real_pair
 from trtspec.checkpoint.target_tensors import finding
 from trtspec.data_files import load_yaml
 from trtspec.errors import Problem, Severity
@@ -144,7 +144,9 @@ def _published(head_id: str | None, target_id: str | None) -> list[Problem]:
     record = known_head(head_id)
     targets = ", ".join(record.targets) if record else ""
     message = f"{head_id} was published for {targets}, not for {target_id}; acceptance drops between versions"
-    return [Problem("TS-PAIR-OTHER-TARGET", "warning", head_id, message)]
+    theirs = [head.id for head in catalogue().heads.values() if target_id in head.targets]
+    remedy = f"use {' or '.join(theirs)}" if theirs else ""
+    return [Problem("TS-PAIR-OTHER-TARGET", "warning", head_id, message, remedy)]
 
 
 def _shapes(head: HeadSpec, target: ModelSpec) -> Iterator[Problem]:
