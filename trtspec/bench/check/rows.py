@@ -251,10 +251,9 @@ def sampled(got: Sequence[Exchange], plain: Sequence[Exchange]) -> tuple[list[Lo
     if not any(one.scores for one in got):
         return looks, NO_SCORES
     limit, won, theirs = -math.log(ALPHA), mixed(found), mixed(collect(plain))
-    least, _, _, weakest = min(found)
     why = (
         f"log e {won:.1f} of {limit:.1f}, without speculation {theirs:.1f}, "
-        f"{weakest} would bring {least:.1f}"
+        f"a faulty sampler {min(found).faulty:.1f} or more"
     )
     for probe in SAMPLERS:
         bets = [bet for bet in found if bet.probe == probe]
