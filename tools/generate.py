@@ -127,7 +127,7 @@ def row(label: str, param: Any) -> str:
 
 def stub() -> str:
     """trtspec/__init__.pyi: the verbs with the types and defaults of their records, for editors and mypy."""
-    from trtspec import COMMANDS, lint
+    from trtspec import COMMANDS, lint  # type: ignore[attr-defined]
     from trtspec.records import fields_of, record_of
 
     lines = [

@@ -42,9 +42,10 @@ def messages(source: str) -> Iterator[tuple[int, str]]:
     tree = ast.parse(source)
     statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        text = node.value if isinstance(node, ast.Constant) and id(node) not in statements else None
-        if isinstance(text, str) and " " in text.strip():
-            yield node.lineno, text
+        if not isinstance(node, ast.Constant) or id(node) in statements:
+            continue
+        if isinstance(node.value, str) and " " in node.value.strip():
+            yield node.lineno, node.value
 
 
 def explanations(source: str) -> Iterator[tuple[int, str]]:

@@ -117,7 +117,7 @@ def judged() -> list[dict[str, Any]]:
             head=names[1],
             passed=passed,
         )
-        problems = [*wrong, *lint(text, deployment)]
+        problems: list[Any] = [*wrong, *lint(text, deployment)]
         found.append(
             {
                 **item,

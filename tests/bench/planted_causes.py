@@ -7,22 +7,21 @@ from typing import Any
 from trtspec.cli.app import main
 from trtspec.engine.batch import DecodeBatch
 from trtspec.engine.drafters import Eagle3Drafter
-from trtspec.engine.prefix import BlockStore
+from trtspec.engine.prefix import PrefixCache
 
 COLD_S = 45.0  # from the first draft on
 
 
 def blind_prefix() -> None:
     """The head's cache is not filled where a prompt is reused."""
-    exact = BlockStore.load
+    exact = PrefixCache.load
 
-    def load(store: BlockStore, row: int, begin: int, slots: Any) -> None:
-        if store.behind:
-            store.cache[:, row].zero_()
-        else:
-            exact(store, row, begin, slots)
+    def load(cache: PrefixCache, tokens: Any, row: int) -> int:
+        reused = exact(cache, tokens, row)
+        cache.states[1].data[:, row].zero_()  # type: ignore[attr-defined]
+        return reused
 
-    BlockStore.load = load  # type: ignore[method-assign]
+    PrefixCache.load = load  # type: ignore[method-assign]
 
 
 def shifted_layers() -> None:

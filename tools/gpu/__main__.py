@@ -23,7 +23,6 @@ from trtspec.models.precision import default_dtype, dtype_name
 from trtspec.report import Table, print_tables, write_atomic
 
 FAILED, NO_GPU = 3, 4
-STYLES = {"ok": "green", "FAILED": "bold red"}
 
 
 def main() -> int:
@@ -102,9 +101,7 @@ def show(machine: dict[str, str], rows: list[Row]) -> None:
     title = ", ".join(f"{name} {value}" for name, value in machine.items())
     cells = [[row.check, row.setting, row.figure, row.verdict] for row in rows]
     columns = ["check", "setting", "figure", "verdict"]
-    print_tables(
-        [Table(title, columns, cells, text_columns=frozenset({0, 1, 2, 3}), styles=STYLES)]
-    )
+    print_tables([Table(title, columns, cells, text_columns=frozenset({0, 1, 2, 3}))])
 
 
 if __name__ == "__main__":

@@ -184,6 +184,7 @@ def train(command: TrainCommand) -> Result | None:
         TrainingRun,
         command,
         target_dir=Path(),
+        init=directory_of(str(command.init)) if command.init else None,
         data=" ".join(command.data),
         deadline=deadline,
         again=command,
@@ -207,8 +208,7 @@ def train(command: TrainCommand) -> Result | None:
 
     require("train")
     check_device(command.device)
-    initial = directory_of(str(command.init)) if command.init else None
-    run = replace(run, target_dir=directory_of(command.target), init=initial)
+    run = replace(run, target_dir=directory_of(command.target))
     record = _train(run, command.data, features, options, command.acceptance_prompts, asked)
     repeated = words(replace(typed, restart=False, force=False, dry_run=False))
     return _result(command.output, record, shlex.join(["trtspec", "train", *repeated]))
