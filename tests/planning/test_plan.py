@@ -319,7 +319,8 @@ def test_without_acceptance_no_speed_up_is_claimed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
-        ((TARGET, "--gpu", "h200"), 3, "does not fit"),
+        ((TARGET, "--gpu", "h200"), 3, "no tensor cores for nvfp4"),
+        ((TARGET, "--gpus", "2"), 3, "does not fit"),
         ((TARGET, "--head", MLA, "--acceptance", "5"), 2, "1 to 4 tokens"),
         ((TARGET, "--acceptance", "2.5"), 2, "--acceptance is not used without --head"),
         ((TARGET, "--concurrency", "0"), 2, "not a list"),

@@ -223,10 +223,12 @@ def _needs(found: dict[str, Any]) -> Result:
         for name, way in found["ways"].items()
     ]  # fmt: skip
     layers = ", ".join(map(str, found["aux_layers"]))
+    refused = sum(file["refused"] for file in found["files"])
     lines = [
         f"head    EAGLE-{found['eagle']} {found['attention'].upper()}, {found['parameters']:,} parameters",
         f"layers  {layers}",
-        f"data    {found['samples']:,} samples, {found['tokens']:,} tokens, {found['steps']:,} steps",
+        f"data    {found['samples']:,} samples, {found['tokens']:,} tokens, {found['steps']:,} steps"
+        + f", {refused} rows refused" * bool(refused),
         f"states  {found['feature_bytes'] / 1e9:,.1f} GB",
         *(f"dumps by {engine}: {line}" for engine, line in found["dump_commands"].items()),
         *(f"server by {engine}: {line}" for engine, line in found["server_commands"].items()),
