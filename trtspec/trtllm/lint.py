@@ -279,15 +279,7 @@ def engine_problems(document: Document) -> list[Problem]:
     try:
         return [finding.problem(document.name) for finding in judge(document).findings]
     except TrtspecError as error:
-        return [
-            Problem(
-                "TS-SERVE-ENGINE-SILENT",
-                "warning",
-                PACKAGE,
-                error.message,
-                "start anyway and read its log",
-            )
-        ]
+        return [Problem("TS-SERVE-ENGINE-SILENT", "warning", PACKAGE, error.message)]
 
 
 def _written_key(document: Document, parts: list[str]) -> str:
