@@ -318,7 +318,11 @@ class Loaders:
             for name, tensor in load_file(file).items():
                 files[name.removeprefix("language_model.")] = tensor
         self.looked_up.clear()
-        config = self.config.from_pretrained(checkpoint, mapping=mapping)
+        config = self.config.from_pretrained(
+            checkpoint,
+            mapping=mapping,
+            skip_create_weights_in_init=True,  # as AutoModelForCausalLM
+        )
         model = self.classes[config.pretrained_config.architectures[0]](config)
         model.load_weights(self.weights(dict(files)))
         capture = partial(self.capture.Eagle3OneModelSpecMetadata, KIMI_LAYERS)
@@ -415,7 +419,7 @@ def main(sources: str, *checkpoints: str) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # what is not written stays NaN
     loaders = Loaders(Path(sources))
-    print(json.dumps([loaders.answers(checkpoint) for checkpoint in checkpoints]))
+    print(json.dumps(list(map(loaders.answers, checkpoints))))
 
 
 if __name__ == "__main__":
