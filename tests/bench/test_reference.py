@@ -28,6 +28,9 @@ CAUSES = {
 }  # fmt: skip
 CHARACTERS = 2.4  # of a token, or more
 LOW = 0.8  # of the acceptance length elsewhere
+USUAL = (
+    1.95  # of these conversations, which end in the middle of a question; without a cause it is 2.2
+)
 pytestmark = [pytest.mark.clock, pytest.mark.slow]
 
 
@@ -109,8 +112,8 @@ def test_a_planted_cause_has_the_shape_that_the_page_describes(
     reference: Callable[..., str], tmp_path: Path, cause: str
 ) -> None:
     """docs/long-context.md: low where prompts are reused, everywhere from position 1, or in the first minute."""
-    file = recorded(tmp_path / "bodies.jsonl", 96, 1000)
-    rows = enumerate(file.read_text().splitlines())
+    file = recorded(tmp_path / "bodies.jsonl", 192, 1000)
+    rows = enumerate(row for row in file.read_text().splitlines() if "messages" in row)
     late = [f'{{"timestamp": {65_000 * (index % 2)}, "body": {row}}}\n' for index, row in rows]
     file.write_text("".join(late))
     url, times = reference("--head", HEAD, cause=cause), cause == "cold_start"
@@ -119,11 +122,13 @@ def test_a_planted_cause_has_the_shape_that_the_page_describes(
         (part.by, part.value): part.acceptance_length or 0.0 for part in found.slices if part.steps
     }
     print(cause, found.acceptance_length, found.cumulative, lengths)
-    reused = [length for (by, share), length in lengths.items() if by == BY_REUSE and share]
-    fresh = lengths[BY_REUSE, 0]
+    fresh, last_minute = (
+        lengths[BY_REUSE, 0],
+        lengths[max(key for key in lengths if key[0] == BY_MINUTE)],
+    )
     low = {
-        "reused": max(reused) < LOW * fresh,
-        "everywhere": found.cumulative is not None and found.cumulative[0] < 0.4,
+        "reused": lengths[max(key for key in lengths if key[0] == BY_REUSE)] < LOW * fresh,
+        "everywhere": max(fresh, last_minute) < USUAL,
         "first minute": lengths[BY_MINUTE, 1] < LOW * lengths.get((BY_MINUTE, 2), 0.0),
     }
     assert [name for name, holds in low.items() if holds] == CAUSES.get(cause, [])
