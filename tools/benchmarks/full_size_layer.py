@@ -69,6 +69,7 @@ def make_layer(directory: Path, format: str, experts: int, shards: int) -> Path:
     sizes = {"moe_intermediate_size": INNER, "intermediate_size": INNER}
     text = text_config(layers=2, hidden=HIDDEN, experts=experts) | sizes
     config = target_config(text, nested=True)
+    del config["vision_config"]
     if format != "bf16":
         config["quantization_config"] = INT4_CONFIG if format == "int4" else FP8_CONFIG
     (directory / "config.json").write_text(json.dumps(config))
