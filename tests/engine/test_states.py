@@ -85,7 +85,7 @@ def test_everything_at_once_against_plain_decoding(
     block_bytes = sum(model.new_cache(1, 1).bytes(8) for model in (target, head))
     options = EngineOptions(
         max_batch_size=rows, record_gaps=True, prefill_tokens=32, block_tokens=8,
-        prefix_bytes=6 * (rows + 4) * block_bytes,
+        prefix_bytes=4 * (rows + 4) * block_bytes,
     )  # fmt: skip
     engine, dice = Engine(target, head, options), random.Random(1)
     oracle = with_oracle(engine, {name: output.token_ids for name, output in plain.items()})
