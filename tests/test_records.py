@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,8 +16,10 @@ from trtspec.records import (
     Mode,
     Modes,
     Needs,
+    argument,
     checked,
     click_command,
+    option,
     parse,
     unknown_variables,
     words,
@@ -29,20 +30,16 @@ NEAR, FAR = Mode("the near mode", "--mode near"), Mode("the far mode", "--mode f
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    target: Annotated[str, typer.Argument(help="Target.")]
-    mode: Annotated[Literal["near", "far"], typer.Option()] = "near"
-    ranks: Annotated[int, typer.Option("--tp-size", "--tp", min=1), Modes(NEAR)] = 4
+    target: Annotated[str, argument("Target.")]
+    mode: Annotated[Literal["near", "far"], option()] = "near"
+    ranks: Annotated[int, option("", "--tp-size", "--tp", min=1), Modes(NEAR)] = 4
     spread: Annotated[
-        bool | None, typer.Option("--attention-dp/--no-attention-dp"), Needs("settings", "ranks=8")
+        bool | None, option("", "--attention-dp/--no-attention-dp"), Needs("settings", "ranks=8")
     ] = None
-    settings: Annotated[tuple[str, ...], typer.Option("--set"), Excludes("ranks=1")] = ()
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write."), Modes(FAR)
-    ] = None
-    json_: Annotated[bool, typer.Option("--json"), Excludes("named_x")] = False
-    format: Annotated[Literal["text", "page"], typer.Option(), Excludes("output", value="page")] = (
-        "text"
-    )
+    settings: Annotated[tuple[str, ...], option("", "--set"), Excludes("ranks=1")] = ()
+    output: Annotated[Path | None, option("File to write.", "--output", "-o"), Modes(FAR)] = None
+    json_: Annotated[bool, option("", "--json"), Excludes("named_x")] = False
+    format: Annotated[Literal["text", "page"], option(), Excludes("output", value="page")] = "text"
 
     @property
     def named_x(self) -> bool:
@@ -167,7 +164,7 @@ def test_an_option_with_an_empty_text_is_refused(
 ) -> None:
     """As the variable of a CI job is that was not set: nothing takes it for an option that was left out."""
     more = {"synthesize": ["-o", tmp_path / "out"]}.get(command, [])
-    for option in options:
-        done = trtspec(command, "http://127.0.0.1:9", option, *more)
-        assert done.status == 2 and f"{option[:-1]} is empty" in done.stderr, done.stderr
+    for typed in options:
+        done = trtspec(command, "http://127.0.0.1:9", typed, *more)
+        assert done.status == 2 and f"{typed[:-1]} is empty" in done.stderr, done.stderr
         assert "leave it out" in done.stderr

@@ -69,7 +69,9 @@ def option(
         group: section of the help page, called by what a user decides there
         more: keywords of typer.Option
     """
-    return typer.Option(*flags, help=help, show_default=default, rich_help_panel=group, **more)
+    info = typer.Option(help=help, show_default=default, rich_help_panel=group, **more)
+    info.param_decls = flags
+    return info
 
 
 def argument(help: str, metavar: str | None = None) -> Any:
@@ -179,7 +181,8 @@ def _listed(words: Sequence[str]) -> str:
 @dataclass(frozen=True)
 class Field:
     """One field of a record: its declaration with every spelling, its rules, and `default` (`empty` if required).
-    `type` is what typer converts to; `parse` is the class that parses the text itself, `flags` has --on and --off."""
+    `type` is what typer converts to, `many` its tuple if it is one; `parse` is the class that parses the text itself,
+    `flags` has --on and --off."""
 
     name: str
     type: Any
@@ -187,7 +190,7 @@ class Field:
     info: Any
     rules: tuple[Modes | Needs | Excludes, ...]
     parse: Any
-    many: bool
+    many: Any
     flags: tuple[str, str]
     empty: ClassVar = inspect.Parameter.empty
 
@@ -225,22 +228,18 @@ def _field(field: Any, hint: Any) -> Field:
     )
     inner = [one for one in (kind, *typing.get_args(kind)) if one is not type(None)]
     parse = next((one for one in inner if hasattr(one, "parse")), None)
-    many = any(typing.get_origin(one) is tuple for one in inner)
+    many = next((one for one in inner if typing.get_origin(one) is tuple), None)
     plain = next((one for one in inner if one in METAVARS), None)
     default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
     if isinstance(info, typer.models.ArgumentInfo):
         info.metavar = info.metavar or field.name.upper()
         info.rich_help_panel = "Arguments"
         return Field(field.name, kind, default, info, rules, parse, many, ("", ""))
-    written = [
-        info.default,
-        *(info.param_decls or ()),
-    ]  # in Annotated, the first spelling is `default`
-    spelled = [text for text in written if isinstance(text, str) and text.startswith("-")]
+    spelled = list(info.param_decls)
     if not any(text.startswith("--") for text in spelled):
         spelled = [f"--{field.name.strip('_').replace('_', '-')}", *spelled]
     on, _, off = next(text for text in spelled if text.startswith("--")).partition("/")
-    info.default, info.param_decls = spelled[0], tuple(spelled[1:])
+    info.param_decls = tuple(spelled)
     if info.metavar is None:
         info.metavar = getattr(parse, "metavar", getattr(parse, "example", None)) or METAVARS.get(
             plain
@@ -309,13 +308,21 @@ def made(record: type[Record], values: Mapping[str, Any]) -> Record:
     )
 
 
+def made_of_file(record: type[Record], path: Path, values: Mapping[str, Any]) -> Record:
+    """`made`, of the values that a file holds. Raises UsageError, which begins with its path."""
+    try:
+        return made(record, values)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error.message}", error.remedy) from None
+
+
 def _value(field: Field, value: Any) -> Any:
     """The value as the command line would make it of a text. Raises UsageError naming the field for any other."""
     import pydantic  # here, because `trtspec --help` needs none
 
     several = isinstance(value, list | tuple)
     if field.many:
-        one = dataclasses.replace(field, type=typing.get_args(field.type)[0], many=False)
+        one = dataclasses.replace(field, type=typing.get_args(field.many)[0], many=None)
         return tuple(_value(one, item) for item in (value if several else (value,)))
     if value is None or (field.parse is not None and isinstance(value, field.parse)):
         return value
@@ -445,10 +452,7 @@ def _for_typer(command: str, field: Field) -> inspect.Parameter:
         info.envvar = [variable(command, field.typed), *([info.envvar] if info.envvar else [])]
         info.show_envvar = False  # the end of the page says it once
     if field.many:
-        item = next(
-            one for one in (kind, *typing.get_args(kind)) if typing.get_origin(one) is tuple
-        )
-        kind = list[str if field.parse else typing.get_args(item)[0]] | None  # type: ignore[misc]
+        kind = list[str if field.parse else typing.get_args(field.many)[0]] | None  # type: ignore[misc]
         default = list(default) or None if isinstance(default, tuple) else default
     elif field.parse is not None:
         kind = str | None

@@ -33,7 +33,7 @@ from trtspec.launch.options import ServeOptions
 from trtspec.launch.preflight import EngineProgram, ServerPlan
 from trtspec.launch.server import LogPatterns, ServerAddress
 from trtspec.planning.layout import layout_refusals
-from trtspec.records import made
+from trtspec.records import given, made_of_file
 from trtspec.specs import ModelSpec
 
 HOME = "install vLLM in an environment of its own and put it on PATH"
@@ -168,15 +168,14 @@ def with_file(options: ServeOptions) -> ServeOptions:
             found[own[key].lower().lstrip("-").replace("-", "_")] = str(value)
         else:
             others[key] = value
-    try:
-        read = made(ServeOptions, {"target": options.target, "backend": "vllm", **found})
-    except UsageError as error:
-        raise UsageError(f"{options.config}: {error.message}", error.remedy) from None
-    said, plain = {name: getattr(read, name) for name in found}, ServeOptions(target=read.target)
-    for name, value in said.items():
-        if getattr(options, name) not in (getattr(plain, name), value):
+    read = made_of_file(
+        ServeOptions, options.config, {"target": options.target, "backend": "vllm", **found}
+    )
+    said = {name: getattr(read, name) for name in found}
+    for name in sorted(said.keys() & given(options)):
+        if getattr(options, name) != said[name]:
             raise UsageError(
-                f"{name} is given, and {options.config} says {value!r}", "say it in one place"
+                f"{name} is given, and {options.config} says {said[name]!r}", "say it in one place"
             )
     return replace(options, **said, passed=(*as_words(others), *options.passed))
 
@@ -292,8 +291,7 @@ def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Pro
     problems = list(PROGRAM.check_version(asked, installed, str(version))) if launching else []
     if version > Version(newest):
         message = f"vLLM {version} is newer than {newest}, the last release that is known"
-        remedy = "compare with its release notes"
-        problems.append(Problem("TS-SERVE-VERSION-UNKNOWN", "warning", "vllm", message, remedy))
+        problems.append(Problem("TS-SERVE-VERSION-UNKNOWN", "warning", "vllm", message))
     reason = "installed here" if installed else "the newest release that is known"
     if asked:
         reason = "asked for"
@@ -307,11 +305,10 @@ def _target_problems(options: ServeOptions, target: ModelSpec) -> Iterator[Probl
         target, ranks, ranks if whole_experts else 1, attention_dp=False
     ):
         yield replace(problem, code="TS-VLLM-PARALLEL", where="tp_size", remedy="")
-    if options.max_seq_len is not None and options.max_seq_len > (
-        limit := target.max_position_embeddings
-    ):
+    limit = target.max_position_embeddings
+    if (options.max_seq_len or 0) > limit:
         message = f"`max_seq_len` {options.max_seq_len} is beyond the model's {limit} positions; vLLM refuses to start"
-        yield Problem("TS-VLLM-LENGTH", "error", "`max_seq_len`", message, f"use {limit} or less")
+        yield Problem("TS-VLLM-LENGTH", "error", "`max_seq_len`", message)
 
 
 def _head_problems(options: ServeOptions, head: Head, target: Target) -> Iterator[Problem]:

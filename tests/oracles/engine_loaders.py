@@ -10,16 +10,15 @@ Each checkpoint of a target is loaded by every rank of tensor parallel 1, 2 and 
 each, or the text of what the loader raised. An answer has
 - `places`: tensor, module, position among the module's matrices; no module where the loader itself splits or fuses it;
 - `quantized`: the modules built for NVFP4; `empty`: the parameters that were not written;
+- `moved`: parameters of linear layers that are not the rows, columns and scales that the definition gives this rank;
 - `captured`: the layers whose states a head gets by default, and the order of 1, 3 and -1;
-- `kv_cache`, and `auto`: what the model class prefers where the YAML says auto.
+- `kv_cache`, and `auto`: the runtime of the cache transceiver and whether cache manager V2 is taken, by its backend.
 Names are without `language_model.`, which the Kimi wrapper strips.
 """
 
 import enum
 import importlib
 import json
-import logging
-import math
 import operator
 import os
 import sys
@@ -39,22 +38,25 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 MODELS = "tensorrt_llm._torch.models"
-REAL = (
-    "tensorrt_llm.models.modeling_utils",
-    "tensorrt_llm.quantization.modelopt_config",
-    "tensorrt_llm._torch.configs",
-    "tensorrt_llm._torch.model_config",
-    "tensorrt_llm._torch.pyexecutor.config_utils",
-    "tensorrt_llm._torch.attention.backends.interface",
-    "tensorrt_llm._torch.speculative.eagle3",
-    f"{MODELS}.modeling_utils",
-    f"{MODELS}.modeling_speculative",
-    f"{MODELS}.modeling_deepseekv3",
-    f"{MODELS}.modeling_kimi_k25",
-    f"{MODELS}.checkpoints.base_weight_loader",
-    f"{MODELS}.checkpoints.base_weight_mapper",
-    f"{MODELS}.checkpoints.hf.weight_mapper",
-)
+LINEAR = "tensorrt_llm._torch.modules.linear"
+REAL = f"""
+tensorrt_llm.models.modeling_utils
+tensorrt_llm.quantization.modelopt_config
+tensorrt_llm.llmapi.llm_utils
+tensorrt_llm._torch.configs
+tensorrt_llm._torch.model_config
+tensorrt_llm._torch.pyexecutor.config_utils
+tensorrt_llm._torch.attention.backends.interface
+tensorrt_llm._torch.speculative.eagle3
+{LINEAR}
+{MODELS}.modeling_utils
+{MODELS}.modeling_speculative
+{MODELS}.modeling_deepseekv3
+{MODELS}.modeling_kimi_k25
+{MODELS}.checkpoints.base_weight_loader
+{MODELS}.checkpoints.base_weight_mapper
+{MODELS}.checkpoints.hf.weight_mapper
+""".split()
 KIMI_LAYERS = 61
 Tensors = dict[str, Tensor]
 Place = tuple[str, str, int]
@@ -78,8 +80,10 @@ class QuantMode(Anything):
     def __init__(self, algorithm: str | None = None, cache: str | None = None) -> None:
         self.algorithm = algorithm
 
-    def has_nvfp4(self) -> bool:
+    def has_nvfp4(self, exclude_kv_cache: bool = False) -> bool:
         return self.algorithm == "NVFP4"
+
+    has_any_quant = has_nvfp4
 
 
 QuantMode.from_quant_algo = QuantMode
@@ -98,6 +102,7 @@ class Words(metaclass=Names):
 
 class QuantAlgo(enum.StrEnum):
     NVFP4 = "NVFP4"
+    NVFP4_ARC = "NVFP4_ARC"
     W4A16_NVFP4 = "W4A16_NVFP4"
     FP8 = "FP8"
     FP8_BLOCK_SCALES = "FP8_BLOCK_SCALES"
@@ -113,42 +118,25 @@ class Recorder(nn.Module):
         self.given = weights
 
 
-class Linear(Recorder):
-    """One matrix, or several in one: the rows of each, one below the other."""
+class Embedding(Recorder):
+    """Also lm_head, whole on each rank."""
 
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool = False, dtype: Any = None, mapping: Any = None,
-        tensor_parallel_mode: str = "", gather_output: bool = False, quant_config: Any = None,
-        weights_loading_config: Any = None, *_: Any, **__: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, rows: int, columns: int, *, dtype: Any = None, **_: Any) -> None:
         super().__init__()
-        self.mapping, self.quant_config = mapping, quant_config
-        self.weights_loading_config = weights_loading_config or SimpleNamespace(weight_mode="")
-        rows = out_features
-        if tensor_parallel_mode == "COLUMN":
-            rows //= mapping.tp_size
-        value = torch.full((rows, in_features), math.nan, dtype=dtype)  # shows where it stays
-        self.weight = nn.Parameter(value, requires_grad=False)
+        self.weight = nn.Parameter(torch.empty((rows, columns), dtype=dtype), requires_grad=False)
 
     def load_weights(self, weights: list[Tensors], allow_partial_loading: bool = False) -> None:
-        super().load_weights(weights)
-        self.weight.data = torch.cat([part["weight"] for part in weights])
+        self.given = weights
+        self.weight.data = weights[0]["weight"]
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
 
 
-class Embedding(Linear):
-    """Also lm_head."""
-
-    def __init__(self, rows: int, columns: int, **settings: Any) -> None:
-        super().__init__(columns, rows, **settings)
-
-
 class RMSNorm(nn.RMSNorm):
     def __init__(self, *, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps)
-        self.weight.data.fill_(math.nan)
+        self.weight.data = torch.empty(hidden_size)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         if residual is None:
@@ -157,19 +145,28 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(x), x
 
 
-def linears(config: Any, dtype: Any) -> Make:
-    settings = {"mapping": config.mapping, "quant_config": config.get_quant_config()}
-    return lambda inputs, outputs, split="": Linear(
-        inputs, outputs, dtype=dtype, tensor_parallel_mode=split, **settings
+def linears(config: Any, dtype: Any, mapping: Any = None) -> Make:
+    settings = {
+        "dtype": dtype,
+        "mapping": mapping or config.mapping,
+        "quant_config": config.get_quant_config(),
+        "skip_create_weights_in_init": config.skip_create_weights_in_init,
+    }
+    make = importlib.import_module(LINEAR).Linear
+    return lambda inputs, outputs, split=None: make(
+        inputs, outputs, False, tensor_parallel_mode=split, **settings
     )
 
 
 class GatedMLP(GatedMlp):
     def __init__(
-        self, *, hidden_size: int, intermediate_size: int, dtype: Any, config: Any, **_: Any
-    ) -> None:
-        super().__init__(hidden_size, intermediate_size, linears(config, dtype))
-        self.gate_up_proj.weights_loading_config.weight_mode = "FUSED_GATE_UP_LINEAR"
+        self, *, hidden_size: int, intermediate_size: int, dtype: Any, config: Any,
+        overridden_tp_size: int | None = None, **_: Any,
+    ) -> None:  # fmt: skip
+        ranks = overridden_tp_size or config.mapping.tp_size
+        mapping = Mapping(ranks, config.mapping.tp_rank % ranks)
+        super().__init__(hidden_size, intermediate_size, linears(config, dtype, mapping))
+        self.gate_up_proj.weights_loading_config.weight_mode = "fused_gate_up_linear"
 
 
 class Experts(Recorder):
@@ -177,6 +174,13 @@ class Experts(Recorder):
         super().__init__()
         self.quant_config = override_quant_config
         self.register_parameter("w3_w1_weight", None)  # a module that loads has one
+
+
+class DeepSeekV3MoeRoutingMethod(nn.Module):
+    """The router of a mixture inherits it in the oldest sources."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
 
 
 def rope_of(settings: Any) -> tuple[float, dict[str, Any]]:
@@ -192,6 +196,7 @@ class Attention(GroupedAttention):
     def __init__(self, *, pos_embd_params: Any, dtype: Any, config: Any, **sizes: Any) -> None:
         sizes["head_dim"] = config.pretrained_config.head_dim
         super().__init__(sizes, *rope_of(pos_embd_params), linears(config, dtype))
+        self.qkv_proj.weights_loading_config.weight_mode = "fused_qkv_linear"
         self.hidden_size = sizes["hidden_size"]
         self.q_size = self.heads * self.size
         self.kv_size = self.kv_heads * self.size
@@ -210,7 +215,7 @@ class MLA(MultiLatentAttention):
             ("k_b_proj_trans", (heads, self.kv_lora_rank, self.nope)),
             ("v_b_proj", (heads, self.value, self.kv_lora_rank)),
         ):
-            self.register_parameter(name, nn.Parameter(torch.full(shape, math.nan)))
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
     def keys_and_values(self, latent: Tensor) -> tuple[Tensor, ...]:
         keys = torch.einsum("tr,hrn->thn", latent, self.k_b_proj_trans)
@@ -222,12 +227,13 @@ def get_hf_rope_theta(config: Any, default: float) -> float:
     return getattr(config, "rope_theta", None) or parameters.get("rope_theta", default)
 
 
-AuxStreamType = EventType = RotaryScalingType = TensorParallelMode = WeightMode = Words
-DecoderLayer, LMHead = nn.Module, Embedding
-WeightsLoadingConfig, create_moe = SimpleNamespace, Experts
+AuxStreamType = EventType = RotaryScalingType = Words
+DecoderLayer, LMHead, create_moe = nn.Module, Embedding, Experts
 QuantModeWrapper = operator.itemgetter(0)
+BufferKind, get_sm_version = SimpleNamespace(DEFAULT=0), int
+pad_up = lambda size, block: size + -size % block  # noqa: E731
 float4_e2m1x2 = float4_sf_dtype = torch.uint8
-logger = logging.getLogger("engine")
+logger = Anything()
 
 
 class Loaders:
@@ -248,6 +254,7 @@ class Loaders:
         self.mapper = importlib.import_module(f"{MODELS}.checkpoints.hf.weight_mapper")
         self.weights = sys.modules[f"{MODELS}.checkpoints.base_weight_loader"].ConsumableWeightsDict
         self.capture = importlib.import_module("tensorrt_llm._torch.speculative.eagle3")
+        self.auto = importlib.import_module("tensorrt_llm.llmapi.llm_utils")
         self.looked_up: set[str] = set()
         look_up = self.weights.__getitem__
 
@@ -256,6 +263,16 @@ class Loaders:
             return look_up(weights, key)
 
         self.weights.__getitem__ = note
+        layer = sys.modules[LINEAR].Linear
+        load = layer.load_weights
+
+        def keep(module: Any, weights: list[Tensors], **settings: Any) -> None:
+            module.given = weights
+            load(module, weights, **settings)
+
+        layer.load_weights, layer.forward, layer.given = keep, Embedding.forward, []
+        self.linear = layer
+        torch.ops.trtllm.block_scale_interleave = padded
 
     def two_steps(
         self, head: Path, captured: int, tensors: Tensors, inputs: Tensors
@@ -285,13 +302,27 @@ class Loaders:
         ids = torch.arange(logits[0].shape[-1])
         return logits[0], logits[1], ids + getattr(model.model, "d2t", torch.zeros_like(ids))
 
+    def resolved(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
+        for backend in (None, "NIXL", "UCX"):
+            transfer = SimpleNamespace(backend=backend, transceiver_runtime="auto")
+            transfer._resolve_default_backend = lambda chosen=backend: (chosen, "")
+            cache = SimpleNamespace(use_kv_cache_manager_v2="auto")
+            args = SimpleNamespace(kv_cache_config=cache, cache_transceiver_config=transfer)
+            self.auto._resolve_transceiver_runtime_auto(args, type(model))
+            self.auto._resolve_kv_cache_manager_v2_auto(args, type(model))
+            yield transfer.transceiver_runtime, cache.use_kv_cache_manager_v2
+
     def answer(self, checkpoint: str, mapping: Mapping) -> dict[str, Any]:
         files: Tensors = {}
         for file in Path(checkpoint).glob("*.safetensors"):
             for name, tensor in load_file(file).items():
                 files[name.removeprefix("language_model.")] = tensor
         self.looked_up.clear()
-        config = self.config.from_pretrained(checkpoint, mapping=mapping)
+        config = self.config.from_pretrained(
+            checkpoint,
+            mapping=mapping,
+            skip_create_weights_in_init=True,  # as AutoModelForCausalLM
+        )
         model = self.classes[config.pretrained_config.architectures[0]](config)
         model.load_weights(self.weights(dict(files)))
         capture = partial(self.capture.Eagle3OneModelSpecMetadata, KIMI_LAYERS)
@@ -302,18 +333,26 @@ class Loaders:
             if config and config.quant_algo == "NVFP4":
                 quantized.append(name)
             places += found_in(name, module, files)
+        moved = []
+        for name, layer in model.named_modules():
+            if isinstance(layer, MLA):
+                wanted = absorbed(layer, name.removeprefix("llm."), files, mapping)
+            else:
+                wanted = dealt(layer) if isinstance(layer, self.linear) and layer.given else {}
+            for key, value in wanted.items():
+                found = layer.get_parameter(key)
+                if not torch.equal(found.flatten(), value.flatten().to(found.dtype)):
+                    moved.append(f"{name}.{key}")
         return {
             "quantized": quantized,
             "places": places,
             "empty": [name for name, value in model.named_parameters() if value.isnan().any()],
+            "moved": moved,
             "captured": [
                 capture(layers_to_capture=ids).layers_to_capture for ids in (None, {1, 3, -1})
             ],
             "kv_cache": model.model_config.quant_config.kv_cache_quant_algo,
-            "auto": [
-                model.get_preferred_kv_cache_manager_version(),
-                model.get_preferred_transceiver_runtime(),
-            ],
+            "auto": [*self.resolved(model)],
         }
 
     def answers(self, checkpoint: str) -> list[dict[str, Any]] | str:
@@ -325,6 +364,42 @@ class Loaders:
             ]
         except Exception as error:  # whatever the engine raises is the answer
             return f"{type(error).__name__}: {error}"
+
+
+def padded(scales: Tensor) -> Tensor:
+    """As the kernel pads them, but row by row."""
+    rows, columns = scales.shape
+    return F.pad(scales, (0, -columns % 4, 0, -rows % 128)).flatten()
+
+
+def dealt(layer: Any) -> Tensors:
+    """What the definition gives a rank of the matrices in a layer, one below the other."""
+    axis, parts = int(layer.tp_mode == "row"), {}
+    for key, first in layer.given[0].items():
+        parts[key] = first
+        if first.ndim > 1:
+            dealers = layer.tp_size if layer.tp_mode else 1
+            own = [part[key].chunk(dealers, axis)[layer.tp_rank % dealers] for part in layer.given]
+            parts[key] = torch.cat(own)
+    if layer.has_nvfp4 and "input_scale" in parts:
+        parts["alpha"] = parts["input_scale"] * parts["weight_scale_2"]
+        parts["input_scale"] = 1 / parts["input_scale"]
+        parts["weight_scale"] = padded(parts["weight_scale"].view(torch.uint8))
+    return parts
+
+
+def absorbed(layer: MLA, name: str, files: Tensors, mapping: Mapping) -> Tensors:
+    q, latent, pairs = (
+        files[f"{name}.{part}.weight"] for part in ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+    )
+    own = pairs.unflatten(0, (layer.heads, -1)).chunk(mapping.tp_size)[mapping.tp_rank]
+    keys, values = own.split([layer.nope, layer.value], 1)
+    return {
+        "kv_a_proj_with_mqa.weight": torch.cat((q, latent)),
+        "kv_b_proj.weight": torch.cat((keys.flatten(0, 1), values.flatten(0, 1))),
+        "k_b_proj_trans": keys.mT,
+        "v_b_proj": values,
+    }
 
 
 def found_in(module: str, layer: nn.Module, files: Tensors) -> Iterator[Place]:
@@ -342,8 +417,9 @@ def found_in(module: str, layer: nn.Module, files: Tensors) -> Iterator[Place]:
 @torch.no_grad()
 def main(sources: str, *checkpoints: str) -> None:
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # what is not written stays NaN
     loaders = Loaders(Path(sources))
-    print(json.dumps([loaders.answers(checkpoint) for checkpoint in checkpoints]))
+    print(json.dumps(list(map(loaders.answers, checkpoints))))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ Make = Callable[..., Any]  # of a linear
 Tensors = dict[str, Tensor]
 
 
-def linear(inputs: int, outputs: int, split: str = "") -> nn.Linear:
+def linear(inputs: int, outputs: int, split: str | None = None) -> nn.Linear:
     """`split`: how it is dealt to ranks, where there are several."""
     return nn.Linear(inputs, outputs, bias=False)
 
@@ -66,8 +66,8 @@ class GroupedAttention(nn.Module):
         hidden, self.heads = config["hidden_size"], config["num_attention_heads"]
         self.kv_heads = config.get("num_key_value_heads", self.heads)
         self.size = config.get("head_dim") or hidden // self.heads
-        self.qkv_proj = make(2 * hidden, (self.heads + 2 * self.kv_heads) * self.size, "COLUMN")
-        self.o_proj = make(self.heads * self.size, hidden, "ROW")
+        self.qkv_proj = make(2 * hidden, (self.heads + 2 * self.kv_heads) * self.size, "column")
+        self.o_proj = make(self.heads * self.size, hidden, "row")
         self.rope = rope(self.size, theta, scaling)
 
     def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
@@ -101,9 +101,9 @@ class MultiLatentAttention(nn.Module):
             nn.RMSNorm(self.ranks[0], eps),
             nn.RMSNorm(self.ranks[1], eps),
         )
-        self.q_b_proj = make(self.ranks[0], self.heads * (self.nope + self.rope_size), "COLUMN")
-        self.kv_b_proj = make(self.ranks[1], self.heads * (self.nope + self.value), "COLUMN")
-        self.o_proj = make(self.heads * self.value, hidden, "ROW")
+        self.q_b_proj = make(self.ranks[0], self.heads * (self.nope + self.rope_size), "column")
+        self.kv_b_proj = make(self.ranks[1], self.heads * (self.nope + self.value), "column")
+        self.o_proj = make(self.heads * self.value, hidden, "row")
         self.rope = rope(self.rope_size, theta, scaling)
         gain = yarn_get_mscale(scaling["factor"], scaling.get("mscale_all_dim", 0.0))
         self.scale = gain**2 * (self.nope + self.rope_size) ** -0.5
@@ -126,8 +126,8 @@ class MultiLatentAttention(nn.Module):
 class GatedMlp(nn.Module):
     def __init__(self, hidden: int, inner: int, make: Make = linear) -> None:
         super().__init__()
-        self.gate_up_proj = make(hidden, 2 * inner, "COLUMN")
-        self.down_proj = make(inner, hidden, "ROW")
+        self.gate_up_proj = make(hidden, 2 * inner, "column")
+        self.down_proj = make(inner, hidden, "row")
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)

@@ -28,7 +28,7 @@ from trtspec.errors import (
     listed,
     termination_as_interrupt,
 )
-from trtspec.records import Excludes, ForceOption, JsonOption, Needs, argument, option
+from trtspec.records import Excludes, ForceOption, JsonOption, Needs, argument, fill, option
 
 if TYPE_CHECKING:
     from trtspec.bench.load.measure import BenchWorkload
@@ -230,17 +230,15 @@ def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
     rates = options.rate.values if options.rate is not None else ()
     if options.recorded_times:
         rates, rounds = (dataset.recorded_rate(),), 1
-    return BenchWorkload(
+    return fill(
+        BenchWorkload,
+        options,
         dataset=dataset,
-        sampling=RequestSampling(options.max_tokens, options.temperature, options.seed),
+        sampling=fill(RequestSampling, options),
         concurrency=options.concurrency.values,
         rounds=rounds,
         extra_body=options.extra_body.value,
         rates=rates,
-        thinking=options.thinking,
-        system=options.system,
-        recorded_times=options.recorded_times,
-        warmup=options.warmup,
         limit_s=options.timeout,
     )
 

@@ -124,11 +124,7 @@ def _vllm(options: BuildConfigOptions) -> Result:
 
     if options.nodes > 1:
         raise UsageError("`format` vllm is for one node", "leave `nodes` out")
-    served = ServeOptions(
-        target=options.target, backend="vllm", head=options.head, tp_size=options.tp_size,
-        max_batch_size=options.max_batch_size, max_num_tokens=options.max_num_tokens, max_seq_len=options.max_seq_len,
-        draft_len=options.draft_len if options.head else None, trust_remote_code=options.trust_remote_code,
-    )  # fmt: skip
+    served = fill(ServeOptions, options, backend="vllm")
     problems = errors_in(plan_vllm(served, launching=False).problems)
     if problems:
         raise CheckFailed("vLLM cannot serve this:\n" + "\n".join(problem_lines(problems)))

@@ -109,10 +109,7 @@ def package_state() -> tuple[dict[str, dict[str, str | None]], list[Problem]]:
             message = (
                 f"{requirement.name} {version} is installed, trtspec needs {requirement.specifier}"
             )
-            remedy = "install with -c constraints.txt, or in an environment of its own"
-            problems.append(
-                Problem("TS-DOCTOR-VERSION", "error", requirement.name, message, remedy)
-            )
+            problems.append(Problem("TS-DOCTOR-VERSION", "error", requirement.name, message))
     return extras, problems
 
 
@@ -153,14 +150,11 @@ def environment_problems(gpus: list[dict[str, str]]) -> list[Problem]:
     problems = []
     if os.environ.get(FORCED):
         message = f"{FORCED} is set: TensorRT-LLM then fakes acceptance and corrupts the text"
-        problems.append(
-            Problem("TS-DOCTOR-FORCED-ACCEPTANCE", "error", FORCED, message, f"unset {FORCED}")
-        )
+        problems.append(Problem("TS-DOCTOR-FORCED-ACCEPTANCE", "error", FORCED, message))
     old = [gpu["name"] for gpu in gpus if float(gpu["compute_capability"]) < 10.0]
     if old:
         message = f"{old[0]} has no FP4 tensor cores; NVFP4 checkpoints need Blackwell (compute capability 10.0)"
-        remedy = "serve the INT4 or FP8 checkpoint here"
-        problems.append(Problem("TS-DOCTOR-NO-FP4", "warning", "gpu", message, remedy))
+        problems.append(Problem("TS-DOCTOR-NO-FP4", "warning", "gpu", message))
     return problems
 
 

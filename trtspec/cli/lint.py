@@ -320,8 +320,7 @@ def judge_part(
         # the rest may be in the file that is not here
         findings = [item for item in findings if item.key in {*deployment.argv, "--tool_parser"}]
         message = f"the engine file {command.config} is not in this file: only the command's options were judged"
-        remedy = f"lint {command.config} too"
-        problems.append(Problem("TS-LINT-FILE-ELSEWHERE", "info", "", message, remedy))
+        problems.append(Problem("TS-LINT-FILE-ELSEWHERE", "info", "", message))
     findings = [*(Finding.of(problem, problem.where) for problem in problems), *findings]
     findings += [unread] if part.unread else []
     return replace(

@@ -79,9 +79,7 @@ def synthesize(options: SynthesizeOptions) -> Result:
     from trtspec.client.client import wait_ready
     from trtspec.heads import synthesis
 
-    endpoint = synthesis.TargetEndpoint(
-        options.base_url, options.api_key, options.concurrency, options.timeout
-    )
+    endpoint = fill(synthesis.TargetEndpoint, options)
     sampling = fill(synthesis.AnswerSampling, options, extra_body=options.extra_body.value)
     every = synthesis.read_prompts(options.prompts, options.split, options.samples)
     chosen = synthesis.shard(every, options.shard)

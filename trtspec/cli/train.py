@@ -32,7 +32,7 @@ from trtspec.records import (
     fields_of,
     fill,
     given,
-    made,
+    made_of_file,
     option,
     uses,
     words,
@@ -143,11 +143,8 @@ def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[
             f"{command.config}: unknown training options {', '.join(unknown)}", f"known: {allowed}"
         )
     values = {key: value for key, value in values.items() if value is not None}
-    try:
-        made_of_file = made(TrainCommand, {"output": command.output, **values})
-    except UsageError as error:
-        raise UsageError(f"{command.config}: {error.message}", error.remedy) from None
-    found = {key: getattr(made_of_file, key) for key in values}
+    read = made_of_file(TrainCommand, command.config, {"output": command.output, **values})
+    found = {key: getattr(read, key) for key in values}
     chosen = {key: value for key, value in found.items() if key not in given(command)}
     return replace(command, **chosen), TrainingRecipe(**recipe), set(chosen)
 
@@ -223,10 +220,12 @@ def _needs(found: dict[str, Any]) -> Result:
         for name, way in found["ways"].items()
     ]  # fmt: skip
     layers = ", ".join(map(str, found["aux_layers"]))
+    refused = sum(file["refused"] for file in found["files"])
     lines = [
         f"head    EAGLE-{found['eagle']} {found['attention'].upper()}, {found['parameters']:,} parameters",
         f"layers  {layers}",
-        f"data    {found['samples']:,} samples, {found['tokens']:,} tokens, {found['steps']:,} steps",
+        f"data    {found['samples']:,} samples, {found['tokens']:,} tokens, {found['steps']:,} steps"
+        + f", {refused} rows refused" * bool(refused),
         f"states  {found['feature_bytes'] / 1e9:,.1f} GB",
         *(f"dumps by {engine}: {line}" for engine, line in found["dump_commands"].items()),
         *(f"server by {engine}: {line}" for engine, line in found["server_commands"].items()),

@@ -24,7 +24,8 @@ def shown(text: str) -> str:
 
 
 def server_url(text: str, option: str = "the URL") -> str:
-    """The base URL of a server: with a scheme (http if `text` has none), without /v1 and slashes at its end.
+    """The base URL of a server: with a scheme (http if `text` has none), without /v1, what requests add to it, and
+    slashes at its end.
 
     Raises UsageError, which begins with `option`, if no request can be sent there, and for a user name, a password, a
     query or a fragment, which every result would repeat."""
@@ -55,7 +56,9 @@ def server_url(text: str, option: str = "the URL") -> str:
     except (httpx.InvalidURL, UnicodeError) as error:
         fault = "its host is not a valid name" if isinstance(error, UnicodeError) else error
         raise UsageError(f"{option} {text!r} is not the URL of a server: {fault}", remedy) from None
-    return re.sub(r"(?<=[^/])/v1$", "", whole.rstrip("/")).rstrip("/")
+    return re.sub(r"(?<=[^/])/v1(/models|(/chat)?/completions)?$", "", whole.rstrip("/")).rstrip(
+        "/"
+    )
 
 
 def key_header() -> dict[str, str]:

@@ -38,7 +38,7 @@ OWNED = {
 }
 MOST_CALLS = 127  # larger indices come from broken servers and are put together here
 MOST_LINE = 64 * 2**20  # bytes of one event
-TIMEOUT = httpx.Timeout(connect=10, read=600, write=60, pool=None)
+SILENCE_S = 600.0  # without a byte, from a server that nobody gave a limit
 # uvicorn, in front of vLLM, SGLang and trtllm-serve, closes a connection after 5 idle seconds; a request sent at that
 # moment fails with a ReadError, so the client closes it first
 KEPT_S = 2.0
@@ -129,11 +129,8 @@ def new_client(
     limits = httpx.Limits(
         max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEPT_S
     )
-    times = (
-        httpx.Timeout(connect=min(10, timeout), read=timeout, write=timeout, pool=None)
-        if timeout
-        else TIMEOUT
-    )
+    silence = timeout or SILENCE_S
+    times = httpx.Timeout(silence, connect=min(10, silence), pool=None)
     return httpx.AsyncClient(
         base_url=url, headers=headers, limits=limits, timeout=times, trust_env=proxies,
         verify=url.startswith("https"),  # loading certificates takes 20 ms

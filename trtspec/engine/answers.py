@@ -20,15 +20,7 @@ def body(call: ApiCall, completions: list[Output]) -> Iterator[str]:
     """The response to a request that is not streamed, as JSON in parts. Small parts: one call that makes them all would
     keep every other thread waiting."""
     asked = call.asked
-    if not asked.shown:
-        nothing = {
-            "token_ids": [],
-            "text": "",
-            "finish_reason": "length",
-            "logprobs": [],
-            "stats": Stats(),
-        }
-        completions = [replace(one, **nothing) for one in completions]  # type: ignore[arg-type]
+    completions = [shown(call, completion) for completion in completions]
     yield f'{_json(head(call, "chat.completion"))[:-1]},"choices":['
     for index, (completion, request) in enumerate(zip(completions, call.requests, strict=True)):
         choice: dict[str, Any] = {"index": index}
@@ -57,6 +49,15 @@ def body(call: ApiCall, completions: list[Output]) -> Iterator[str]:
             yield from _listed(items)
         yield "}}"
     yield f'],"usage":{_json(usage(call.prompt_tokens, completions, asked.n))}}}'
+
+
+def shown(call: ApiCall, output: Output) -> Output:
+    """The output; of an echo alone without the one token that was generated for it."""
+    if call.asked.shown:
+        return output
+    return replace(
+        output, token_ids=[], text="", logprobs=[], finish_reason="length", stats=Stats()
+    )
 
 
 def head(call: ApiCall, kind: str) -> dict[str, Any]:
@@ -170,8 +171,7 @@ class ChoiceStream:
         """All chunks that follow from one engine step, as one string. A chat's first chunk, which names the role, comes
         with the first token: a client that takes it for that measures the right time."""
         asked, first, self.opened = self.call.asked, not self.opened, True
-        if not asked.shown:
-            output = replace(output, token_ids=[], text="", logprobs=[])
+        output = shown(self.call, output)
         self.completion.add(
             replace(output, text="", logprobs=[], prompt_logprobs=[])
         )  # its counts are what is needed

@@ -20,7 +20,7 @@ from pydantic import (
 
 from trtspec import files
 from trtspec.engine.grammars import compact_schema
-from trtspec.engine.request import Sampling, TokenId
+from trtspec.engine.request import Sampling, StrictModel, TokenId
 
 StopString = Annotated[str, Field(max_length=1000)]
 TokenName = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,7}$")]  # a token id as a JSON key
@@ -118,24 +118,20 @@ def _named(error: ValidationError) -> ApiError:
     return ApiError(f"{param}: {fault['msg']}", param=param)
 
 
-class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class StreamOptions(Body):
+class StreamOptions(StrictModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class JsonSchema(Body):
+class JsonSchema(StrictModel):
     name: str = ""
     description: str | None = None
     schema_: dict[str, Any] = Field({}, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
+class ResponseFormat(StrictModel):
     """What an answer looks like: any text, any JSON object, JSON of a schema, or text of a regular expression."""
 
     type: Literal["text", "json_object", "json_schema", "regex"]
@@ -281,7 +277,7 @@ class CompletionBody(GenerationBody):
         return [self.prompt] if one else list(self.prompt)  # type: ignore[list-item,arg-type]
 
 
-class TextPart(Body):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
@@ -314,23 +310,23 @@ class Message(BaseModel):
         return given
 
 
-class Function(Body):
+class Function(StrictModel):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Body):
+class Tool(StrictModel):
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(Body):
+class FunctionName(StrictModel):
     name: str
 
 
-class NamedTool(Body):
+class NamedTool(StrictModel):
     type: Literal["function"]
     function: FunctionName
 

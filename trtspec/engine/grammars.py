@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import llguidance.tiktoken
+import psutil
 from llguidance import LLMatcher, LLParserLimits
 
 from trtspec.checkpoint.tokenizer import KimiTokenizer
@@ -298,7 +299,7 @@ def _try_within_limits(grammars: Grammars, kind: str, text: str) -> dict[str, An
 
 
 def _data_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    return int(psutil.Process().memory_info().data)
 
 
 def compact_schema(schema: str) -> str:

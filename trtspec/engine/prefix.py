@@ -9,6 +9,7 @@ So with a head all snapshots end one position before their block, and the target
 from __future__ import annotations
 
 import itertools
+import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,13 +78,9 @@ class PrefixCache:
         self.stats.cached_tokens += reused
         return reused
 
-    def gains(self, tokens: Sequence[int], computed: Sequence[int], cached_tokens: int) -> bool:
+    def gains(self, tokens: list[int], computed: list[int], cached_tokens: int) -> bool:
         """Whether more of a prompt could be loaded after the prompt `computed`, of which `cached_tokens` are known."""
-        shared = 0
-        for token, other in zip(tokens, computed, strict=False):
-            if token != other:
-                break
-            shared += 1
+        shared = len(os.path.commonprefix([tokens, computed]))
         return shared - shared % self.block_tokens - self.behind > cached_tokens
 
     def save(self, tokens: Sequence[int], row: int) -> None:

@@ -25,14 +25,18 @@ class PromptTooLong(RequestRefused):
     """The prompt leaves no room for an answer."""
 
 
-class Sampling(BaseModel):
+class StrictModel(BaseModel):
+    """Takes its own fields alone, and no value of another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Sampling(StrictModel):
     """How tokens are chosen: the fields that a body and the engine's request share. Names and order are vLLM's: biases,
     `min_tokens`, then the penalties, which count output tokens (repetition: those of the prompt too).
 
     `temperature` 0 is greedy; `top_k` 0 and -1 and `top_p` 1 are off. `seed` fixes a sampled request's random numbers
     whatever else is in the batch. Infinity and NaN are outside of every range."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)

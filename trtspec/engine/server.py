@@ -27,13 +27,12 @@ from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.prefix import PREFIX_BYTES
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.worker import Worker
-from trtspec.errors import TrtspecError, UsageError, signals_handled
+from trtspec.errors import TrtspecError, signals_handled
 from trtspec.models.head_weights import load_head, open_head
 from trtspec.models.memory import MemoryLoad, require_fitting
 from trtspec.models.precision import default_dtype, dtype_name
 from trtspec.models.weights import load_target
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEFAULT_MAX_SEQ_LEN = 4096
 SHARED_PRODUCTS_HIDDEN = 1024  # below, a step on one thread is faster than on two
 
@@ -94,24 +93,14 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
         raise KeyboardInterrupt
 
 
-def compute_dtype(options: ServerOptions) -> torch.dtype:
-    """The type to compute in. Raises UsageError or MissingDependency for types and devices that are not."""
-    if options.dtype not in DTYPES:
-        raise UsageError(
-            f"dtype {options.dtype!r} is not one of {', '.join(DTYPES)}", "use `dtype` auto"
-        )
-    machine.check_device(options.device)
-    return (
-        default_dtype(options.device) if options.dtype == "auto" else getattr(torch, options.dtype)
-    )
-
-
 def build_engine(
     target: Path, head: Path | None, options: ServerOptions
 ) -> tuple[Engine, KimiTokenizer]:
     """Loads checkpoint directories into an engine with its tokenizer. Raises MissingDependency, before anything is
-    loaded, where memory lacks."""
-    dtype, device, spec = compute_dtype(options), options.device, require_target(target).spec
+    loaded, where memory or the device lacks."""
+    device, spec = options.device, require_target(target).spec
+    machine.check_device(device)
+    dtype = default_dtype(device) if options.dtype == "auto" else getattr(torch, options.dtype)
     length = options.max_seq_len or min(spec.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
     load = MemoryLoad(
         device, dtype, options.max_batch_size, length, options.draft_len, options.prefix_bytes

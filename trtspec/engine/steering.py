@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,13 +108,8 @@ class Steering:
 
     def _keep_allowed(self, row: Tensor) -> None:
         """Sets every token that the grammar forbids here to -inf."""
-        bits = torch.frombuffer(bytearray(self.grammar.mask()), dtype=torch.uint8)
-        allowed = (
-            (bits.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8))
-            .bitwise_and(1)
-            .flatten()
-            .bool()
-        )
+        mask = np.frombuffer(self.grammar.mask(), np.uint8)
+        allowed = torch.from_numpy(np.unpackbits(mask, bitorder="little")).bool()
         size = min(len(allowed), len(row))
         row[:size][~allowed[:size].to(row.device)] = -math.inf
         row[size:] = -math.inf

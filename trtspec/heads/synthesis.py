@@ -207,7 +207,7 @@ def synthesize(
     endpoint: TargetEndpoint,
     sampling: AnswerSampling,
     again: OutputOptions = OutputOptions(),
-    bar: Bar | None = None,
+    bar: Bar = Bar(),
 ) -> Outcome:
     """Answers every prompt that the journal lacks, then writes `output`. The caller finishes `work_directory`.
 
@@ -215,7 +215,7 @@ def synthesize(
     """
     with work_directory(output).claim({"sampling": asdict(sampling)}, again) as journal:
         journal.entries(RowRecord)
-        outcome = asyncio.run(_answer_all(prompts, endpoint, sampling, journal, bar or Bar()))
+        outcome = asyncio.run(_answer_all(prompts, endpoint, sampling, journal, bar))
         outcome.rows = [
             journal.done[prompt.id]["row"] for prompt in prompts if prompt.id in journal.done
         ]

@@ -126,12 +126,10 @@ class EngineProgram:
         option = f"`{self.version_option}`"
         if asked and installed and Version(asked) != Version(installed):
             message = f"{self.title} {installed} is installed and would run; {option} says {asked}"
-            yield Problem("TS-SERVE-OTHER-ENGINE", "error", option, message, "leave the option out")
+            yield Problem("TS-SERVE-OTHER-ENGINE", "error", option, message)
         if not asked and not installed and shutil.which(self.executable):
             message = f"the installed engine does not tell its version; judged for {judged}"
-            yield Problem(
-                "TS-SERVE-VERSION-UNKNOWN", "warning", self.executable, message, f"pass {option}"
-            )
+            yield Problem("TS-SERVE-VERSION-UNKNOWN", "warning", self.executable, message)
 
     def check(self) -> Iterator[Problem]:
         if shutil.which(self.executable) is None:
@@ -181,7 +179,7 @@ def check_gpus(
     """`needed`: ranks on this machine. `gpus`: None where nvidia-smi could not be asked."""
     if gpus is None:
         message = f"nvidia-smi is missing here or fails: the {needed} GPUs that this needs could not be counted"
-        yield Problem("TS-SERVE-GPUS-UNSEEN", "warning", "GPUs", message, "")
+        yield Problem("TS-SERVE-GPUS-UNSEEN", "warning", "GPUs", message)
         return
     seen = visible_gpus(gpus, environ)
     if len(seen) < needed:
@@ -204,28 +202,20 @@ def check_files(resolved: Resolved) -> Iterator[Problem]:
             )
     elif not is_online():
         message = f"{resolved.hub_id} is not on this machine and HF_HUB_OFFLINE is set"
-        yield Problem(
-            "TS-SERVE-OFFLINE",
-            "error",
-            resolved.name,
-            message,
-            "unset it, or pass a local directory",
-        )
+        yield Problem("TS-SERVE-OFFLINE", "error", resolved.name, message)
 
 
 def remote_code_problem(model: Resolved) -> Problem:
     """Names every file of code that the engine would run, with its hash."""
     message = f"{model.name} brings code that the engine would run: {model.code().listed()}"
-    remedy = "read it, then pass `trust_remote_code`"
-    return Problem("TS-SERVE-REMOTE-CODE", "error", model.name, message, remedy)
+    return Problem("TS-SERVE-REMOTE-CODE", "error", model.name, message)
 
 
 def check_shared_memory(place: Path) -> Iterator[Problem]:
     if place.is_dir() and (total := machine.disk_size(place)) < SHARED_MEMORY_RECIPE:
         message = f"{place} has {total / GIB:.1f} GiB; a load can die with a bus error (published recipes give it "
         message += f"{SHARED_MEMORY_RECIPE // GIB} GiB, the engine's guide for Kimi-K2-Thinking about 640 GB)"
-        remedy = "docker: --ipc=host or --shm-size; Kubernetes: an emptyDir of medium Memory"
-        yield Problem("TS-SERVE-SHARED-MEMORY", "warning", str(place), message, remedy)
+        yield Problem("TS-SERVE-SHARED-MEMORY", "warning", str(place), message)
 
 
 def check_modules_cache() -> Iterator[Problem]:
@@ -239,13 +229,7 @@ def check_modules_cache() -> Iterator[Problem]:
             return
     except OSError as error:
         message = f"{place} cannot be written ({error.strerror}), and the checkpoint's code is copied there to run"
-        yield Problem(
-            "TS-SERVE-CACHE",
-            "error",
-            "HF_MODULES_CACHE",
-            message,
-            "set it to a place that can be written",
-        )
+        yield Problem("TS-SERVE-CACHE", "error", "HF_MODULES_CACHE", message)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from trtspec.data_files import load_yaml
 
@@ -43,14 +43,13 @@ class LogPatterns:
     first match wins; `unknown` is the remedy for a failure that no pattern knows."""
 
     engine: str
-    phases: tuple[dict[str, str], ...] = ()
-    failures: tuple[dict[str, str], ...] = ()
+    phases: Sequence[dict[str, str]] = ()
+    failures: Sequence[dict[str, str]] = ()
     unknown: str = ""
 
     @classmethod
     def load(cls, path: Path) -> LogPatterns:
-        read: dict[str, Any] = load_yaml(path)
-        return cls(read["engine"], tuple(read["phases"]), tuple(read["failures"]), read["unknown"])
+        return cls(**load_yaml(path))
 
     def explain(self, lines: list[str]) -> tuple[str, str] | None:
         """(what happened, remedy) for the first known failure that the log names."""

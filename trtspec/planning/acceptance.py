@@ -126,9 +126,7 @@ def other_model(acceptance: Acceptance, target: str) -> list[Problem]:
     if not name or len(names) == 1:
         return []
     message = f"the acceptance was measured on {name}, and this plan is for {target}"
-    return [
-        Problem("TS-PLAN-OTHER-MODEL", "warning", "acceptance", message, "bench the target itself")
-    ]
+    return [Problem("TS-PLAN-OTHER-MODEL", "warning", "acceptance", message)]
 
 
 def _from_bench(path: Path) -> Acceptance:

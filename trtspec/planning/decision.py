@@ -48,7 +48,7 @@ class Row:
     def stall_ms(self) -> float:
         """What the prompt of one request keeps all others from decoding; ranks with attention DP prefill at once."""
         assert self.plan.steps is not None
-        together = min(self.concurrency, self.layout.gpus) if self.layout.attention_dp else 1
+        together = min(self.concurrency, self.layout.caches)
         return self.plan.steps.prefill(self.plan.setting.workload.isl, together) / 1000 / together
 
     @property

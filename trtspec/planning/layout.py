@@ -66,6 +66,11 @@ class Layout:
         return 1 if self.attention_dp else self.gpus
 
     @property
+    def caches(self) -> int:
+        """KV caches for requests of their own; ranks that share attention hold one together."""
+        return self.gpus if self.attention_dp else 1
+
+    @property
     def moe(self) -> str:
         """Name of the MoE layout in the kernel tables."""
         return f"{'ep' if self.ep else 'tp'}{self.gpus}"
@@ -77,7 +82,7 @@ class Layout:
         return f"{attention}{'E' if self.ep else ''}P{self.gpus}"
 
     def sequences_per_rank(self, sequences: int) -> int:
-        return -(-sequences // self.gpus) if self.attention_dp else sequences
+        return -(-sequences // self.caches)
 
 
 def layout_of(gpus: int, tp: int | None, ep: int | None, attention_dp: bool) -> Layout:
@@ -123,8 +128,7 @@ def refusals(
     ]
     if tokens is not None and tokens > limit:
         message = f"requests of {tokens:,} tokens are longer than the model's {limit:,} positions"
-        remedy = f"prompt and answer together: at most {limit}"
-        found.append(Problem("TS-ROUTE-LENGTH", "error", "max_seq_len", message, remedy))
+        found.append(Problem("TS-ROUTE-LENGTH", "error", "max_seq_len", message))
     if draft_len > LONGEST_DRAFT:
         message = f"a draft of {draft_len} tokens cannot pay: beyond {LONGEST_DRAFT}, even at the highest acceptance "
         message += "published for a Kimi head, a further token costs more time than it saves"

@@ -59,13 +59,12 @@ class Memory:
 
     @property
     def kv_tokens(self) -> int:
-        ranks = self.layout.gpus if self.layout.attention_dp else 1
-        return int(self.kv / self.kv_bytes_per_token) * ranks
+        return int(self.kv / self.kv_bytes_per_token) * self.layout.caches
 
     def sequences(self, tokens: int) -> int:
         """Whole sequences of that many tokens that the group holds; with attention DP one never spans two ranks."""
-        ranks = self.layout.gpus if self.layout.attention_dp else 1
-        return self.kv_tokens // ranks // tokens * ranks
+        caches = self.layout.caches
+        return self.kv_tokens // caches // tokens * caches
 
 
 def memory(

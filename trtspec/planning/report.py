@@ -196,11 +196,11 @@ def no_choice(decision: Decision) -> CheckFailed | None:
     requests = f"requests of {setting.workload.tokens} tokens"
     weights_fit = any(plan.memory.free >= 0 for plan in decision.plans)
     remedy = "use more GPUs or larger ones" + ", or shorter requests" * weights_fit
-    if not decision.fits:
-        return CheckFailed(f"{setting.target} does not fit on {where} with {requests}", remedy)
     if decision.refused:
         problem = decision.refused[0]
         return CheckFailed(problem.message, problem.remedy, problem.code)
+    if not decision.fits:
+        return CheckFailed(f"{setting.target} does not fit on {where} with {requests}", remedy)
     if row is None:
         message = f"no layout on {where} holds that many {requests}"
         return CheckFailed(message, f"lower `concurrency`, {remedy}")

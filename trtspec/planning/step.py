@@ -53,7 +53,7 @@ class StepModel:
         model, kernels, layout = self.model, self.kernels, self.layout
         tokens = sequences * queries
         here = layout.sequences_per_rank(sequences)
-        mine = here * queries if layout.attention_dp else tokens
+        mine = here * queries
         ranks, layers = layout.attention_tp, model.num_hidden_layers
         moe = layers - model.first_k_dense_replace
         shared = model.n_shared_experts * model.moe_intermediate_size / ranks

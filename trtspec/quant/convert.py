@@ -44,6 +44,7 @@ from trtspec.quant.native import (
 from trtspec.quant.plan import Conversion, Group, ShardPlan, Weight
 from trtspec.report import Bar, file_sha256
 
+REMEDY = "download that file again and compare its sha256 with the hub's"
 ERROR_ROWS = 64  # the rows of each tensor on which the rounding error is measured
 COPY_BYTES = 16 << 20  # of a copied tensor in memory at a time
 THREAD_BYTES = (
@@ -160,8 +161,13 @@ class Converter:
             for partner in group.partners
         ]
         del done.read[len(group.weights) :]  # partners are weights of other groups
+        # float32's range would be left while block scales are searched
         if 0 < max(amax) < TINIEST_AMAX:
-            raise _too_small(weight)
+            raise TrtspecError(
+                f"{weight.name} in {weight.parts[0].shard} has no weight above 2^-88",
+                REMEDY,
+                "TS-CONTENT-MAGNITUDE",
+            )
         scaling = Scaling.of(max(amax))
         for weight, each in zip(group.weights, rows, strict=True):
             kind, errors = (
@@ -293,16 +299,7 @@ def _refusal(weight: Weight, index: int | None) -> TrtspecError:
         where = f" at {[int(part) for part in np.unravel_index(index, weight.shape)]}"
     return TrtspecError(
         f"TS-QUANT-NOT-FINITE {weight.name} in {weight.parts[0].shard} holds NaN or infinity{where}",
-        "download that file again and compare its sha256 with the hub's; a model with NaN in it cannot be served",
-    )
-
-
-def _too_small(weight: Weight) -> TrtspecError:
-    """For a linear whose largest weight leaves float32's range while block scales are searched."""
-    return TrtspecError(
-        f"{weight.name} in {weight.parts[0].shard} has no weight above 2^-88",
-        "download that file again and compare its sha256 with the hub's",
-        "TS-CONTENT-MAGNITUDE",
+        REMEDY,
     )
 
 

@@ -51,8 +51,8 @@ def quantize_checkpoint(
     source: Path | Checkpoint,
     output: Path,
     policy: Policy | None,
-    options: ConversionOptions | None = None,
-    again: OutputOptions | None = None,
+    options: ConversionOptions = ConversionOptions(),
+    again: OutputOptions = OutputOptions(),
     bar: Bar = Bar(),
 ) -> Quantized | QuantizePlan:
     """Converts `source` to `output`; with `again.dry_run` it only says what it would do.
@@ -63,7 +63,6 @@ def quantize_checkpoint(
     everything that headers, options, disk and permissions can tell.
     """
     start = time.monotonic()
-    options, again = options or ConversionOptions(), again or OutputOptions()
     conversion = prepare(source, output, policy, options)
     names = frozenset(
         (*conversion.checkpoint.shards, *WRITTEN, *carried_names(conversion.checkpoint.path))

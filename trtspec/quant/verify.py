@@ -30,7 +30,6 @@ from trtspec.quant.native import (
 from trtspec.quant.plan import plain_names
 from trtspec.quant.policy import WEIGHT_SCALES
 
-AGAIN = "convert the source again with `trtspec quantize`"
 SCALES = ("weight_scale", "weight_scale_2", "input_scale")
 NEARLY_ALL = 0.8  # of the linears follow from the source: the others were changed
 NVFP4_ERROR_LIMIT = 0.2  # random weights round with 0.095; a wrong scale or order is far above
@@ -89,18 +88,10 @@ def _name_problems(names: dict[str, str], origin: dict[str, str]) -> list[Proble
     problems = []
     if lost:
         text = f"{len(lost)} tensors of the source are missing, first {lost[0]}"
-        problems.append(Problem("TS-QUANT-TENSOR-LOST", "error", lost[0], text, AGAIN))
+        problems.append(Problem("TS-QUANT-TENSOR-LOST", "error", lost[0], text))
     if new:
         text = f"{len(new)} tensors are not in the source, first {new[0]}"
-        problems.append(
-            Problem(
-                "TS-QUANT-TENSOR-NEW",
-                "warning",
-                new[0],
-                text,
-                "check that this is the right source",
-            )
-        )
+        problems.append(Problem("TS-QUANT-TENSOR-NEW", "warning", new[0], text))
     return problems
 
 
@@ -115,10 +106,10 @@ def _shape_problems(
         same_format = _format(derived, name) is _format(source, name)
         if new_shape != old_shape:
             text = f"shape is {list(new_shape)}, the source's is {list(old_shape)}"
-            problems.append(Problem("TS-QUANT-SHAPE", "error", name, text, AGAIN))
+            problems.append(Problem("TS-QUANT-SHAPE", "error", name, text))
         elif same_format and new.dtype != old.dtype:
             text = f"dtype is {new.dtype}, the source's is {old.dtype}"
-            problems.append(Problem("TS-QUANT-DTYPE", "error", name, text, AGAIN))
+            problems.append(Problem("TS-QUANT-DTYPE", "error", name, text))
     return problems
 
 
@@ -174,7 +165,7 @@ class _Reread:
             self._add_packed(name)
         elif not self._same_bytes(name):
             text = "is stored unquantized but its bytes are not the source's"
-            self.problems.append(Problem("TS-QUANT-CHANGED", "error", name, text, AGAIN))
+            self.problems.append(Problem("TS-QUANT-CHANGED", "error", name, text))
 
     def _same_bytes(self, name: str) -> bool:
         info = self.derived.tensors[name]
@@ -196,7 +187,7 @@ class _Reread:
             info = tensors[f"{stem}.{suffix}"]
             if any(byte_faults([info], read_bytes(self.new, info)[None])):
                 text = "holds NaN, infinity, zero or a negative number"
-                self.problems.append(Problem("TS-QUANT-BAD-SCALE", "error", info.name, text, AGAIN))
+                self.problems.append(Problem("TS-QUANT-BAD-SCALE", "error", info.name, text))
         rows = self._rows(name)
         columns = rows.shape[1]
         packed = read_bytes(self.new, tensors[name]).reshape(-1, columns // 2)
@@ -210,7 +201,7 @@ class _Reread:
         relative = error / norm if norm else error
         if not relative <= NVFP4_ERROR_LIMIT:
             text = f"differs from the source by {relative:.3f} of its norm; rounding alone gives about 0.1"
-            self.problems.append(Problem("TS-QUANT-ERROR", "error", name, text, AGAIN))
+            self.problems.append(Problem("TS-QUANT-ERROR", "error", name, text))
         if math.isfinite(amax):
             self._pack_again(name, rows, packed, scale, scale_2)
 
@@ -246,12 +237,11 @@ class _Reread:
             for name, ratio in self.scaled_otherwise.items():
                 text = f"is {ratio:.6g} times what the largest weight of the source gives"
                 where = f"{name.removesuffix('.weight')}.weight_scale_2"
-                found.append(Problem("TS-QUANT-SCALE-2", "error", where, text, AGAIN))
+                found.append(Problem("TS-QUANT-SCALE-2", "error", where, text))
         if ours or self.alike >= NEARLY_ALL * scaled_alike:
             text = "its bytes or block scales are not those that packing the source gives"
             found += [
-                Problem("TS-QUANT-BYTES", "error", name, text, AGAIN)
-                for name in self.packed_otherwise
+                Problem("TS-QUANT-BYTES", "error", name, text) for name in self.packed_otherwise
             ]
         return found
 

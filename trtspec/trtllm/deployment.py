@@ -140,9 +140,7 @@ class Deployment:
     def held_requests(self, document: Document, target: ModelSpec, gpu: GpuSpec) -> tuple[int, int]:
         """Requests of full length that the cache holds, and those of a full batch of every rank that has its own."""
         room = self.memory(document, target, gpu)
-        batch, layout = self.size(document, "max_batch_size"), room.layout
-        if layout.attention_dp:
-            batch *= layout.gpus
+        batch = self.size(document, "max_batch_size") * room.layout.caches
         return room.sequences(self.size(document, "max_seq_len")), batch
 
     def size(self, document: Document, path: str, default: int = 0) -> int:
@@ -370,7 +368,7 @@ class SpeculationMethod:
     """One row. Keys are below `speculative_config`; the meaning of each column is at the top of speculation.yaml."""
 
     key: str
-    spellings: tuple[str, ...]
+    spellings: Sequence[str]
     name: str
     draft: Literal["head", "model", "layers", "none"]
     tokens_per_step: str
@@ -404,10 +402,7 @@ class SpeculationMethod:
 def methods() -> dict[str, SpeculationMethod]:
     found: dict[str, SpeculationMethod] = {}
     for key, row in read_beside("speculation.yaml")["methods"].items():
-        columns: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in row.items()
-        }
-        found[key] = SpeculationMethod(key, **columns)
+        found[key] = SpeculationMethod(key, **row)
     return found
 
 

@@ -180,23 +180,24 @@ def _forget(node: Node, prefix: str, entries: dict[str, Entry]) -> None:
         _forget(pair.value_node, f"{path}.", entries)
 
 
+class YamlDumper(yaml.SafeDumper):
+    """Writes a value that comes twice out twice, without aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
 def scalar(value: Any) -> str:
     """One value as it is written on one line of YAML."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    text = yaml.dump(
+        value, Dumper=YamlDumper, default_flow_style=True, width=10**6, allow_unicode=True
+    )
     return text.removesuffix("\n").removesuffix("\n...")
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal in types too: YAML's true is not 1, and NaN is NaN."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(
-            same(item, other[key]) for key, item in one.items()
-        )
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other or (one != one and other != other)
+    """Equal in types too, as YAML writes them: true is not 1, and NaN is NaN."""
+    return scalar(one) == scalar(other)
 
 
 # --- edits

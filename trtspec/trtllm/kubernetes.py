@@ -22,6 +22,7 @@ from trtspec.errors import Problem, UsageError
 from trtspec.planning.memory import checkpoint_bytes, head_parameters
 from trtspec.trtllm.build import EngineConfig
 from trtspec.trtllm.deployment import dynamo_options, dynamo_releases
+from trtspec.trtllm.document import YamlDumper
 from trtspec.trtllm.intent import CACHES, WEIGHTS, Intent, Role
 from trtspec.trtllm.schema import read_beside
 
@@ -34,18 +35,13 @@ class _Text(str):
     """Written as a literal block, so that the engine's YAML keeps its comments and stays readable."""
 
 
-class _Dumper(yaml.SafeDumper):
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-_Dumper.add_representer(
+YamlDumper.add_representer(
     _Text, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|")
 )
 
 
 def _dump(value: dict[str, Any]) -> str:
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=10**6)
+    return yaml.dump(value, Dumper=YamlDumper, sort_keys=False, width=10**6)
 
 
 def helm_values(*configs: EngineConfig, quantize_from: str | None = None) -> str:

@@ -45,7 +45,10 @@ def lint(document: Document | str, deployment: Deployment) -> list[Finding]:
         error = document.error
         code = "TS-LINT-LIMIT" if error.beyond else "TS-LINT-SYNTAX"
         return [Finding(code, "error", "", error.message, line=error.line, column=error.column)]
-    if document.value is not None and not isinstance(document.value, dict):
+    if document.value is None:
+        message = "the file sets nothing"
+        return [Finding("TS-LINT-NO-ENGINE-FILE", "warning", "", message)]
+    if not isinstance(document.value, dict):
         message = f"the file holds {type(document.value).__name__}, not a mapping of options"
         return [Finding("TS-LINT-SYNTAX", "error", "", message, "write `key: value` lines", line=1)]
     if set(document.mapping) >= FRONT_KEYS:
@@ -276,15 +279,7 @@ def engine_problems(document: Document) -> list[Problem]:
     try:
         return [finding.problem(document.name) for finding in judge(document).findings]
     except TrtspecError as error:
-        return [
-            Problem(
-                "TS-SERVE-ENGINE-SILENT",
-                "warning",
-                PACKAGE,
-                error.message,
-                "start anyway and read its log",
-            )
-        ]
+        return [Problem("TS-SERVE-ENGINE-SILENT", "warning", PACKAGE, error.message)]
 
 
 def _written_key(document: Document, parts: list[str]) -> str:

@@ -323,17 +323,11 @@ def cautions(spec: HeadSpec, dialect: Dialect) -> list[Problem]:
     problems = []
     if spec.eagle == "3.1":
         message = f"EAGLE-3.1 needs {dialect.eagle31}; an older one computes another function and accepts little"
-        problems.append(
-            Problem(
-                "TS-CONVERT-VERSION", "info", "fc_norm, norm_output", message, "check the version"
-            )
-        )
+        problems.append(Problem("TS-CONVERT-VERSION", "info", "fc_norm, norm_output", message))
     for feature in features(spec):
         if feature in dialect.since:
             message = f"{feature} needs {dialect.since[feature]}"
-            problems.append(
-                Problem("TS-CONVERT-VERSION", "info", feature, message, "check the version")
-            )
+            problems.append(Problem("TS-CONVERT-VERSION", "info", feature, message))
     if dialect.mha_needs and not spec.is_mla:
         message = f"{dialect.title} needs {dialect.mha_needs}"
         remedy = "install transformers below 5 there, or train the head on elsewhere"
@@ -343,6 +337,5 @@ def cautions(spec: HeadSpec, dialect: Dialect) -> list[Problem]:
         message = (
             f"{trainer} would train this head on with YaRN base {base:g}, not {spec.rope.theta:g}"
         )
-        remedy = "fix its rope before training on; serving is not affected"
-        problems.append(Problem("TS-CONVERT-THETA", "warning", "rope_theta", message, remedy))
+        problems.append(Problem("TS-CONVERT-THETA", "warning", "rope_theta", message))
     return problems

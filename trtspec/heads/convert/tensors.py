@@ -91,8 +91,7 @@ def plan_tensors(
     ]
     if unknown:
         message = f"{len(unknown)} tensors have no place in {dialect.title}, first {unknown[0]}"
-        remedy = "ask the head's author what they do; a head that works without them can be saved without them"
-        problems.append(Problem("TS-CONVERT-TENSORS", "error", unknown[0], message, remedy))
+        problems.append(Problem("TS-CONVERT-TENSORS", "error", unknown[0], message))
     own = {
         name: OutputTensor.copied(source, tensors[name])
         for name in (LM_HEAD, EMBED)

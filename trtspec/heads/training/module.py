@@ -121,10 +121,7 @@ def ttt_attention(
     if step == 0:
         attended = _causal(query, key[0], value[0], scaling)
     else:
-        own = [
-            (_shift_right(key[i], step - i), _shift_right(value[i], step - i))
-            for i in range(1, step + 1)
-        ]
+        own = [(key[i].roll(step - i, 2), value[i].roll(step - i, 2)) for i in range(1, step + 1)]
         attended = _later_step(query * scaling, key[0], value[0], own)
     return attended.transpose(1, 2), None
 
@@ -173,10 +170,6 @@ def _some_rows(begin: int, query: Tensor, key: Tensor, value: Tensor, *own: Tens
     for i in range(1, steps + 1):
         attended = attended + weights[..., len(column) + i - 1, None] * own[2 * i - 1]
     return attended
-
-
-def _shift_right(x: Tensor, by: int) -> Tensor:
-    return x if by == 0 else x.roll(by, 2)
 
 
 AttentionInterface.register(TTT_ATTENTION, ttt_attention)

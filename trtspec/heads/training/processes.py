@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -134,29 +131,18 @@ def process_group(device: str) -> Iterator[World]:
 
 
 class Stop:
-    """Collects the reasons to stop while it is entered. A second signal of a kind acts at once, as without it."""
+    """Collects the reasons to stop. A second signal of a kind interrupts at once."""
 
     def __init__(self, deadline: float | None = None) -> None:
         """`deadline`: of time.monotonic()."""
         self.deadline = deadline
         self.reason: str | None = None  # of the whole group, once `asked` has said so
         self._heard: set[str] = set()
-        self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Stop:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._hear)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before.clear()
-
-    def _hear(self, number: int, _: FrameType | None) -> None:
+    def hear(self, number: int, _: object) -> None:
+        """A signal handler."""
         self._heard.add(signal.Signals(number).name)
-        signal.signal(number, self._before[number])
+        signal.signal(number, signal.default_int_handler)
 
     def asked(self, world: World, reserve: float) -> bool:
         """Whether to stop now; `reserve`: seconds that another step with its saving would take."""

@@ -4,9 +4,11 @@ its end, on the way, and the best so far, each whole, with its record and card."
 from __future__ import annotations
 
 import math
+import signal
+import threading
 from collections.abc import Callable
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from trtspec.checkpoint.heads.pairing import target_record
 from trtspec.checkpoint.hub import source_name
 from trtspec.checkpoint.output import CARD_NAME, CONFIG_NAME, PROVENANCE_NAME, SINGLE_SHARD
 from trtspec.checkpoint.writer import write_shard
+from trtspec.errors import signals_handled
 from trtspec.files import read_object
 from trtspec.foreign import PlainName
 from trtspec.heads.card import model_card
@@ -86,9 +89,13 @@ def run_training(
         source["target_config"] = fingerprint["target"]
         source |= fingerprint["target_id"] | target_record(Checkpoint.open(run.target_dir))
         writer = HeadWriter(run, plan, options, model.spec, module, world, source)
+        stop = Stop(run.deadline)
+        # Python has its signals handled in the main thread alone
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        heard = (signal.SIGINT, signal.SIGTERM) if in_main_thread else ()
         with (
             closing(open_states(run, model, plan, options, world, journal)) as states,
-            Stop(run.deadline) as stop,
+            signals_handled(stop.hear, *heard),
         ):
             result = train_head(
                 module,
@@ -154,7 +161,6 @@ class HeadWriter:
     module: train.TrainingModule
     world: World
     source: dict[str, Any]  # digests of what the run started from, as provenance.json names them
-    _best: float | None = field(default=None, init=False)  # held-out loss of `best`
 
     def write(self, place: Path, about: dict[str, Any]) -> dict[str, Any]:
         """The head as it is now into `place`, its record last; `about`: what the record says of the run so far. Returns
@@ -193,15 +199,14 @@ class HeadWriter:
         if not self.world.main:
             return
         if point.held_out and point.held_out["loss"] < self._best_loss():
-            self._best = point.held_out["loss"]
             self._put(BEST, point)
 
     def _best_loss(self) -> float:
-        """Held-out loss of `best`, which an earlier process may have written."""
-        record = self.run.output / BEST / "provenance.json"
-        if self._best is None and record.is_file():
-            self._best = read_object(record)["training"]["held_out_figures"]["loss"]
-        return math.inf if self._best is None else self._best
+        """Held-out loss of `best`, as its record has it."""
+        record = self.run.output / BEST / PROVENANCE_NAME
+        if not record.is_file():
+            return math.inf
+        return float(read_object(record)["training"]["held_out_figures"]["loss"])
 
     def _put(self, name: PlainName, point: CurvePoint) -> None:
         """The head as it is now in a folder that appears whole."""

@@ -13,7 +13,6 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import compress, count, islice
 from pathlib import Path
 from typing import Any
@@ -207,10 +206,10 @@ class TrainingData:
             for begin in range(0, len(batches), options.accumulation)
         ]
 
-    @cached_property
+    @property
     def total(self) -> int:
         """Steps of the whole run."""
-        return self.options.steps or self.options.epochs * len(self.epoch(0))
+        return steps_of(len(self.trained), self.options)
 
     def steps(self) -> Iterator[tuple[int, list[list[int]]]]:
         """(step from 1, its batches), epoch after epoch until `total`."""

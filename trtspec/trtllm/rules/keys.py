@@ -290,7 +290,7 @@ def _unknown(document: Document, schema: Schema, entry: Entry, word: Word) -> Fi
         message = f"TensorRT-LLM {schema.version} refuses unknown keys, and {parent} has no key "
         message += entry.name
     kinds = schema.kinds_with(entry.parent, entry.name) if entry.parent in DISCRIMINATORS else ()
-    if "." in entry.name:
+    if not entry.name.isidentifier():
         code, severity = "TS-LINT-DOTTED-KEY", "error"
         message = f"the engine takes {entry.name} for the name of one key, which {parent} lacks"
     elif kinds:

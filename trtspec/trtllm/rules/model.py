@@ -95,7 +95,7 @@ def head_use(document: Document, deployment: Deployment) -> Iterator[Finding]:
     if written and given and decoding_type(document) and not same_checkpoint(written, given):
         key = next(key for key in MODEL_KEYS if document.has(key))
         message = f"the file names the head {written}, the command {given}"
-        yield Finding("TS-LINT-HEAD-DIFFERS", "warning", key, message, "name one head in both")
+        yield Finding("TS-LINT-HEAD-DIFFERS", "warning", key, message)
 
 
 def capture_layers(document: Document, deployment: Deployment) -> Iterator[Finding]:

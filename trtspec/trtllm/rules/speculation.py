@@ -32,9 +32,7 @@ def method_for_kimi(document: Document, deployment: Deployment) -> Iterator[Find
         yield Finding(method.kimi["code"], "error", key, why, remedy)
     else:
         message = f"{method.name} with a Kimi: {why}"
-        yield Finding(
-            "TS-LINT-UNTESTED", "warning", key, message, "measure it with `trtspec bench` first"
-        )
+        yield Finding("TS-LINT-UNTESTED", "warning", key, message)
 
 
 def schedule_of(document: Document) -> dict[int, int] | None:
@@ -57,9 +55,7 @@ def schedule(document: Document, deployment: Deployment) -> Iterator[Finding]:
         either = " or ".join(meaning["bounds"] for meaning in meanings)
         message = f"the keys of the schedule are {either} bounds of the batch size (changed "
         message += f"{schema.intervals['draft_len_schedule']})"
-        yield Finding(
-            "TS-LINT-SCHEDULE-MEANING", "warning", SCHEDULE, message, f"remove {SCHEDULE}"
-        )
+        yield Finding("TS-LINT-SCHEDULE-MEANING", "warning", SCHEDULE, message)
     longest, lengths = document.get(LENGTH), schedule.values()
     if (
         min(schedule) < 1
@@ -77,9 +73,7 @@ def schedule(document: Document, deployment: Deployment) -> Iterator[Finding]:
         if isinstance(longest, int) and schedule.get(key) != longest:
             severity: Severity = "error" if len(meanings) == 1 else "warning"
             message = f"key {key} must have the value of max_draft_len, {longest}"
-            yield Finding(
-                "TS-LINT-BAD-SCHEDULE", severity, SCHEDULE, message, f"write {key}: {longest}"
-            )
+            yield Finding("TS-LINT-BAD-SCHEDULE", severity, SCHEDULE, message)
 
 
 def schedule_reaches_zero(document: Document, deployment: Deployment) -> bool:

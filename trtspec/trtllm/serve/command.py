@@ -157,21 +157,16 @@ def check_cluster(
     if cluster.ranks != world:
         message = f"{cluster.nodes} nodes of {cluster.gpus_per_node} GPUs are {cluster.ranks} ranks; the engine's "
         message += f"parallel sizes make {world}"
-        yield Problem(
-            "TS-SERVE-WORLD", "error", "`nodes`", message, "nodes x GPUs per node = tp x pp x cp"
-        )
+        yield Problem("TS-SERVE-WORLD", "error", "`nodes`", message)
     if cluster.launcher == "direct":
         if cluster.nodes > 1:
             message = f"{cluster.nodes} nodes need a launcher that reaches them"
-            remedy = "pass `launcher` lws in a LeaderWorkerSet; elsewhere start the command of `dry_run` below srun"
-            yield Problem("TS-SERVE-LAUNCHER", "error", "`launcher`", message, remedy)
+            yield Problem("TS-SERVE-LAUNCHER", "error", "`launcher`", message)
         return
     for word in argv:
         if SPLIT_BY_WRAPPER & set(word):
             message = f"{RANK_WRAPPER} hands {word!r} on unquoted, in pieces"
-            yield Problem(
-                "TS-SERVE-SPLIT-WORD", "error", word, message, "put the setting into the YAML"
-            )
+            yield Problem("TS-SERVE-SPLIT-WORD", "error", word, message)
     severity: Severity = "error" if launching else "warning"
     for message, remedy in _missing_of_leader(cluster, environ):
         yield Problem("TS-SERVE-LAUNCHER", severity, cluster.launcher, message, remedy)
@@ -227,9 +222,7 @@ def check_driver(driver: str, version: Version) -> Iterator[Problem]:
     major = driver.partition(".")[0]
     if major.isdigit() and int(major) < needed:
         message = f"driver {driver} is older than {needed}, which TensorRT-LLM {version} is built for ({source})"
-        yield Problem(
-            "TS-SERVE-DRIVER", "warning", "driver", message, f"install driver {needed} or later"
-        )
+        yield Problem("TS-SERVE-DRIVER", "warning", "driver", message)
 
 
 def check_fit(
@@ -244,8 +237,7 @@ def check_fit(
     where = f"{room.layout.gpus} x {gpus[0].name} of {smallest / GIB:.0f} GiB"
     if room.free <= 0:
         message = f"weights and working memory need {(room.capacity - room.free) / GIB:.0f} GiB on each of {where}"
-        remedy = "use more or larger GPUs (`trtspec plan` says how many), or quantize to NVFP4"
-        yield Problem("TS-SERVE-NO-FIT", "error", "memory", message, remedy)
+        yield Problem("TS-SERVE-NO-FIT", "error", "memory", message)
         return
     length = deployment.size(document, "max_seq_len")
     if length > room.kv_tokens:

@@ -173,9 +173,7 @@ def _version(
     problems = list(PROGRAM.check_version(asked, installed, version)) if launching else []
     if written is not None and file is not None and written.version != version:
         message = f"{file.name} was written for TensorRT-LLM {written.version} and is judged for {version}"
-        problems.append(
-            Problem("TS-SERVE-OTHER-VERSION", "warning", file.name, message, "write it again")
-        )
+        problems.append(Problem("TS-SERVE-OTHER-VERSION", "warning", file.name, message))
     return (version, reason), problems
 
 
