@@ -66,7 +66,7 @@ test-oracles: .oracles/.made  ## against code that others wrote: vLLM, speculato
 		TRTSPEC_SCHEMATHESIS_PYTHON=.oracles/schemathesis/bin/python TRTSPEC_LITELLM_PYTHON=.oracles/litellm/bin/python \
 		TRTSPEC_LANGCHAIN_PYTHON=.oracles/langchain/bin/python TRTSPEC_LM_EVAL_PYTHON=.oracles/lm_eval/bin/python \
 		TRTSPEC_GUIDELLM_PYTHON=.oracles/guidellm/bin/python TRTSPEC_AIPERF_PYTHON=.oracles/aiperf/bin/python \
-		TRTSPEC_PROMTOOL=$(PROMTOOL) \
+		TRTSPEC_PROMTOOL=$(PROMTOOL) TRTSPEC_FLA=.oracles/fla \
 		$(BIN)/python -m pytest tests/oracles tests/hostile/test_server_requests.py tests/quant/test_modelopt_export.py tests/docker/test_monitoring.py -m "slow or not slow" --timeout=1800 -s
 
 # TRTSPEC_GPU_PYTHON: a Python with a CUDA build of torch where .venv's is built without

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.cases import table
 from tests.command_line import printed
 from trtspec import machine
 
@@ -21,16 +22,8 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 
 @pytest.mark.parametrize(
     ("membership", "files", "cores"),
-    [
-        ("0::/", {"cpu.max": "max 100000"}, None),
-        ("0::/", {"cpu.max": "150000 100000"}, 2),
-        ("0::/", {"cpu.max": "50000 100000"}, 1),
-        ("0::/pod/box", {"pod/cpu.max": "100000 100000", "pod/box/cpu.max": "max 100000"}, 1),
-        ("0::/pod/box", {"pod/cpu.max": "max 100000", "pod/box/cpu.max": "100000 100000"}, 1),
-        ("0::/../other", {"cpu.max": "100000 100000"}, 1),  # the path of another namespace
-        ("0::/", {"cpu.max": "nonsense"}, None),
-    ],
-)  # fmt: skip
+    table(__file__),
+)
 def test_cpu_quotas(tmp_path, monkeypatch, membership, files, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     (tmp_path / "membership").write_text(membership + "\n")

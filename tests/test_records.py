@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.cases import table
 from tests.command_line import trtspec
 from trtspec.errors import UsageError
 from trtspec.records import (
@@ -156,13 +157,7 @@ def test_a_line_that_does_not_parse_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("command", "options"),
-    [
-        ("watch", ["--listen="]),
-        ("bench", ["--rate=", "--model=", "--dataset=", "--card="]),
-        ("check", ["--model=", "--accept-unmeasured=", "--dataset=", "--against="]),
-        ("prove", ["--dataset=", "--concurrency="]),
-        ("synthesize", ["--model=", "--base-url=", "--extra-body=", "--shard="]),
-    ],
+    table(__file__),
 )
 def test_an_option_with_an_empty_text_is_refused(
     command: str, options: list[str], tmp_path: Path

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import table
 from tests.command_line import succeeded, trtspec
 
 NOWHERE = ("bench", "http://127.0.0.1:9")
@@ -18,24 +19,11 @@ def test_an_empty_limit_of_regression_is_refused(tmp_path: Path) -> None:
     assert done.status == 2 and "--max-regression" in done.stderr
 
 
-REFUSED: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
-    ({"temperature": 1.0}, (), "--temperature"),
-    ({"max_tokens": 5}, (), "--max-tokens"),
-    ({"messages": [], "model": "zzz"}, (), "--dataset"),
-    ({"model": "zzz"}, (), "--model"),
-    ({"stream_options": None}, (), "leave it out"),
-    ({"stream": False}, (), "leave it out"),
-    ({"n": 2}, (), "one answer"),
-    ({"seed": None}, (), "--seed"),
-    ({"top_k": 3, "chat_template_kwargs": {"thinking": False}}, ("--thinking", "on"), "--thinking"),
-    ({"chat_template_kwargs": None}, ("--thinking", "on"), "--thinking"),
-    ({"reasoning_effort": "low"}, ("--thinking", "on"), "--thinking"),
+@pytest.mark.parametrize(
+    ("body", "more", "remedy"), table(__file__), ids=lambda value: str(value)[:40]
 )
-
-
-@pytest.mark.parametrize(("body", "more", "remedy"), REFUSED, ids=lambda value: str(value)[:40])
 def test_an_extra_body_does_not_override_what_names_the_figures(
-    body: dict[str, Any], more: tuple[str, ...], remedy: str, tmp_path: Path
+    body: dict[str, Any], more: list[str], remedy: str, tmp_path: Path
 ) -> None:
     done = trtspec(*NOWHERE, "--extra-body", json.dumps(body), *more, "-o", tmp_path / "out")
     assert (

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.cases import table
 from trtspec.bench.load.measure import BenchWorkload
 from trtspec.bench.questions.datasets import QuestionSource, catalogue, load_dataset, read_questions
 from trtspec.client.client import RequestSampling
 from trtspec.errors import UsageError
+
+CASES = table(__file__)
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 16
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
@@ -96,27 +99,7 @@ def test_a_configuration_of_speed_bench_is_named(tmp_path: Path) -> None:
         load_dataset("speed-bench:throughput_64k")
 
 
-QA: dict[str, tuple[dict[str, Any], str, str]] = {
-    "gsm8k": ({"question": "How many?", "answer": "so #### 4"}, "How many?", "math"),
-    "humaneval": (
-        {"task_id": "HumanEval/0", "prompt": "def f():\n", "canonical_solution": "  return 1", "test": "check(f)",
-         "entry_point": "f"},
-        "Complete the code I provided.\n\ndef f():", "code",
-    ),
-    "math500": (
-        {"problem": "Find $x$.", "solution": "x=1", "answer": "1", "subject": "Algebra", "level": 2,
-         "unique_id": "test/algebra/1.json"},
-        "Find $x$.", "Algebra",
-    ),
-    "aime": (
-        {"id": 60, "problem": "Find m+n.", "solution": "..", "answer": "204", "url": "x", "year": "2024"},
-        "Find m+n.", "math",
-    ),
-    "ceval": (
-        {"id": 0, "question": "哪一项正确?", "A": "一", "B": "二", "C": "三", "D": "四", "answer": "B"},
-        "哪一项正确?\nA. 一\nB. 二\nC. 三\nD. 四", "all",
-    ),
-}  # fmt: skip
+QA = CASES["questions"]
 
 
 @pytest.mark.parametrize("name", QA)
@@ -135,10 +118,7 @@ def test_question_and_answer_sets(tmp_path: Path, name: str) -> None:
         load_dataset(f"{name}={write(tmp_path / 'broken.jsonl', [broken])}")
 
 
-MADE_OF = {
-    "gsm8k": ("question",), "humaneval": ("prompt",), "math500": ("problem",), "aime": ("problem",),
-    "ceval": ("question", "A", "D"), "mmstar": ("question",),
-}  # fmt: skip
+MADE_OF = CASES["made_of"]
 
 
 @pytest.mark.parametrize("name", MADE_OF)
@@ -258,27 +238,7 @@ def test_every_known_set_states_its_licence_and_source() -> None:
 
 @pytest.mark.parametrize(
     ("line", "says"),
-    [
-        ('{"turns": ""}', "has turns that are no list"),
-        ('{"turns": 3}', "has turns that are no list"),
-        ('{"turns": []}', "has turns that are no list, or an empty one"),
-        ('{"turns": [null]}', "has an empty or non-text prompt"),
-        ('{"messages": {"role": "user"}}', "has messages that are no list"),
-        ('{"messages": ["hello"]}', "has a message that is no object"),
-        ('{"messages": [{"role": "system"}]}', "role system without content"),
-        (
-            '{"messages": [{"role": "system", "content": "x"}]}',
-            "ends in a message of the role system",
-        ),
-        ('{"messages": [{"role": "user", "content": ""}]}', "has an empty or non-text prompt"),
-        (
-            '{"messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": "y"}]}',
-            "ends in a message",
-        ),
-        ('{"prompt": "x", "tools": [{}]}', "has a tool without function.name"),
-        ('{"text": "x"}', "has no user message"),
-        ('{"prompt": [1, 2]}', "a message that is no object"),
-    ],
+    CASES["refused"],
 )
 def test_a_line_that_is_no_prompt_is_refused(tmp_path: Path, line: str, says: str) -> None:
     file = tmp_path / "prompts.jsonl"

@@ -8,6 +8,7 @@ import pytest
 from scipy import stats
 
 from tests.bench.conftest import results_of
+from tests.cases import slow
 from trtspec.bench import compare as comparing
 from trtspec.bench.results import BenchResults, QuestionSpeed
 from trtspec.bench.statistics import (
@@ -55,7 +56,7 @@ def test_quantiles_are_students() -> None:
 
 @pytest.mark.parametrize(
     "count",
-    [10, pytest.param(34, marks=pytest.mark.slow), pytest.param(80, marks=pytest.mark.slow)],
+    [10, slow(34), slow(80)],
 )
 def test_intervals_of_acceptance_cover_in_93_to_97_percent_of_runs(count: int) -> None:
     rng, value = np.random.default_rng(count), truth()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import table
 from tests.command_line import Done, printed, ran, succeeded, trtspec
 from trtspec import errors
 from trtspec.cli import app as application
@@ -165,20 +166,7 @@ def test_bar_and_note_fit_eighty_columns():
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [
-        (("serve", "kimi-nano", "--tensor-parallel-size", "4"), "-> did you mean --tp-size?"),
-        (("plan", "kimi-nano", "--gpu", "NVIDIA GB200"), "-> did you mean gb200?"),
-        (("build-config", "kimi-nano", "--gpu", "NVIDIA B200"), "-> did you mean b200?"),
-        (("plan", "kimi-nano", "--gpu", "a100"), "-> write one of these"),
-        (("benchmark", "http://localhost:1"), "-> did you mean `trtspec bench`?"),
-        (("plan", "kimi-nano", "kimi-nano-eagle3"), "-> did you mean --head kimi-nano-eagle3?"),
-        (("build-config", "x", "--gpu", "NVIDIA", "B200"), "-> write one of these"),
-        (("quantize", "--model-path", "x"), "-> SRC is given without an option: `trtspec quantize"),
-        (("serve", "kimi-nano", "--swap-space", "4"), "`trtspec serve TARGET -- --swap-space`"),
-        (("bench", "http://localhost:1", "--dataset", "mtbench"), "-> did you mean mt-bench?"),
-        (("build-config", "kimi-nano", "--goal", "latencyy"), "-> did you mean latency?"),
-        (("plan", "kimi-nano"), "TRTSPEC_PLAN_GPUS=four is not a whole number"),
-    ],
+    table(__file__),
 )
 def test_a_wrong_word_is_answered_with_the_right_one(
     words: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch

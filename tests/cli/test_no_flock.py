@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import slow
 from tests.checkpoint.test_journal import without_flock
 from tests.cli.matrix import Recorder, conversations
 from tests.command_line import process
@@ -35,9 +36,7 @@ def run(room: Path, out: Path, words: str, preload: bool) -> str:
     [
         "quantize {target} -o {out}",
         "synthesize {prompts} -o {out} --base-url {url}/v1 --samples 3",
-        pytest.param(
-            "calibrate {target} {data} -o {out} --samples 3 --seq-len 8", marks=pytest.mark.slow
-        ),
+        slow("calibrate {target} {data} -o {out} --samples 3 --seq-len 8"),
     ],
     ids=lambda words: words.split()[0],
 )

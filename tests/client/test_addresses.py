@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.cases import table
 from tests.command_line import trtspec
 from trtspec.client.addresses import bearer, server_url, shown
 from trtspec.errors import UsageError
@@ -21,16 +22,7 @@ WRONG = (
     "http://a..b", f"http://{'a' * 70}", "http://ho st", "http://xn--", "/v1", f"http://user:{SECRET}@h:8000",
     f"{SECRET}@h", f"http://u:{SECRET}/x@h", f"http://u:{SECRET}?@h", f"http://h/v1?key={SECRET}", f"http://h#{SECRET}",
 )  # fmt: skip
-COMMANDS = (
-    ("bench", "{}"),
-    ("bench", "http://127.0.0.1:9", "--against-url", "b={}"),
-    ("bench", "http://127.0.0.1:9", "--against-url", "{}"),
-    ("bench", "3={}", "--choose-draft"),
-    ("check", "{}"),
-    ("check", "http://127.0.0.1:9", "--against", "{}"),
-    ("watch", "{}", "--once"),
-    ("synthesize", "prompts.jsonl", "-o", "out.jsonl", "--base-url", "{}"),
-)
+COMMANDS = table(__file__)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,19 +118,14 @@ def token_ids(completions: dict[str, Output]) -> dict[str, list[int]]:
     return {name: completion.token_ids for name, completion in completions.items()}
 
 
-def drive(
-    engine: Engine, before: Callable[[], None] = lambda: None
-) -> tuple[dict[str, list[int]], dict[str, str]]:
-    """Tokens and ends of what was submitted; `before` is called before each step."""
-    got: dict[str, list[int]] = defaultdict(list)
-    ended: dict[str, str] = {}
+def drive(engine: Engine, before: Callable[[], None] = lambda: None) -> dict[str, Output]:
+    """Answers to what was submitted, whole or not; `before` is called before each step."""
+    done: dict[str, Output] = {}
     while engine.has_work:
         before()
         for output in engine.step():
-            got[output.id] += output.token_ids
-            if output.finish_reason:
-                ended[output.id] = output.finish_reason
-    return got, ended
+            done.setdefault(output.id, Output(output.id)).add(output)
+    return done
 
 
 BODIES = yaml.safe_load(Path(__file__).with_name("bodies.yaml").read_text())

@@ -34,6 +34,9 @@ NOISE, DRAWS = (
     1e-6,
     16,
 )  # relative; vLLM's float32 log-probabilities are within 1.9e-5 of ours, of logits about 16
+# of a gap; rounding moves float32 logits of a tiny target by a tenth of that at most
+VISIBLE = 1e-3
+RECENT = 96  # tokens of an answer; those before them are computed as a prompt
 LONGER = 24  # positions by which the last of several rows is ahead of the others, as neighbours in a batch are
 
 
@@ -92,16 +95,39 @@ def rounding_at(
     return replace(found, change=max(found.change, spacing(largest, target.dtype)))
 
 
+def leads_and_bounds(
+    target: KimiModel, prompt: list[int], plain: Output, other: Output, divergence: Divergence
+) -> dict[str, tuple[float, float]]:
+    """What may have parted two runs, each with the lead that rounding would have turned around and the bound below
+    which it can: the two logits, and the experts chosen where the runs first computed something else."""
+    if divergence.token < 0:
+        return {}
+    logits = rounding_at(target, prompt, plain, divergence)
+    lead = max(divergence.gap, logits.behind)
+    return {
+        "logits": (lead, SAFETY * logits.change),
+        "experts": router_tie(target, prompt, plain, other, divergence.index),
+    }
+
+
+def explained(leads: dict[str, tuple[float, float]]) -> bool:
+    return any(lead <= bound for lead, bound in leads.values())
+
+
+@torch.inference_mode()
 def router_tie(
     target: KimiModel, prompt: list[int], plain: Output, other: Output, index: int
 ) -> tuple[float, float]:
-    """Of two float32 runs that part at token `index`: the least margin of an expert in both up to there, and the bound
-    below which rounding explains another choice. From there on both texts are right ones."""
-    margins = [min(pair) for pair in zip(plain.margins[: index + 1], other.margins, strict=False)]
-    place = margins.index(min(margins))
-    _, measured = clean(target, prompt, plain.token_ids[:place])
+    """Of float32 runs that part at token `index`. What differs from the first answered token on may come from any token
+    of the prompt."""
+    gaps = zip(plain.gaps[:index], other.gaps, strict=False)
+    visible = [place for place, (left, right) in enumerate(gaps) if abs(left - right) > VISIBLE]
+    emitted = plain.token_ids[: min([*visible, index])]
+    margins = target(torch.tensor([prompt + emitted])).margins[0]
+    lead = margins[-1] if emitted else margins.min()
+    _, measured = clean(target, prompt, emitted)
     change = max(float(measured.max() - measured.min()), spacing(1.0, torch.float32))
-    return margins[place], SAFETY * change
+    return float(lead), SAFETY * change
 
 
 def quantized_rounding_at(
@@ -141,7 +167,10 @@ def spacing(value: float, dtype: torch.dtype) -> float:
 def clean(target: KimiModel, prompt: list[int], emitted: list[int]) -> tuple[Tensor, Tensor]:
     """Logits [N, V] and margins of the experts [N] after prompt and emitted tokens, one row per computation, after each
     of PREFILLS in all SHAPES."""
-    room = len(prompt) + len(emitted) + LONGER + max(width for _, width, _ in SHAPES)
+    text = prompt + emitted
+    begin = max(len(prompt), len(text) - RECENT)
+    prompt, emitted = text[:begin], text[begin:]
+    room = len(text) + LONGER + max(width for _, width, _ in SHAPES)
     found = []
     for calls, copies in PREFILLS:
         filled = target.new_cache(max(copies, *(rows for rows, _, _ in SHAPES)), room)

@@ -8,14 +8,12 @@ import random
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from trtspec.engine.batch import DecodeBatch
 from trtspec.engine.drafters import Eagle3Drafter
 from trtspec.engine.engine import Engine
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel
-from trtspec.models.state import TextPiece
 
 
 @dataclass
@@ -28,53 +26,32 @@ class Proposal:
 
 
 @dataclass
-class OracleDrafter:
-    """Overwrites the inner drafter's proposals with `answers`, each token kept with probability `hit`."""
+class Oracle:
+    """Overwrites a drafter's proposals, which it keeps, with `answers`: each token is right with probability `hit`."""
 
-    inner: Eagle3Drafter
+    drafter: Eagle3Drafter
     answers: dict[str, list[int]]
-    hit: float = 0.75
-    seed: int = 0
+    hit: float
+    random: random.Random
     proposals: list[Proposal] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.aux_layers = self.inner.aux_layers
-        self.draft_ids = self.inner.draft_ids
-        self.cache = self.inner.cache
-        self.random = random.Random(self.seed)
-
-    def prompts(self, aux: Tensor | None, tokens: Tensor, pieces: list[TextPiece]) -> None:
-        self.inner.prompts(aux, tokens, pieces)
-
-    def learn(
-        self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, accepted: Tensor
-    ) -> None:
-        self.inner.learn(batch, aux, tokens, accepted)
-
-    def move(self, source: int, target: int, length: int) -> None:
-        self.inner.move(source, target, length)
-
     def propose(self, batch: DecodeBatch) -> list[int]:
-        counts, length = self.inner.propose(batch), batch.draft_len
+        counts, length = Eagle3Drafter.propose(self.drafter, batch), batch.draft_len
         for row, sequence in enumerate(batch.sequences):
-            done = len(sequence.token_ids)
-            text = len(sequence.request.prompt_ids) + done
-            self.proposals.append(
-                Proposal(sequence.id, text, batch.block[row, 1 : 1 + length].tolist())
-            )
+            drafts, done = batch.block[row, 1 : 1 + length], len(sequence.token_ids)
+            self.proposals.append(Proposal(sequence.id, sequence.length, drafts.tolist()))
             right = self.answers[sequence.id][done : done + length]
             for column in range(length):
                 good = column < len(right) and self.random.random() < self.hit
-                token = right[column] if good else self.random.randrange(256)
-                batch.block[row, column + 1] = torch.tensor(token)
+                drafts[column] = torch.tensor(right[column] if good else self.random.randrange(256))
         return counts
 
 
-def with_oracle(engine: Engine, answers: dict[str, list[int]], hit: float = 0.75) -> OracleDrafter:
-    """Puts an oracle around the engine's drafter."""
+def with_oracle(engine: Engine, answers: dict[str, list[int]], hit: float = 0.75) -> Oracle:
+    """Lets an oracle propose in the place of the engine's drafter."""
     assert isinstance(engine.drafter, Eagle3Drafter)
-    oracle = OracleDrafter(engine.drafter, answers, hit)
-    engine.drafter = oracle
+    oracle = Oracle(engine.drafter, answers, hit, random.Random(0))
+    vars(engine.drafter)["propose"] = oracle.propose
     return oracle
 
 

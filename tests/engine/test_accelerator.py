@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import slow
 from tests.fake_cuda import fake_cuda
 from trtspec import data_files
 from trtspec.checkpoint.headers import Checkpoint
@@ -97,10 +98,10 @@ class Rounds:
 @pytest.mark.parametrize(
     ("card", "drafter", "nvfp4"),
     [
-        pytest.param("Turing", "eagle3", False, marks=pytest.mark.slow),
-        pytest.param("Turing", None, False, marks=pytest.mark.slow),
-        pytest.param("Hopper", "eagle3", False, marks=pytest.mark.slow),
-        pytest.param("Hopper", "eagle3", True, marks=pytest.mark.slow),
+        slow("Turing", "eagle3", False),
+        slow("Turing", None, False),
+        slow("Hopper", "eagle3", False),
+        slow("Hopper", "eagle3", True),
     ],
 )
 def test_a_round_reads_the_device_once(

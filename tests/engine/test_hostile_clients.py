@@ -15,9 +15,7 @@ import pytest
 
 from tests.command_line import wait_for
 from tests.engine.conftest import (
-    HeadOf,
     Running,
-    drive,
     error_of,
     launch,
     served,
@@ -27,10 +25,6 @@ from tests.engine.conftest import (
 from tests.hostile.requests import PRIVATE_USE
 from tests.tiny import make_head
 from trtspec.engine.boundary import body_limit
-from trtspec.engine.engine import Engine, EngineOptions
-from trtspec.engine.request import GenerationRequest
-from trtspec.engine.sequence import Output, Sequence
-from trtspec.models.kimi import KimiModel
 
 MAX_SEQ_LEN = 256
 
@@ -280,32 +274,3 @@ def test_a_dead_engine_ends_the_process(target_dir: Path) -> None:
             assert error_of(list(lines)[-1])["type"] == "server_error"
     assert running.process.wait(300) == 1
     assert any("the engine stopped" in line for line in running.log)
-
-
-def test_an_exception_belongs_to_one_request(
-    target: KimiModel,
-    head_of: HeadOf,
-    requests: list[GenerationRequest],
-    expected: dict[str, list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Sequences 3 and 11 fail in the middle, 7 in its prefill: the others come out as ever, in the same slots."""
-    emit = Sequence.emit
-
-    def broken(self: Sequence, tokens: list[int], offered: int | None = None) -> Output:
-        if (self.id in ("3", "11") and self.token_ids) or self.id == "7":
-            raise ValueError("planted")
-        return emit(self, tokens, offered)
-
-    monkeypatch.setattr(Sequence, "emit", broken)
-    engine = Engine(
-        target, head_of(("mla", "3", None)), EngineOptions(max_batch_size=4, max_seq_len=128)
-    )
-    for request in requests:
-        engine.submit(request)
-    made, ended = drive(engine)
-    failed = {name for name, reason in ended.items() if reason == "error"}
-    assert "7" in failed and failed <= {"3", "7", "11"}
-    assert {name: made[name] for name in expected if name not in failed} == {
-        name: tokens for name, tokens in expected.items() if name not in failed
-    }

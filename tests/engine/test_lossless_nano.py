@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cases import slow
 from tests.command_line import process
 from tests.engine.near_ties import first_divergence, rounding_at
 from trtspec.checkpoint.tokenizer import KimiTokenizer
@@ -28,7 +29,7 @@ from trtspec.models.weights import load_target
 HEAD = DATA / "kimi-nano-eagle3"
 PROMPTS = kimi_nano_dir() / "prompts_heldout.jsonl"
 PROMPT_TOKENS, NEW_TOKENS = 96, 32  # the prompt's end, with the assistant's turn opened
-EVERY = pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.slow)])
+EVERY = pytest.mark.parametrize("count", [8, slow(200)])
 
 pytestmark = pytest.mark.skipif(
     not (
@@ -103,7 +104,7 @@ def generate(
     return engine.generate(requests), engine
 
 
-@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 16])
+@pytest.mark.parametrize("rows", [slow(1), 16])
 @EVERY
 def test_float32_token_for_token(count: int, rows: int, models: Models, plain: Plain) -> None:
     requests = held_out(count)
@@ -117,13 +118,13 @@ def test_float32_token_for_token(count: int, rows: int, models: Models, plain: P
 
 
 @pytest.mark.timeout(3600)  # 200 prompts, without native bfloat16
-@pytest.mark.parametrize("rows", [16, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [16, slow(1)])
 @pytest.mark.parametrize(
     ("format", "count"),
     [
-        pytest.param("bfloat16", 2, marks=pytest.mark.slow),
-        pytest.param("bfloat16", 200, marks=pytest.mark.slow),
-        pytest.param("nvfp4", 200, marks=pytest.mark.slow),
+        slow("bfloat16", 2),
+        slow("bfloat16", 200),
+        slow("nvfp4", 200),
     ],
 )
 def test_divergences_are_near_ties(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import slow
 from tests.engine.conftest import HeadOf
 from tests.engine.near_ties import Divergence, Rounding, first_divergence, rounding_at, spacing
 from tests.engine.oracle import with_oracle
@@ -108,10 +109,7 @@ class WrongDraftAccepted(Engine):
             (mutant, torch.float32)
             for mutant in (OneCacheEntryOff, RopeOffByOne, WrongDraftAccepted)
         ),
-        *(
-            pytest.param(m, torch.bfloat16, marks=pytest.mark.slow)
-            for m in (RopeOffByOne, WrongDraftAccepted)
-        ),
+        *(slow(m, torch.bfloat16) for m in (RopeOffByOne, WrongDraftAccepted)),
     ],
 )
 def test_a_slightly_wrong_engine_is_judged_real(

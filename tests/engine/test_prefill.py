@@ -12,6 +12,7 @@ from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.prefix import PREFIX_BYTES, PrefixCache
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.sampling import BatchSampling
+from trtspec.engine.sequence import Sequence
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.kimi import KimiModel, TargetOutput
 from trtspec.models.state import LatentCache, TextPiece
@@ -110,6 +111,8 @@ def test_waiting_prompts_share_a_pass(
             {1},
         ),  # of a prompt, to the place of one that ended with its first token
         (BatchSampling, "of", {4}),  # of the batch with one more row
+        (Sequence, "emit", {2}),  # of the first token of an answer
+        (Sequence, "emit", {7}),  # of others
     ],
 )
 @pytest.mark.parametrize("kind", [("mha", "3", None)], ids=str)
@@ -145,12 +148,10 @@ def test_what_fails_ends_its_request_alone(
     monkeypatch.setattr(owner, step, failing)
     for request in requests:
         engine.submit(request)
-    made, ended = drive(engine)
-    (failed,) = (name for name, reason in ended.items() if reason == "error")
-    assert sorted(ended.values()) == ["error", *["length"] * 3]
-    assert {name: made[name] for name in good.keys() - {failed}} == {
-        n: good[n] for n in good.keys() - {failed}
-    }
+    done = drive(engine)
+    (failed,) = (name for name, one in done.items() if one.finish_reason == "error")
+    assert sorted(one.finish_reason for one in done.values()) == ["error", *["length"] * 3]
+    assert token_ids(done) | {failed: good[failed]} == good
     assert token_ids(engine.generate(requests)) == good
 
 

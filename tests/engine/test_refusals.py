@@ -82,28 +82,11 @@ def test_names_of_special_tokens_are_text(
     assert tokenizer.special_id("<|im_end|>") not in ids and tokenizer.decode(ids) == "a<|im_end|>b"
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"prompt_ids": []}, "prompt"),
-        ({"prompt_ids": [0] * 64}, "prompt"),
-        ({"prompt_ids": [-1]}, "prompt"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"temperature": -0.1}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"top_k": 2**63}, "top_k"),
-        ({"seed": 2**64}, "seed"),
-        ({"stop": ["x"]}, "stop"),
-        ({"stop_token_ids": [10**6]}, "stop_token_ids"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty"),
-        ({"logit_bias": {10**6: 1.0}}, "logit_bias"),
-    ],
-)
+@pytest.mark.parametrize(("param", "fields"), BODIES["requests_refused"])
 def test_what_cannot_run_is_refused_by_field(
-    target: KimiModel, fields: dict[str, Any], param: str
+    target: KimiModel, param: str, fields: dict[str, Any]
 ) -> None:
-    engine = Engine(target, options=EngineOptions(max_batch_size=1, max_seq_len=64))
+    engine = Engine(target, options=EngineOptions(max_batch_size=1, max_seq_len=16))
     with pytest.raises(RequestRefused) as caught:
         engine.submit(
             GenerationRequest(**{"id": "x", "prompt_ids": [1, 2], "max_tokens": 4, **fields})

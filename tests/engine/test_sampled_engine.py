@@ -18,6 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from tests.cases import slow
 from tests.engine.conftest import HeadOf, Kind
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
@@ -89,7 +90,7 @@ def test_plain_sampling_is_the_models_distribution(
 @pytest.mark.parametrize(
     ("kind", "draft_ids"),
     [
-        pytest.param(("mha", "3", None), None, marks=pytest.mark.slow),
+        slow(("mha", "3", None), None),
         (("mla", "3.1", None), [0, 2, 3]),
     ],
 )

@@ -11,6 +11,7 @@ import openai
 import pytest
 import torch
 
+from tests.cases import slow
 from tests.command_line import ran
 from tests.engine.conftest import (
     BODIES,
@@ -178,7 +179,7 @@ def test_prompt_tokens_are_those_of_the_template(chat: Ask, tokenizer: KimiToken
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+    [(signal.SIGTERM, 0), slow(signal.SIGINT, 130)],
 )
 def test_signals_end_it_after_finishing(number: int, status: int, target_dir: Path) -> None:
     running = launch(target_dir, "-", "max_batch_size=1", "max_seq_len=128")

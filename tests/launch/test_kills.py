@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.cases import slow
 from tests.command_line import SEED, alive, free_port, wait_for
 from trtspec.errors import TrtspecError
 from trtspec.launch.server import Limits, LogPatterns, ServerAddress, ServerLaunch
@@ -98,7 +99,7 @@ def kill_one(number: int, log: Path) -> str | None:
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20, slow(1000)])
 @pytest.mark.clock
 def test_nothing_survives_a_kill(count: int, tmp_path: Path) -> None:
     count = int(os.environ.get("TRTSPEC_KILLS", count))

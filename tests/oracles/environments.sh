@@ -40,6 +40,9 @@ client lm_eval "lm_eval[api]==0.4.13" transformers==5.23.0
 client guidellm guidellm==0.8.1
 client aiperf aiperf==0.13.0
 
+# the naive forms of Kimi Delta Attention, files that are run alone: the package wants Triton
+"$project/bin/pip" install --quiet --no-compile --no-deps --target "$place/fla" fla-core==0.6.0 einops==0.8.2
+
 # promtool, which plays the rules of docker/monitoring: Debian's, without installing it
 if command -v dpkg-deb > /dev/null && (cd "$place" && apt-get download prometheus > /dev/null); then
     dpkg-deb -x "$place"/prometheus_*.deb "$place/promtool"

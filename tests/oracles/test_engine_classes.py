@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import slow
 from tests.command_line import ROOT, printed
 from tests.oracles.mutations import TABLES, Mutator
 from trtspec.trtllm.deployment import Deployment, Finding
@@ -76,7 +77,7 @@ def judged(release: str, count: int, seed: int) -> Iterator[Judged]:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("count", [400, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [400, slow(5000)])
 @pytest.mark.parametrize(
     "release", releases() or [pytest.param("", marks=pytest.mark.skip("no sources"))]
 )

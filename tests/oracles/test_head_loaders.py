@@ -24,6 +24,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.cases import slow
 from tests.command_line import ran
 from tests.heads.convert.foreign_heads import stored
 from tests.json_files import write_json
@@ -188,7 +189,7 @@ def ask(loader: str, requests: list[dict[str, Any]], python: str = "") -> list[d
 
 @pytest.mark.parametrize(
     "loader",
-    [name if name == "sglang" else pytest.param(name, marks=pytest.mark.slow) for name in LOADERS],
+    [name if name == "sglang" else slow(name) for name in LOADERS],
 )
 def test_heads_in_the_classes_of_others(room: Room, loader: str) -> None:
     python_of(loader)

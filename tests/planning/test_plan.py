@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.cases import table
 from tests.command_line import succeeded, trtspec
 from tests.json_files import edit_json, write_json
 from trtspec.bench.statistics import by_category, summarize
@@ -318,16 +319,7 @@ def test_without_acceptance_no_speed_up_is_claimed() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
-    [
-        ((TARGET, "--gpu", "h200"), 3, "no tensor cores for nvfp4"),
-        ((TARGET, "--gpus", "2"), 3, "does not fit"),
-        ((TARGET, "--head", MLA, "--acceptance", "5"), 2, "1 to 4 tokens"),
-        ((TARGET, "--acceptance", "2.5"), 2, "--acceptance is not used without --head"),
-        ((TARGET, "--concurrency", "0"), 2, "not a list"),
-        ((TARGET, "--concurrency", "100000"), 3, "holds that many requests"),
-        ((MLA,), 2, "is a draft head"),
-        (("moonshotai/Kimi-K3",), 1, "kimi_k3"),
-    ],
+    table(__file__),
 )
 def test_what_it_refuses(arguments: tuple[str, ...], status: int, says: str) -> None:
     done = trtspec("plan", *arguments)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from tests.cases import slow
 from tests.command_line import Done, printed, process
 from trtspec import machine
 from trtspec.checkpoint.output import SPARE_BYTES
@@ -36,7 +37,7 @@ def files(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in kept}
 
 
-@pytest.mark.parametrize("points", [3, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("points", [3, slow(40)])
 def test_full_at_points_from_the_first_write_to_the_last(tmp_path, shim, points, new_target):
     source = new_target(format="int4", layers=3, shards=3)
     expected, out = tmp_path / "expected" / "Kimi", tmp_path / "out" / "Kimi"

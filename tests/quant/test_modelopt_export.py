@@ -10,6 +10,7 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file, save_file
 
+from tests.cases import slow
 from tests.command_line import ROOT, inspected, printed
 from tests.json_files import read_json, write_json
 from tests.quant.scale_files import write_scales
@@ -145,7 +146,7 @@ def test_every_tensor_equals_modelopts_export(
 
 
 @pytest.mark.parametrize("weight_scales", ["max", "mse"])
-@pytest.mark.parametrize("version", [pytest.param("0.47", marks=pytest.mark.slow), "0.48"])
+@pytest.mark.parametrize("version", [slow("0.47"), "0.48"])
 def test_extreme_weights_equal_modelopts_export(tmp_path, version, weight_scales, out, new_target):
     """Blocks and tensors of zeros, subnormals, huge values, one hot block and ties; a tensor of zeros is the one
     exception, where ModelOpt stores NaN."""

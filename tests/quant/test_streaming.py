@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.cases import slow
 from tests.command_line import calls_of, inspected, killed_at
 from tests.json_files import read_json, write_json
 from tests.quant.scale_files import write_scales
@@ -341,9 +342,7 @@ def test_bad_input_is_named_and_leaves_nothing(out, case, new_target):
     ]
 
 
-@pytest.mark.parametrize(
-    ("workers", "attempts"), [(1, 3), (2, 2), (8, 1), pytest.param(1, 20, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("workers", "attempts"), [(1, 3), (2, 2), (8, 1), slow(1, 20)])
 def test_kill_and_resume_gives_the_same_bytes(tmp_path, workers, attempts, new_target):
     source = new_target(format="int4", layers=6, hidden=128, experts=16, shards=12)
     expected = tmp_path / "expected" / "Kimi"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.cases import slow
 from tests.checkpoint.test_clean_targets import above_info
 from tests.command_line import inspected
 from tests.json_files import read_json, write_json
@@ -127,7 +128,7 @@ def flipped(good: Path, directory: Path, name: str, bit: int) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("weight_scales", ["max", pytest.param("mse", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("weight_scales", ["max", slow("mse")])
 def test_one_flipped_bit_is_found_in_every_tensor(tmp_path, weight_scales, out, new_target):
     """Against the source, but for input_scale, which follows from no weight; by the recorded hashes, all."""
     source = new_target(format="int4", layers=2, experts=2, shards=1, vision=True)

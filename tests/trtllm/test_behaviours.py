@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.cases import table
 from tests.oracles.mutations import paths_ever
 from trtspec.trtllm.deployment import Deployment, eagle3, methods
 from trtspec.trtllm.lint import lint
 from trtspec.trtllm.rules.speculation import request_limits
 from trtspec.trtllm.schema import SCHEMAS, schema_for
+
+CASES = table(__file__)
 
 TRTLLM = SCHEMAS.parent
 RELEASE = re.compile(r"1\.\d+(\.\d+)?(rc\d+)?(\.post\d+)?")
@@ -84,14 +87,7 @@ def test_every_behaviour_says_how_it_is_known() -> None:
 
 @pytest.mark.parametrize(
     ("version", "flat", "conversation", "nested"),
-    [
-        ("1.3.0rc20", "takes", "refuses", "refuses"),
-        ("1.3.0rc22", "takes", "doubts", "refuses"),
-        ("1.3.0rc23.post1", "takes", "takes", "refuses"),
-        ("1.3.0rc24", "refuses", "refuses", "takes"),
-        ("1.3.0rc27.dev0", "refuses", "refuses", "takes"),
-        ("1.4.0rc1", "doubts", "doubts", "takes"),
-    ],
+    CASES["block_reuse"],
 )
 def test_block_reuse_has_the_key_of_its_release(
     version: str, flat: str, conversation: str, nested: str
@@ -109,16 +105,8 @@ def test_block_reuse_has_the_key_of_its_release(
 
 @pytest.mark.parametrize(
     ("text", "version", "sources"),
-    [
-        ("sampler_type: auto\n", "1.3.0rc26", ["1.3.0rc24 takes", "1.3.0rc27.dev0 refuses"]),
-        ("disable_flashinfer_sampling: true\n", "1.3.0rc22", ["1.3.0rc20 takes", "1.3.0rc24 refuses"]),
-        ("speculative_config: {decoding_type: NGram, max_draft_len: 1, enable_penalty: true}\n", "1.3.0rc25",
-         ["1.3.0rc24 refuses", "1.3.0rc26 takes"]),
-        ("enable_in_graph_sampling: true\n", "1.3.0rc24", ["1.3.0rc23 refuses", "1.3.0rc27.dev0 takes"]),
-        ("moe_config: {backend: WIDEEP}\n", "1.3.0rc25", ["1.3.0rc20 takes", "1.3.0rc27.dev0 refuses"]),
-        ("telemetry_config: {disabled: true}\n", "1.3.0rc9", ["1.3.0rc5 refuses", "1.3.0rc20 takes"]),
-    ],
-)  # fmt: skip
+    CASES["one_source"],
+)
 def test_what_only_one_source_takes_is_a_warning_that_names_both(
     text: str, version: str, sources: list[str]
 ) -> None:
@@ -168,14 +156,7 @@ def test_every_decoding_type_of_every_release_has_one_row() -> None:
 
 @pytest.mark.parametrize(
     ("version", "penalties", "end", "ignored", "refused"),
-    [
-        ("1.3.0rc5", False, True, "min_length", ""),
-        ("1.3.0rc20", False, False, "logprobs", ""),
-        ("1.3.0rc20", False, False, "repetition_penalty", ""),
-        ("1.4.0rc1", False, False, "", "logprobs"),
-        ("1.4.0rc1", False, False, "", "repetition_penalty"),
-        ("1.3.0rc27", False, False, "logprobs", "logprobs"),  # inside the interval it may be either
-    ],
+    CASES["request_parameters"],
 )
 def test_request_parameters_by_release(
     version: str, penalties: bool, end: bool, ignored: str, refused: str

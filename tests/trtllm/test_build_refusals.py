@@ -8,6 +8,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from tests.cases import slow, table
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.cli.app import app
 from trtspec.errors import CheckFailed, TrtspecError, UsageError
@@ -16,6 +17,8 @@ from trtspec.trtllm.deployment import Finding, deployment_of
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.lint import lint
+
+CASES = table(__file__)
 
 K26, HEAD = "nvidia/Kimi-K2.6-NVFP4", "nvidia/Kimi-K2.6-Eagle3"
 
@@ -28,36 +31,13 @@ def run(*words: str) -> str:
     return done.stdout
 
 
-REFUSED = [
-    ([K26, "--isl", "300000", "--osl", "4096"], CheckFailed, "304,096 tokens are longer than the model's 262,144"),
-    ([K26, "--max-seq-len", "262145"], CheckFailed, "longer than the model's 262,144"),
-    ([K26, "--tp-size", "6"], CheckFailed, "64 attention heads do not divide by tensor-parallel size 6"),
-    ([K26, "--head", HEAD, "--draft-len", "99"], CheckFailed, "a draft of 99 tokens cannot pay"),
-    ([K26, "--gpu", "h100", "--tp-size", "8"], CheckFailed, "H100, compute capability 9.0, has no tensor cores"),
-    ([K26, "--gpu", "h200", "--tp-size", "8"], CheckFailed, "8 H200"),
-    (["moonshotai/Kimi-K2.6", "--gpu", "h200", "--tp-size", "8"], CheckFailed, "native INT4 weights"),
-    (["moonshotai/Kimi-K2.6", "--head", HEAD], CheckFailed, "trtspec quantize"),
-    ([K26, "--max-batch-size", "64", "--max-num-tokens", "32"], UsageError, "does not hold one step of 64 requests"),
-    ([K26, "--draft-len", "5"], UsageError, "--draft-len is not used without --head"),
-    ([K26, "--role", "context", "--format", "dynamo"], UsageError, "--format dynamo is not used with --role"),
-    ([K26, "--role", "front", "--format", "helm-values"], UsageError, "helm-values is not used with --role front"),
-    ([K26, "--force"], UsageError, "--force is not used without --output or --disaggregated"),
-    (["/models/made-later", "--format", "helm-values"], UsageError, "where a job makes it later"),
-    ([K26, "--concurrency", "100000", "--gpu", "gb300"], CheckFailed, "100,000 requests of up to 8,192 tokens do not"),
-    ([K26, "--max-batch-size", "100000", "--gpu", "b200"], CheckFailed, "fewer requests, or a smaller"),
-    ([f"{K26}@-x"], UsageError, f"'-x' is not a commit, tag or branch of {K26}"),
-    ([K26, "--head", f"{HEAD}@v1"], UsageError, f"hf download {HEAD} --revision v1"),
-    ([K26, "--head", f"{HEAD}@v1", "--format", "helm-values", "--trust-remote-code"], UsageError,
-     "v1 is not a whole commit"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("words", "error", "message"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_cannot_run_is_refused(
-    words: list[str], error: type[TrtspecError], message: str
-) -> None:
-    with pytest.raises(error) as refused:
+@pytest.mark.parametrize(
+    ("words", "error", "message"), CASES["refused"], ids=lambda value: str(value)[:40]
+)
+def test_what_cannot_run_is_refused(words: list[str], error: str, message: str) -> None:
+    with pytest.raises(TrtspecError) as refused:
         run(*words)
+    assert type(refused.value).__name__ == error
     assert message in f"{refused.value.message} {refused.value.remedy}"
 
 
@@ -80,20 +60,10 @@ def test_a_target_that_a_job_makes_later(tmp_path: Path) -> None:
     assert judged.target_name == K26 and {item.severity for item in lint(ours, judged)} <= {"info"}
 
 
-PRODUCT = {
-    "version": ["1.2.1", "1.3.0rc6", "1.3.0rc13", "1.3.0rc17", "1.3.0rc20", "1.3.0rc21", "1.3.0rc22",
-                "1.3.0rc23", "1.3.0rc25", "1.3.0rc29", "1.4.0rc0", "1.4.0rc1"],
-    "pair": [("nvidia/Kimi-K2.5-NVFP4", None), ("nvidia/Kimi-K2.6-NVFP4", HEAD),
-             ("nvidia/Kimi-K2.6-NVFP4", "lightseekorg/kimi-k2.6-eagle3.1-mla"),
-             ("nvidia/Kimi-K2.5-NVFP4", "lightseekorg/kimi-k2.5-eagle3"), ("moonshotai/Kimi-K2-Instruct-0905", None)],
-    "goal": ["latency", "throughput"],
-    "role": [None, "context", "generation"],
-    "size": [("b200", 4), ("b200", 8), ("gb200", 4), ("b300", 8), ("gb300", 4), ("h200", 8), (None, 8)],
-    "length": [8192, 131072],
-}  # fmt: skip
+PRODUCT = CASES["product"]
 
 
-@pytest.mark.parametrize("step", [23, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [23, slow(1)])
 def test_what_is_written_carries_no_finding_of_our_own_linter(step: int) -> None:
     """The product of version, pair, goal, role, GPU and length (every 11th by default): refused with a reason, or clean
     as `lint FILE` judges it, which knows no more than the file. Facts (severity info), and what is wrong with a head

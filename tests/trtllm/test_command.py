@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import table
 from trtspec.checkpoint.hub import load_target
 from trtspec.trtllm.deployment import parse_passed
 from trtspec.trtllm.document import Document
@@ -23,20 +24,7 @@ def codes(words: list[str], version: str = "1.3.0rc20") -> list[str]:
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [
-        (["--kv_cache_dtype", "fp8"], []),
-        (["--kv_cache_dtype=fp8"], []),
-        (["--enable_chunked_prefill", "--log_level", "debug"], []),
-        (["--no-telemetry"], []),
-        (["--middleware", "a", "--middleware", "b"], []),
-        (["--kv_cache_dtyp", "fp8"], ["TS-SERVE-UNKNOWN-OPTION"]),
-        (["--kv_cache_dtype", "fp7"], ["TS-SERVE-OPTION-VALUE"]),
-        (["--max_num_tokens", "many"], ["TS-SERVE-OPTION-VALUE"]),
-        (["--max_num_tokens"], ["TS-SERVE-OPTION-VALUE"]),
-        (["--trust_remote_code=false"], ["TS-SERVE-OPTION-VALUE"]),
-        (["--log_level", "info", "--log_level", "debug"], ["TS-SERVE-OPTION-REPEATED"]),
-        (["--num_serve_frontends", "2"], ["TS-SERVE-UNKNOWN-OPTION"]),
-    ],
+    table(__file__),
 )
 def test_passed_options_are_checked(words: list[str], expected: list[str]) -> None:
     assert codes(words) == expected

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from tests.cases import table
 from tests.command_line import problem_codes, trtspec
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.errors import CheckFailed
 from trtspec.launch.options import ServeOptions
 from trtspec.trtllm.serve.start import plan_engine
+
+CASES = table(__file__)
 
 K25 = ["nvidia/Kimi-K2.5-NVFP4", "--head", "nvidia/Kimi-K2.5-Eagle3"]
 RECIPE = str(Path(__file__).parents[2] / "configs" / "kimi-k2.5-nvfp4-eagle3-4xb200-latency.yml")
@@ -157,31 +160,7 @@ def test_a_setting_in_file_and_option_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "status", "says"),
-    [
-        (["serve", K25[0]], 4, "trtllm-serve is not on PATH"),
-        (["serve", K25[0], "--head", K25[0], "--dry-run"], 2, "TS-HEAD-FULL-MODEL"),
-        (
-            ["serve", K25[0], "--backend", "reference", "--head", K25[0], "--dry-run"],
-            2,
-            "TS-HEAD-FULL-MODEL",
-        ),
-        (["lint", RECIPE, "--head", K25[0]], 2, "TS-HEAD-FULL-MODEL"),
-        (
-            ["serve", K25[0], "--trtllm-version", "new", "--dry-run"],
-            2,
-            "not a TensorRT-LLM version",
-        ),
-        (["serve", K25[0], "--config", "/nowhere.yml", "--dry-run"], 2, "cannot be read"),
-        (["serve", "moonshotai/Kimi-K3", "--dry-run"], 1, "K3"),
-        (["serve", K25[2], "--backend", "reference"], 2, "is a draft head, not a target"),
-        (["serve", K25[0], "--port", "0", "--dry-run"], 2, "port"),
-        (["build-config", K25[0], "--set", "max_batch_size=3"], 2, "--max-batch-size"),
-        (
-            ["build-config", "nvidia/Kimi-K2.6-NVFP4", "--trtllm-version", "1.2.1"],
-            3,
-            "TS-LINT-MODEL-TOO-NEW",
-        ),
-    ],
+    [*CASES["errors"], (["lint", RECIPE, "--head", K25[0]], 2, "TS-HEAD-FULL-MODEL")],
 )
 def test_errors_are_one_message_with_their_status(words: list[str], status: int, says: str) -> None:
     answer = trtspec(*words, PATH="/usr/bin:/bin")
@@ -258,14 +237,7 @@ def test_a_leader_pod_names_its_group_and_starts_one_rank_per_gpu() -> None:
 
 @pytest.mark.parametrize(
     ("words", "code"),
-    [
-        (["--nodes", "2"], "TS-SERVE-LAUNCHER"),
-        (["--nodes", "2", "--gpus-per-node", "8", "--launcher", "lws"], "TS-SERVE-WORLD"),
-        (
-            ["--nodes", "2", "--launcher", "lws", "--", "--chat_template", "a b.jinja"],
-            "TS-SERVE-SPLIT-WORD",
-        ),
-    ],
+    CASES["clusters"],
 )
 def test_a_cluster_that_cannot_work_is_refused(words: list[str], code: str) -> None:
     answer = dry(*K25, *WORLD, *words)
@@ -275,30 +247,7 @@ def test_a_cluster_that_cannot_work_is_refused(words: list[str], code: str) -> N
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [
-        (["--draft-len", "3"], "--draft-len is not used without --head"),
-        (["--backend", "reference", "--draft-len", "3"], "--draft-len is not used without --head"),
-        (
-            ["--launcher-args", "--hostfile h"],
-            "--launcher-args is not used without --launcher lws",
-        ),
-        (["--launcher", "lws", "--launcher-args", "'"], "does not parse"),
-        (["--config", "FILE", "--draft-len", "3"], "--draft-len is not used with --config"),
-        (["--", "--host", "1.2.3.4"], "--host is not used after --"),
-        (["--", "--config", "other.yml"], "is not used after --: --config decides it"),
-        (["--", "--served_model_name", "kimi"], "--served_model_name is not used after --"),
-        (
-            ["--max-batch-size", "4", "--", "--max_batch_size", "8"],
-            "--max_batch_size is given before -- and after it",
-        ),
-        (["--config", "FILE", "--head", K25[2]], "has no speculative_config"),
-        (["--config", "WRITTEN", "--goal", "throughput"], "--goal is not used with --config"),
-        (["--config", "-"], "--config - : the engine reads its configuration from a file"),
-        (["--disaggregated", "-"], "--disaggregated - : the front reads its file itself"),
-        (["--config", "PIPE"], "PIPE cannot be read: it is a pipe"),
-        (["--disaggregated", "PIPE"], "PIPE cannot be read: it is a pipe"),
-        (["--disaggregated", "CUT"], "CUT:1 cannot be used"),
-    ],
+    CASES["contradictions"],
 )
 def test_options_that_contradict_each_other_are_refused(
     tmp_path: Path, words: list[str], says: str
@@ -326,24 +275,7 @@ CONTEXT, GENERATION = "context_servers: {urls: ['a:1']}\n", "generation_servers:
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [
-        (CONTEXT, "generation_servers: Field required"),
-        (
-            "context_servers: {num_instances: 2, urls: ['a:1']}\n" + GENERATION,
-            "is 2 and there are 1 urls",
-        ),
-        ("context_servers: {urls: ['http://a:1']}\n" + GENERATION, "'http://a:1' is not host:port"),
-        ("context_servers: {urls: ['a:70000']}\n" + GENERATION, "'a:70000' is not host:port"),
-        (CONTEXT + "generation_servers: {urls: ['a:1']}\n", "a:1 is listed twice"),
-        ("port: high\n" + CONTEXT + GENERATION, "port: Input should be a valid integer"),
-        ("port: true\n" + CONTEXT + GENERATION, "port: Input should be a valid integer"),
-        (
-            "context_servers: {urls: []}\n" + GENERATION,
-            "context_servers.urls: List should have at least 1 item",
-        ),
-        ("hostname: [1]\n" + CONTEXT + GENERATION, "hostname: Input should be a valid string"),
-        ("hostname: a\nport: 1\n" + CONTEXT + GENERATION, "a:1 is listed twice"),
-    ],
+    CASES["fronts"],
 )
 def test_the_file_of_a_front_is_checked(text: str, says: str) -> None:
     from trtspec.trtllm.serve.front import read_front
@@ -359,14 +291,7 @@ def test_the_file_of_a_front_is_checked(text: str, says: str) -> None:
 
 @pytest.mark.parametrize(
     ("target", "text", "status", "says"),
-    [
-        (K25[0], CONTEXT + GENERATION, 0, "TS-SERVE-FRONT-WAITS"),
-        (K25[0], CONTEXT, 3, "generation_servers: Field required"),
-        (K25[0], "- a\n", 3, "valid dictionary"),
-        # its name decides which servers are called foreign, so a misspelt one would blame them all
-        ("/nowhere/at/all", CONTEXT + GENERATION, 2, "neither a directory nor a hub id"),
-        (K25[2], CONTEXT + GENERATION, 2, "is a draft head, not a target"),
-    ],
+    CASES["front_commands"],
 )
 def test_a_front_as_a_command(
     tmp_path: Path, target: str, text: str, status: int, says: str

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cases import slow
 from tests.command_line import inspected
 from tests.heads.convert.foreign_heads import DIALECTS, IDS, expressible, write_head
 from tests.json_files import read_json, write_json
@@ -81,9 +82,7 @@ def there_and_back(
     ).read_bytes()
 
 
-@pytest.mark.parametrize(
-    "rest", [False, pytest.param(True, marks=pytest.mark.slow)]
-)  # from ModelOpt's, all others
+@pytest.mark.parametrize("rest", [False, slow(True)])  # from ModelOpt's, all others
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
 def test_there_and_back_is_the_identity(
     room: Path, target_dir: Path, sources: Any, kind: tuple[Any, ...], rest: bool
@@ -181,7 +180,7 @@ def restated(source: Path, output: Path, nested: list[int] | None, top: list[int
     return output
 
 
-@pytest.mark.parametrize("layers", [(2, 3, 6), pytest.param((1, 3, 4), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", [(2, 3, 6), slow((1, 3, 4))])
 @pytest.mark.parametrize("dialect", STORED)
 def test_ids_in_both_conventions_are_reconciled(
     room: Path, target_dir: Path, dialect: str, layers: tuple[int, ...]

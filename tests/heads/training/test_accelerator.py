@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.cases import slow
 from tests.fake_cuda import fake_cuda
 from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
@@ -84,9 +85,9 @@ def stepper_for(model: TrainingModule, target: ModelSpec, options: TrainOptions)
     ("attention", "eagle", "precision"),
     [
         ("mla", "3.1", "bf16"),
-        pytest.param("mha", "3", "bf16", marks=pytest.mark.slow),
-        pytest.param("mha", "3.1", "fp32", marks=pytest.mark.slow),
-        pytest.param("mla", "3", "fp32", marks=pytest.mark.slow),
+        slow("mha", "3", "bf16"),
+        slow("mha", "3.1", "fp32"),
+        slow("mla", "3", "fp32"),
     ],
 )
 def test_a_training_step_reads_the_device_once(
@@ -124,7 +125,7 @@ def test_a_training_step_reads_the_device_once(
 
 @pytest.mark.parametrize(
     ("attention", "eagle"),
-    [("mla", "3.1"), *(pytest.param(*kind, marks=pytest.mark.slow) for kind in OTHER_KINDS)],
+    [("mla", "3.1"), *(slow(*kind) for kind in OTHER_KINDS)],
 )
 def test_the_backward_pass_reads_nothing(
     target: ModelSpec, monkeypatch: pytest.MonkeyPatch, attention: str, eagle: str

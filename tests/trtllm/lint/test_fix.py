@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.cases import slow
 from tests.trtllm.lint.engine_files import with_fixes, written
 from trtspec.trtllm.deployment import Deployment, Finding
 from trtspec.trtllm.document import CannotEdit, Document, Entry, add_key
@@ -58,14 +59,12 @@ def check_one(seed: int) -> int:
     return len(corrected)
 
 
-@pytest.mark.parametrize(
-    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))]
-)
+@pytest.mark.parametrize("part", [0, *(slow(part) for part in (1, 2, 3))])
 def test_random_files(part: int) -> None:
     assert sum(check_one(seed) for seed in range(part * 50, part * 50 + 50)) > 10
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, slow(1000)])
 def test_wrong_types_placeholders_and_typos_are_never_replaced(count: int) -> None:
     """What a person wrote stays, and no value appears that nobody wrote."""
     rng, schema = random.Random(34), schema_for(NEW)

@@ -6,6 +6,7 @@ import pytest
 from pydantic import Field as Limits
 from pydantic import TypeAdapter, ValidationError
 
+from tests.cases import table
 from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.lint import as_the_engine_sees_it, lint
@@ -83,42 +84,7 @@ kv_cache_config: {dtype: 3}
     assert seen.text == text
 
 
-REMEDIES = [  # (release, key as it is written, what the remedy says)
-    ("1.4.0rc1", "moe_backend: TRTLLM", "write moe_config.backend"),
-    ("1.3.0rc20", "tp_size: 8", "write tensor_parallel_size"),
-    (
-        "1.3.0rc20",
-        "kv_cache_free_gpu_memory_fraction: 0.8",
-        "write kv_cache_config.free_gpu_memory_fraction",
-    ),
-    ("1.3.0rc20", "cuda_graph_max_batch_size: 8", "write cuda_graph_config.max_batch_size"),
-    ("1.3.0rc20", "cuda_graph_padding_enabled: true", "write cuda_graph_config.enable_padding"),
-    ("1.3.0rc20", "num_speculative_tokens: 3", "write speculative_config.max_draft_len"),
-    ("1.3.0rc20", "enable_prefix_caching: true", "write kv_cache_config.enable_block_reuse"),
-    ("1.3.0rc20", "tool_call_parser: kimi_k2", "pass --tool_parser to trtllm-serve"),
-    (
-        "1.3.0rc20",
-        "speculative_config: {decoding_type: Eagle, model: /h}",
-        "write speculative_config.speculative_model",
-    ),
-    ("1.3.0rc20", "kv_cache_config: {block_reuse_config: {}}", "leave it out, or use 1.4.0rc4"),
-    (
-        "1.3.0rc24",
-        "kv_cache_config: {block_reuse_policy: per_request}",
-        "write kv_cache_config.block_reuse_config.policy",
-    ),
-    (
-        "1.3.0rc20",
-        "kv_cache_config: {block_reuse_config: {policy: per_request}}",
-        "leave it out, or use 1.4.0rc4",
-    ),
-    ("1.3.0rc20", "max_batch_sise: 3", "did you mean max_batch_size?"),
-    (
-        "1.3.0rc20",
-        "pytorch_backend_config: {use_cuda_graph: true}",
-        "remove pytorch_backend_config and write its keys as cuda_graph_config",
-    ),
-]
+REMEDIES = table(__file__)
 
 
 @pytest.mark.parametrize(("release", "text", "remedy"), REMEDIES, ids=[row[1] for row in REMEDIES])
