@@ -377,7 +377,7 @@ class Toy:
         if fault == "one-call-id":
             calls = [{**call, "id": "call_1"} for call in calls]
         if fault == "keys-sorted":
-            for call in calls:
+            for call in calls[:2]:  # the last one may be cut
                 values = json.loads(call["function"]["arguments"])
                 call["function"]["arguments"] = json.dumps(values, sort_keys=True)
         if fault == "indented":
