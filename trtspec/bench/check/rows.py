@@ -259,10 +259,9 @@ def sampled(got: Sequence[Exchange], plain: Sequence[Exchange]) -> tuple[list[Lo
     if not any(one.scores for one in got):
         return looks, NO_SCORES
     limit, won, theirs = -math.log(ALPHA), mixed(found), mixed(collect(plain))
-    least, _, _, weakest = min(found)
     why = (
         f"log e {won:.1f} of {limit:.1f}, without speculation {theirs:.1f}, "
-        f"{weakest} would bring {least:.1f}"
+        f"a faulty sampler {min(found).faulty:.1f} or more"
     )
     for probe in SAMPLERS:
         bets = [bet for bet in found if bet.probe == probe]
@@ -278,7 +277,7 @@ def sampled(got: Sequence[Exchange], plain: Sequence[Exchange]) -> tuple[list[Lo
 
 
 def _unsure(exchanges: Sequence[Exchange]) -> Iterator[Look]:
-    """At a high temperature, the choices of one `n` differ, a seed repeats its answer, and seeds differ."""
+    """At a high temperature, most choices of one `n` differ, some seed repeats its answer, and seeds differ."""
     answers = defaultdict[Any, list[tuple[int, ...]]](list)
     seeds = [one for one in exchanges if one.kind == "seed" and one.token_ids]
     for one in seeds:
@@ -286,7 +285,7 @@ def _unsure(exchanges: Sequence[Exchange]) -> Iterator[Look]:
     for one in exchanges:
         if one.kind == "n" and one.answered:
             count, different = len(one.choices), len({*one.choices})
-            wrong = count < one.body["n"] or different < 2
+            wrong = count < one.body["n"] or different <= count // 2
             fault = f"{different} different choices"
             yield Look("n", one.name, fault if wrong else "")
     repeated = {seed for seed, texts in answers.items() if len({*texts}) < len(texts)}
