@@ -158,7 +158,7 @@ async def score_answers(
     texts = [request_of(one) for one in got if one.kind == "text" and one.run == "ids"]
     await require_plain(asker, texts)
     sampled = [request_of(one) for one in got if one.kind in SAMPLERS]
-    own = await asker.all([*texts, *sampled[::3]])
+    own = await asker.all([*texts, *sampled[::4]])
     # the requests whose faults count unless the plain server shows them too
     faults = {look.name for look in form_looks(got, got) if look.fault}
     again = [request_of(one) for one in got if one.name in faults or one.kind in ASKED_AGAIN]
