@@ -73,7 +73,7 @@ TABLE = """\
 # kinds that check does not look for
 NEVER_ASKED = (
     "log-probabilities, cancelled requests, prompts beyond the limit, "
-    "penalties of a prompt's own words, counters of drafts"
+    "penalties of a prompt's own words, counters of drafts, stops in the step that reaches max_tokens"
 )
 
 

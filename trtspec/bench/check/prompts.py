@@ -245,8 +245,9 @@ class Prompts:
             yield self._opened(asked, messages)
 
     def _unsure(self, messages: list[Message]) -> Iterator[Exchange]:
-        """Requests where a target is unsure: a user's first words, most of them at a high temperature."""
-        base = self._opened(self.raw("", "", messages, **HOT), [_user("")])
+        """Requests where a target is unsure: a user's first words, most of them at a high temperature. A seed that
+        is given shows choices that share it."""
+        base = self._opened(self.raw("", "", messages, seed=0, **HOT), [_user("")])
         for run in ("ids", "again"):
             for seed in SEEDS:
                 body = base.body | {"seed": seed, "max_tokens": SEED_TOKENS}

@@ -287,7 +287,7 @@ def _unsure(exchanges: Sequence[Exchange]) -> Iterator[Look]:
             count, different = len(one.choices), len({*one.choices})
             wrong = count < one.body["n"] or different <= count // 2
             fault = f"{different} different choices"
-            yield Look("n", one.name, fault if wrong else "")
+            yield Look("n", one.name, fault * wrong)
     repeated = {seed for seed, texts in answers.items() if len({*texts}) < len(texts)}
     fault = "" if repeated - {None} else "no seed repeats its answer"
     if None in repeated:
