@@ -15,8 +15,13 @@ from typing import Any
 import httpx
 
 from trtspec.bench.check.asking import TOP
-from trtspec.bench.check.prompts import CALLED, SAID, TWO_CALLS, VALUES
-from trtspec.checkpoint.chat_parser import parse_reply, reply_text
+from trtspec.bench.check.prompts import CALLED, SAID, TEXT_AND_CALL, VALUES
+from trtspec.checkpoint.chat_parser import (
+    CALL_BEGIN,
+    SECTION_END,
+    parse_reply,
+    reply_text,
+)
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 
 CITIES = ("Paris", "Rome")
@@ -140,12 +145,15 @@ class Toy:
     def forced(self, body: Body) -> list[int]:
         """The answer that a grammar leaves no choice in."""
         form = body.get("response_format")
-        if form == TWO_CALLS:
+        if form == TEXT_AND_CALL:
             text = SAID
         elif form:
             text = json.dumps({"name": "chair", **VALUES}, ensure_ascii=False)
         elif isinstance(body.get("tool_choice"), dict):
-            text = reply_text({"tool_calls": CALLED[:1]}, True, False)
+            text = reply_text({"tool_calls": [CALLED]}, True, False)
+        elif body.get("tool_choice") == "required":
+            begin, mark, calls = SAID.removesuffix(SECTION_END).partition(CALL_BEGIN)
+            text = begin + 16 * (mark + calls)
         else:
             return []
         return self.tokenizer.encode(text, allow_special=True)
@@ -369,7 +377,7 @@ class Toy:
         if fault == "one-call-id":
             calls = [{**call, "id": "call_1"} for call in calls]
         if fault == "keys-sorted":
-            for call in calls:
+            for call in calls[:2]:  # the last one may be cut
                 values = json.loads(call["function"]["arguments"])
                 call["function"]["arguments"] = json.dumps(values, sort_keys=True)
         if fault == "indented":

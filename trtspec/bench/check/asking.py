@@ -100,14 +100,15 @@ class Asker:
         self.failures = self.failures + 1 if found.error and not found.refused else 0
         self.requests += 1
         self.tokens += found.size
-        if not found.error:
-            self.known[line] = found
-        if self.journal and not found.error:
+        self.bar.advance(1)
+        if found.error:
+            return found
+        self.known[line] = found
+        if self.journal:
             fields = LINES.dump_python(found, mode="json", exclude_defaults=True)
             key = hashlib.sha256(line).hexdigest()
             # a thread waits for the disk, so that no arrival of a chunk does
             await asyncio.to_thread(self.journal.record, key, exchange=fields)
-        self.bar.advance(1)
         return found
 
     def _finished(self, found: Exchange) -> Exchange:
@@ -157,7 +158,7 @@ async def score_answers(
     texts = [request_of(one) for one in got if one.kind == "text" and one.run == "ids"]
     await require_plain(asker, texts)
     sampled = [request_of(one) for one in got if one.kind in SAMPLERS]
-    own = await asker.all([*texts, *sampled[::3]])
+    own = await asker.all([*texts, *sampled[::4]])
     # the requests whose faults count unless the plain server shows them too
     faults = {look.name for look in form_looks(got, got) if look.fault}
     again = [request_of(one) for one in got if one.name in faults or one.kind in ASKED_AGAIN]
@@ -207,10 +208,8 @@ async def _continued(asker: Asker, one: Exchange, plain: tuple[int, ...]) -> tup
     """Scores of some tokens, each from a continuation of one token: of a sampled answer its first ones, which are the
     least sure, of another from its first difference on."""
     begin = len(commonprefix([one.token_ids, plain]))
-    if begin == len(one.token_ids):
-        return (EQUAL,) * len(one.token_ids)
     places = range(len(one.token_ids))[begin : begin + ONE_BY_ONE]
-    found = []
+    found = [EQUAL] * begin
     for place in places:
         body = {
             "prompt": [*_prompt(one), *one.token_ids[:place]],

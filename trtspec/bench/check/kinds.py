@@ -41,8 +41,9 @@ TABLE = """\
 | TS-CHECK-TRANSPORT | long | the same behind a long prompt | limit long |
 | TS-CHECK-TRANSPORT | reasoning | thoughts in the text, or text in the thoughts | reasoning |
 | TS-CHECK-TRANSPORT | calls | a call that is lost or altered | call follow-up |
-| TS-CHECK-TRANSPORT | several calls | text before calls, two at once, order and escapes | calls |
-| TS-CHECK-TRANSPORT | arguments | arguments other than their schema | arguments |
+| TS-CHECK-TRANSPORT | several calls | calls in a row that lose an argument, or each other | calls |
+| TS-CHECK-TRANSPORT | spoken call | the text before a call is lost | spoken |
+| TS-CHECK-TRANSPORT | arguments | arguments of another order, spelling or schema | arguments |
 | TS-CHECK-TRANSPORT | characters | emoji, accents or Han that break | characters |
 | TS-CHECK-TRANSPORT | json | an answer outside its schema | json |
 | TS-CHECK-TRANSPORT | stop | a text that runs on, or ends early | stop |
@@ -72,7 +73,7 @@ TABLE = """\
 # kinds that check does not look for
 NEVER_ASKED = (
     "log-probabilities, cancelled requests, prompts beyond the limit, "
-    "penalties of a prompt's own words, counters of drafts"
+    "penalties of a prompt's own words, counters of drafts, stops in the step that reaches max_tokens"
 )
 
 

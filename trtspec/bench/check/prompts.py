@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trtspec.bench.check.evidence import HOT, SAMPLERS
 from trtspec.checkpoint.chat_parser import (
     END_OF_TURN,
+    SECTION_END,
     THINK,
     THINK_END,
     call_id,
@@ -53,7 +54,7 @@ def call(index: int, name: str, **arguments: Any) -> Message:
     return {"id": call_id(name, index), "type": "function", "function": called}
 
 
-TOOL = function("get_weather", city={"type": "string"})
+TOOL = function("get_weather", city={"enum": ["Paris"]})
 WEATHER = "What is the weather in Paris and in Rome?"
 SYSTEM = {"role": "system", "content": "You answer in one short paragraph and never use lists."}
 ODD_TEXTS = {
@@ -61,22 +62,24 @@ ODD_TEXTS = {
     "blanks": "  \r\n\t Copy\r\n\r\nthe  blanks \r\n ",
     "composed": "Copy: \ufb01 \u2461 \u212b e\u0301 \uff57\uff49\uff44\uff45",
 }
-# answers that a grammar forces: characters that span tokens, order, escapes, text before two calls
+# answers that a grammar forces: characters that span tokens, order, escapes, text before a call, calls in a row
 VALUES: dict[str, Any] = {"b": 'é 数学 🎉👩‍👧 "q"\\n', "a": 1}
 CONSTANTS = {name: {"enum": [value]} for name, value in VALUES.items()}
 FORM = form({"name": {"type": "string", "maxLength": 20}, **CONSTANTS})
-CALLED = [call(0, "f", **VALUES), call(1, "g", a="é")]
+CALLED = call(0, "f", **VALUES)
 RESULT = [
-    {"role": "assistant", "content": "", "tool_calls": CALLED[:1]},
-    {"role": "tool", "tool_call_id": CALLED[0]["id"], "content": "sunny, 24 degrees"},
+    {"role": "assistant", "content": "", "tool_calls": [CALLED]},
+    {"role": "tool", "tool_call_id": CALLED["id"], "content": "sunny, 24 degrees"},
 ]
-SAID = reply_text({"content": "Hm. 🎉", "tool_calls": CALLED}, True, False)
-TWO_CALLS = {"type": "regex", "regex": re.escape(SAID)}
+SAID = reply_text(
+    {"content": "Hm. 🎉", "tool_calls": [call(0, "get_weather", city="Paris")]}, True, False
+)
+TEXT_AND_CALL = {"type": "regex", "regex": re.escape(SAID)}
 NAMED = {"type": "function", "function": {"name": "f"}}
 FORCED: dict[str, dict[str, Any]] = {
     "json": {"response_format": {"type": "json_schema", "json_schema": {"name": "thing", "schema": FORM}}},
     "arguments": {"tools": [function("f", **CONSTANTS)], "tool_choice": NAMED},
-    "calls": {"tools": [function("f"), function("g")], "response_format": TWO_CALLS},
+    "spoken": {"tools": [TOOL], "response_format": TEXT_AND_CALL},
 }  # fmt: skip
 PICTURE = (
     "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQ"
@@ -103,7 +106,7 @@ CHOICES = 4
 SEEDS = (0, 1, 2, 3, 4, None)
 SEED_TOKENS = 4
 ODD_TOKENS = 8
-FORCED_TOKENS = 512
+FORCED_TOKENS = 128
 LONG_ANSWER = 512  # tokens
 MAX_CONTEXT = 16_384  # tokens of a prompt near the limit; more costs a busy server minutes
 THINKING_TOKENS = 2048  # of calls, JSON and stops if the template cannot turn thinking off
@@ -242,8 +245,9 @@ class Prompts:
             yield self._opened(asked, messages)
 
     def _unsure(self, messages: list[Message]) -> Iterator[Exchange]:
-        """Requests where a target is unsure: a user's first words, most of them at a high temperature."""
-        base = self._opened(self.raw("", "", messages, **HOT), [_user("")])
+        """Requests where a target is unsure: a user's first words, most of them at a high temperature. A seed that
+        is given shows choices that share it."""
+        base = self._opened(self.raw("", "", messages, seed=0, **HOT), [_user("")])
         for run in ("ids", "again"):
             for seed in SEEDS:
                 body = base.body | {"seed": seed, "max_tokens": SEED_TOKENS}
@@ -280,6 +284,9 @@ class Prompts:
         """Answers that a grammar forces, in part or whole, and a picture."""
         words = "Describe a spider: name and number of legs."
         asked = {kind: ([_user(words)], fields) for kind, fields in FORCED.items()}
+        # calls that do not end, because their end mark is forbidden
+        endless = {"tools": [TOOL], "tool_choice": "required", **self._without(SECTION_END)}
+        asked["calls"] = [_user(WEATHER)], endless
         if "picture" not in self.withheld:
             shown = {"type": "image_url", "image_url": {"url": PICTURE}}
             asked["picture"] = ([_user([shown, {"type": "text", "text": "What is it?"}])], {})

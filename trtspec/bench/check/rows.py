@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from trtspec.bench.check.evidence import SAMPLERS, collect, mixed
 from trtspec.bench.check.kinds import KINDS, NEVER_ASKED
 from trtspec.bench.check.prompts import CALLED, PENALTIES, SAID, SEEDS, TRUNCATIONS, VALUES
-from trtspec.checkpoint.chat_parser import parse_reply, reply_text
+from trtspec.checkpoint.chat_parser import parse_reply
 from trtspec.client.exchange import Exchange
 
 # every threshold of the gate
@@ -158,8 +158,11 @@ def answers(exchanges: Sequence[Exchange]) -> Iterator[Look]:
 def _streams(exchanges: Sequence[Exchange]) -> Iterator[Look]:
     """Streams come as they are made. A proxy holds back every stream; where some came as they were made, the others
     waited for a busy machine."""
-    streams = [one for one in exchanges if one.answered and one.body.get("stream")]
-    long = [one for one in streams if one.size > TOKENS_PER_ARRIVAL]
+    long = [
+        one
+        for one in exchanges
+        if one.answered and one.body.get("stream") and one.size > TOKENS_PER_ARRIVAL
+    ]
     held = all(one.size > TOKENS_PER_ARRIVAL * one.arrivals for one in long)
     fault = "came at once: a proxy or the server holds streams back" if held else ""
     for one in long:
@@ -204,13 +207,14 @@ def greedy(
     limit = EXACT if exact else CERTAIN
     different = sum(value > NEAR for value in regrets.values())
     theirs = sum(value > NEAR for value in own.values())
-    if own and more_often(different, len(regrets), theirs, len(own)):
+    if more_often(different, len(regrets), theirs, len(own)):
         limit = min(limit, NEAR)
     looks = []
     for one in asked:
         fault: str | None = "" if one.scores else None
         if (behind := regret(one)) > limit:
-            fault = f"a token is {behind:.2f} of {limit:g} nats behind the target's best"
+            token = _behind(one).index(behind)
+            fault = f"token {token} is {behind:.2f} of {limit:g} nats behind the target's best"
         looks.append(Look(one.run if one.run in REPEATS else one.kind, one.name, fault))
     if not regrets:
         return looks, NO_SCORES
@@ -228,7 +232,11 @@ def _identity(one: Exchange) -> tuple[str, tuple[int, ...]]:
 
 def regret(one: Exchange) -> float:
     """Nats that a token is behind the target's best one at most."""
-    return max((score.top[0] - score.chosen for score in one.scores), default=0.0)
+    return max(_behind(one), default=0.0)
+
+
+def _behind(one: Exchange) -> list[float]:
+    return [score.top[0] - score.chosen for score in one.scores]
 
 
 def more_often(mine: int, of: int, theirs: int, among: int, alpha: float = ALPHA) -> bool:
@@ -238,7 +246,7 @@ def more_often(mine: int, of: int, theirs: int, among: int, alpha: float = ALPHA
     tail = sum(
         math.comb(of, k) * math.comb(among, found - k) for k in range(mine, min(of, found) + 1)
     )
-    return mine > 0 and tail / ways < alpha
+    return tail / ways < alpha
 
 
 # --- sampled ---
@@ -279,7 +287,7 @@ def _unsure(exchanges: Sequence[Exchange]) -> Iterator[Look]:
             count, different = len(one.choices), len({*one.choices})
             wrong = count < one.body["n"] or different <= count // 2
             fault = f"{different} different choices"
-            yield Look("n", one.name, fault if wrong else "")
+            yield Look("n", one.name, fault * wrong)
     repeated = {seed for seed, texts in answers.items() if len({*texts}) < len(texts)}
     fault = "" if repeated - {None} else "no seed repeats its answer"
     if None in repeated:
@@ -338,7 +346,8 @@ def _stopped_late(one: Exchange) -> bool:
 
 
 def _limit(one: Exchange) -> int:
-    return int(one.body.get("max_tokens", 2**31) * one.body.get("n", 1))
+    limit: int = one.body.get("max_tokens", 2**31) * one.body.get("n", 1)
+    return limit
 
 
 def _call_id_fault(one: Exchange, ids: Counter[str]) -> str:
@@ -346,7 +355,7 @@ def _call_id_fault(one: Exchange, ids: Counter[str]) -> str:
     own = [call["id"] for call in one.calls]
     if one.unindexed:
         return "fragments of calls without an index"
-    if not all(own) or len({*own}) < len(own):
+    if not all(own) or any(own.count(name) > max(1, one.raw.count(name)) for name in own):
         return "calls without an id of their own"
     shared = [name for name in own if ids[name] > 1 and not name.startswith("functions.")]
     return f"the id {shared[0]} is that of several answers" if shared else ""
@@ -364,12 +373,12 @@ def _message(one: Exchange, raws: Sequence[Exchange]) -> Iterator[Look]:
         wanted = "its form"
     else:
         right = any(_agrees(mine, parts) for parts in want) or _tied(one, raws)
-        reasoning, text, *calls = want[0] if want else mine
-        probes += ["reasoning"] * bool(reasoning) + ["calls"] * (len(calls) > 1)
-        probes += ["characters"] * (not text.isascii())
+        expected = want[0] if want else mine
+        reasoning, text, *calls = expected
+        probes += ["reasoning"] * bool(reasoning) + ["characters"] * (not text.isascii())
         needed = {"call": calls, "reasoning": reasoning}.get(one.kind, want)
         shown = bool(want) and not cut and bool(needed or not right)
-        wanted = _shown(want[0]) if want else ""
+        wanted = _shown(expected)
     fault = "" if right else f"{_shown(mine)} is not {wanted}"
     for probe in probes:
         yield Look(probe, one.name, fault if shown else None)
@@ -378,16 +387,12 @@ def _message(one: Exchange, raws: Sequence[Exchange]) -> Iterator[Look]:
 FORMS: dict[str, Callable[[Exchange], bool]] = {
     "picture": lambda one: bool(one.content or one.reasoning),
     "json": lambda one: _object(one) == {"name": _object(one).get("name"), **VALUES},
-    "arguments": lambda one: _parts(one) == _parsed(reply_text({"tool_calls": CALLED[:1]}, True, False)),
-    "calls": lambda one: _parts(one)[1:] == _parsed(SAID)[1:],
+    "arguments": lambda one: _parts(one) == ["", "", _call(CALLED["function"])],
+    "spoken": lambda one: _parts(one)[1:] == _parsed(SAID)[1:],
+    "calls": lambda one: _parts(one)[2:4] == 2 * _parsed(SAID)[2:],
 }  # fmt: skip
-CUT_SHORT = {
-    *FORMS,
-    "call",
-    "follow-up",
-    "stop",
-    "stops",
-}  # answers that show nothing if they end at the limit
+# answers that show nothing if they end at the limit
+CUT_SHORT = {"picture", "json", "arguments", "spoken", "call", "follow-up", "stop", "stops"}
 
 
 def _object(one: Exchange) -> dict[str, Any]:
@@ -459,7 +464,7 @@ def _tied(one: Exchange, raws: Sequence[Exchange]) -> bool:
 
 def parameters(got: Sequence[Exchange], plain: Sequence[Exchange]) -> Iterator[Look]:
     """What the plain server honours, this one honours or refuses."""
-    theirs = {one.kind: one for one in plain if one.answered and one.run == "ids"}
+    theirs = {one.kind: one for one in plain if one.answered}
     # what most answers to the same prompt are behind at least, if no parameter leaves the best token alone
     loose = median([0.0, *(regret(one) for one in got if one.kind == "seed")])
     yield from _overruns(got)
@@ -488,8 +493,8 @@ def _penalties(exchanges: Sequence[Exchange], alpha: float) -> Iterator[Look]:
             repeats[one.name] = size - len({*one.token_ids}), size
     for kind in PENALTIES:
         names = (kind, "more"), (kind, "less")
-        if repeats.keys() >= {*names}:
-            more, less = map(repeats.__getitem__, names)
+        more, less = (repeats.get(name) for name in names)
+        if more and less:
             fault = "" if more_often(*more, *less, alpha) else NO_EFFECT
             for name in names:
                 yield Look(kind, name, fault)
@@ -547,7 +552,7 @@ def acceptance(got: Sequence[Exchange], floor: float | None) -> tuple[list[Look]
 def speculates(exchanges: Sequence[Exchange]) -> bool:
     """Whether steps brought several tokens."""
     tokens, steps = _tokens_and_steps(exchanges)
-    return steps > 0 and tokens > SPECULATES * steps
+    return tokens > SPECULATES * steps
 
 
 def _tokens_and_steps(exchanges: Iterable[Exchange]) -> tuple[int, int]:
