@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from trtspec.checkpoint.tokenizer import KimiTokenizer
 
 MAX_FAILURES = 8  # in a row, after which nothing more is sent
+BUSY_WAITS = (1, 4, 16)  # seconds before a request that a busy server refused is sent again
 CROWD = 4  # times the concurrency: requests at once in the crowd
 TOP = 20  # alternatives that are asked for
 # fields with which an answer may end without an end of turn
@@ -96,7 +97,13 @@ class Asker:
             return self.known[line]
         if self.failures >= MAX_FAILURES:
             return replace(asked, error=f"not asked, after {MAX_FAILURES} failures in a row")
-        found = self._finished(await ask(self.client, self.server.model, asked, self.timeout))
+        answer = await ask(self.client, self.server.model, asked, self.timeout)
+        for seconds in BUSY_WAITS:
+            if answer.status != 503:
+                break
+            await asyncio.sleep(seconds)
+            answer = await ask(self.client, self.server.model, asked, self.timeout)
+        found = self._finished(answer)
         self.failures = self.failures + 1 if found.error and not found.refused else 0
         self.requests += 1
         self.tokens += found.size
