@@ -246,15 +246,19 @@ def _central(angle: float, freedom: int) -> float:
 def _linear(
     numerators: ArrayLike, denominators: ArrayLike
 ) -> tuple[float, NDArray[np.float64]] | None:
-    """The ratio of the sums, and what each unit contributes to its logarithm."""
+    """The ratio of the sums, and what each unit contributes to its logarithm: by the jackknife, what it loses without
+    the unit. None where a sum is zero, or one unit has it all."""
     top, bottom = (
         np.asarray(numerators, dtype=np.float64),
         np.asarray(denominators, dtype=np.float64),
     )
     if len(top) < LEAST_UNITS or top.sum() <= 0 or bottom.sum() <= 0:
         return None
+    tops, bottoms = top.sum() - top, bottom.sum() - bottom  # without each unit
+    if tops.min() <= 0 or bottoms.min() <= 0:
+        return None
     value = float(top.sum() / bottom.sum())
-    return value, (top - value * bottom) / (value * bottom.mean())
+    return value, (len(top) - 1) * np.log(value * bottoms / tops)
 
 
 def _error(influence: NDArray[np.float64]) -> tuple[float, int]:

@@ -159,14 +159,14 @@ def prompt_cut() -> None:
         return exact(self, asked, prompt[-BEYOND:], *args, **more)
 
 
-def cache_in_3_bits() -> None:
+def cache_in_2_bits() -> None:
     """greedy near the limit: keys and values are coarse beyond a number of tokens."""
 
     @wrap(engine.Engine, "step")
     def _(exact: Patch, self: engine.Engine) -> Any:
         outputs = exact(self)
         entries = self.cache.data[:, :, BEYOND:]
-        scale = entries.abs().amax(-1, keepdim=True).clamp(min=1e-6) / 3
+        scale = entries.abs().amax(-1, keepdim=True).clamp(min=1e-6)
         entries.copy_((entries / scale).round() * scale)
         return outputs
 
