@@ -280,7 +280,7 @@ def test_force_replaces_a_conversion_and_nothing_else(tmp_path, new_target):
     quantize_checkpoint(source, out, K26, again=OutputOptions(force=True))
     assert len(Checkpoint.open(out).shards) == 2 and len(list(out.glob("*.safetensors"))) == 2
     (out / "adapter.safetensors").write_bytes(b"mine")
-    for again in (None, OutputOptions(restart=True)):
+    for again in (OutputOptions(), OutputOptions(restart=True)):
         with pytest.raises(UsageError, match="also holds adapter.safetensors"):
             quantize_checkpoint(source, out, K26, again=again)
     assert (out / "adapter.safetensors").read_bytes() == b"mine"

@@ -45,10 +45,7 @@ def lint(document: Document | str, deployment: Deployment) -> list[Finding]:
         error = document.error
         code = "TS-LINT-LIMIT" if error.beyond else "TS-LINT-SYNTAX"
         return [Finding(code, "error", "", error.message, line=error.line, column=error.column)]
-    if document.value is None:
-        message = "the file sets nothing"
-        return [Finding("TS-LINT-NO-ENGINE-FILE", "warning", "", message)]
-    if not isinstance(document.value, dict):
+    if document.value is not None and not isinstance(document.value, dict):
         message = f"the file holds {type(document.value).__name__}, not a mapping of options"
         return [Finding("TS-LINT-SYNTAX", "error", "", message, "write `key: value` lines", line=1)]
     if set(document.mapping) >= FRONT_KEYS:
