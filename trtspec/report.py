@@ -79,8 +79,8 @@ def writing(path: Path) -> Iterator[None]:
         first = "free space on that disk" if full else "check that disk and its permissions"
         message = f"cannot write {path}: {error.strerror or error}"
         remedy = f"{first}, then run the command again"
-        if path.parent.is_file():
-            message, remedy = f"cannot write {path}: {path.parent} is a file", "choose another path"
+        if isinstance(error, NotADirectoryError | FileExistsError):
+            remedy = "choose another path: a part of this one is a file"
         raise TrtspecError(message, remedy, "TS-ERROR-FILE") from error
 
 

@@ -273,6 +273,8 @@ class Toy:
             raise Refused(400, "this template has no system messages")
         if fault == "follow-up-refused" and messages and messages[-1]["role"] == "tool":
             raise Refused(400, "messages of the role tool are not supported")
+        if self.kind == "trtllm" and len(self.asked) % 50 == 9:
+            raise Refused(503, "busy")
         if fault == "http-500" and zlib.crc32(repr(body).encode()) % 5 == 0:
             raise Refused(500, "an illegal memory access was encountered")
         if raw:
