@@ -146,7 +146,8 @@ def rounds_of(found: BenchResults, load: str) -> np.ndarray:
 
 
 def interval_of(rounds: np.ndarray) -> Ratio:
-    found = paired_ratio((dict(enumerate(rounds[:, :2])), dict(enumerate(rounds[:, 2:]))))
+    sides = dict(enumerate(rounds[:, :2])), dict(enumerate(rounds[:, 2:]))
+    found = paired_ratio(sides, alike=True)
     assert found
     return found
 

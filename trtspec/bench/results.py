@@ -322,7 +322,8 @@ def speed_up(
             speed = side[question]
             sums[speed.round if by_round else question] += (speed.tokens, speed.seconds)
         sides.append(sums)
-    ratio = paired_ratio(*zip(sides[: len(of)], sides[len(of) :], strict=True))
+    pairs = zip(sides[: len(of)], sides[len(of) :], strict=True)
+    ratio = paired_ratio(*pairs, alike=by_round)
     if ratio is None:
         return None
     # no step of drafts gains more than all of them

@@ -187,16 +187,19 @@ def ratio(
     return None if found is None else _interval(found[0], confidence, _error(found[1]))
 
 
-def paired_ratio(*launches: tuple[Units, Units], confidence: float = CONFIDENCE) -> Ratio | None:
-    """The ratio of two ratios of sums, new over old, over the units of both. None below LEAST_UNITS, or where a sum is
-    zero. With several launches of both, whose units are the same, the interval covers what launches differ by too."""
+def paired_ratio(
+    *launches: tuple[Units, Units], confidence: float = CONFIDENCE, alike: bool = False
+) -> Ratio | None:
+    """The ratio of two ratios of sums, new over old, over the units of both; of units that are `alike`, as rounds of
+    the same questions are, the geometric mean of their own. None below LEAST_UNITS, or where a sum is zero. With
+    several launches of both, whose units are the same, the interval covers what launches differ by too."""
     common = [
         unit for unit in launches[0][0] if all(unit in side for pair in launches for side in pair)
     ]
     if len(common) < LEAST_UNITS:
         return None
     sums = np.array([[[side[unit] for unit in common] for side in pair] for pair in launches])
-    new, old = (_linear(*side.T) for side in sums.sum(axis=0))
+    new, old = (_linear(*side.T, alike) for side in sums.sum(axis=0))
     if new is None or old is None:
         return None
     errors = [_error(new[1] - old[1])]
@@ -244,16 +247,20 @@ def _central(angle: float, freedom: int) -> float:
 
 
 def _linear(
-    numerators: ArrayLike, denominators: ArrayLike
+    numerators: ArrayLike, denominators: ArrayLike, alike: bool = False
 ) -> tuple[float, NDArray[np.float64]] | None:
     """The ratio of the sums, and what each unit contributes to its logarithm: by the jackknife, what it loses without
-    the unit. None where a sum is zero, or one unit has it all."""
+    the unit. The geometric mean of the units' own ratios, and their logarithms, if they are `alike`. None where a sum
+    is zero, or one unit has it all."""
     top, bottom = (
         np.asarray(numerators, dtype=np.float64),
         np.asarray(denominators, dtype=np.float64),
     )
     if len(top) < LEAST_UNITS or top.sum() <= 0 or bottom.sum() <= 0:
         return None
+    if alike and min(*top, *bottom) > 0:
+        logs = np.log(top / bottom)
+        return math.exp(logs.mean()), logs
     tops, bottoms = top.sum() - top, bottom.sum() - bottom  # without each unit
     if tops.min() <= 0 or bottoms.min() <= 0:
         return None
