@@ -199,7 +199,8 @@ def paired_ratio(
     if len(common) < LEAST_UNITS:
         return None
     sums = np.array([[[side[unit] for unit in common] for side in pair] for pair in launches])
-    new, old = (_linear(*side.T, alike=alike) for side in sums.sum(axis=0))
+    sides = sums.sum(axis=0).transpose(0, 2, 1)
+    new, old = (_linear(top, bottom, alike) for top, bottom in sides)
     if new is None or old is None:
         return None
     errors = [_error(new[1] - old[1])]
