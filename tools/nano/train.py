@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tools.nano import exercises, vocabulary
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.checkpoint.writer import write_shard
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 from trtspec.models.moe import MoE, Router
 from trtspec.models.precision import default_dtype
 from trtspec.models.weights import layout, load_target

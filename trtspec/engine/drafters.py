@@ -12,7 +12,7 @@ from trtspec.models.state import State, TextPiece
 
 if TYPE_CHECKING:
     from trtspec.models.eagle3 import Eagle3Head
-    from trtspec.models.kimi import KimiModel
+    from trtspec.models.k2 import KimiModel
 
 DraftSampling = Literal["argmax", "probabilistic"]
 

@@ -30,12 +30,12 @@ from trtspec.engine.sampling import (
 )
 from trtspec.engine.sequence import Output, Sequence, Totals, steered
 from trtspec.errors import UsageError
+from trtspec.models.fast import prepare_for_decoding
 from trtspec.models.state import State, TextPiece
-from trtspec.models.weights import prepare_for_decoding
 
 if TYPE_CHECKING:
     from trtspec.models.eagle3 import Eagle3Head
-    from trtspec.models.kimi import KimiModel
+    from trtspec.models.k2 import KimiModel
 
 PREFILL_TOKENS = 512  # per step, so that a long prompt does not stall the rows that decode
 PASSING = 256  # requests

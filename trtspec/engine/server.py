@@ -28,8 +28,8 @@ from trtspec.engine.prefix import PREFIX_BYTES
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.worker import Worker
 from trtspec.errors import TrtspecError, signals_handled
+from trtspec.models.footprint import MemoryLoad, require_fitting
 from trtspec.models.head_weights import load_head, open_head
-from trtspec.models.memory import MemoryLoad, require_fitting
 from trtspec.models.precision import default_dtype, dtype_name
 from trtspec.models.weights import load_target
 

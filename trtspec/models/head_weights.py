@@ -17,7 +17,7 @@ from trtspec.checkpoint.values import compare_embeddings, embedding_rows, head_v
 from trtspec.errors import Problem, TrtspecError, errors_in
 from trtspec.families.kimi_k2 import FUSED
 from trtspec.models.eagle3 import Eagle3Head
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 from trtspec.models.layers import Linear
 from trtspec.specs import HeadSpec, ModelSpec
 

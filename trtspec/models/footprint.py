@@ -1,5 +1,4 @@
-"""What a loaded target, a head and their caches take on a device, and whether the requests of a server fit beside them:
-from their headers, before anything is loaded."""
+"""Bytes of a target, a head and their caches on a device, and whether a server's requests fit: from headers alone."""
 
 from __future__ import annotations
 
@@ -11,12 +10,15 @@ import torch
 from trtspec import machine
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.errors import MissingDependency
-from trtspec.models.kimi import KimiModel
-from trtspec.models.precision import dtype_name, through_float32
+from trtspec.models.fast import through_float32
+from trtspec.models.k2 import KimiModel
+from trtspec.models.precision import dtype_name
 from trtspec.models.weights import is_nvfp4, layout
 from trtspec.specs import HeadSpec, ModelSpec
 
-PACKED_SHARE = 0.5  # of a float32 weight on a CPU: its copy for products of few rows (precision.py)
+PACKED_SHARE = (
+    0.5  # of a float32 weight on a CPU: its copy for products of few rows (fast.PackedLinear)
+)
 SPARE = 1.05  # weights plus what loading and products allocate, over the weights
 LOGITS_COPIES = 4  # float32 logits of a round: as computed, scaled, sorted, accepted
 MIN_LENGTH = 64  # a context below it is not worth proposing
