@@ -18,6 +18,7 @@ from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.sequence import Output
 from trtspec.models.k2 import KimiModel
+from trtspec.models.layers import Linear
 from trtspec.models.weights import load_target
 
 
@@ -39,7 +40,7 @@ def tied(
     weight = twin.lm_head.weight.detach().clone(memory_format=torch.contiguous_format)
     weight[other] = weight[token] - margin * state / state.square().sum()
     twin.lm_head.weight = torch.nn.Parameter(weight, False)
-    twin.lm_head.packed = None  # an engine's copy of the weight that was
+    twin.lm_head.__class__ = Linear  # without the packed copy of the weight that was
     return twin
 
 
