@@ -301,7 +301,7 @@ class Balancer:
                 module.gate.register_forward_hook(self.count)
 
     def count(self, gate: Router, _: Any, output: tuple[Tensor, Tensor]) -> None:
-        chosen = torch.bincount(output[0].flatten(), minlength=gate.spec.n_routed_experts).float()
+        chosen = torch.bincount(output[0].flatten(), minlength=len(gate.weight)).float()
         self.counts[gate] = self.counts.get(gate, torch.zeros(())) + chosen
 
     def step(self) -> None:

@@ -266,8 +266,8 @@ class Engine:
         return room - budget
 
     def _next_chunks(self, budget: int) -> list[Chunk]:
-        """The next pass: the rest of the prompt that was begun, then waiting prompts, while there is room. Only the last
-        chunk may end within its prompt. `budget`: tokens that are left of the step."""
+        """The next pass: the rest of the prompt that was begun, then waiting prompts, while there is room. Only the
+        last chunk may end within its prompt. `budget`: tokens that are left of the step."""
         room = min(budget, self.options.prefill_tokens)
         chunks: list[Chunk] = []
         if self.prefilling is not None:
@@ -291,10 +291,11 @@ class Engine:
             return None
         request = self.waiting[0].request
         prefix = None if request.prompt_logprobs else self.prefix
-        for chunk in beside if prefix is not None else ():
-            known = chunk.sequence.cached_tokens
-            if prefix.worth_waiting(request.prompt_ids, chunk.prompt, known):
-                return None
+        if prefix is not None and any(
+            prefix.worth_waiting(request.prompt_ids, chunk.prompt, chunk.sequence.cached_tokens)
+            for chunk in beside
+        ):
+            return None
         sequence = self.waiting.popleft()
         if prefix is not None:
             sequence.prefilled = sequence.cached_tokens = prefix.load(request.prompt_ids, row)

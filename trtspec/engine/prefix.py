@@ -1,8 +1,8 @@
 """Prefix reuse: caches of computed texts, kept in blocks, so that a prompt with a known prefix is not computed again.
 
-A block is identified by its tokens and by the block before it, so only equal texts share one. It keeps a snapshot of the
-target's state and one of the head's. The head's input at position t needs the token at t + 1, which the next prompt may
-change. So with a head all snapshots end one position before their block, and that position is computed again.
+A block is identified by its tokens and by the block before it, so only equal texts share one. It keeps a snapshot of
+the target's state and one of the head's. The head's input at position t needs the token at t + 1, which the next prompt
+may change. So with a head all snapshots end one position before their block, and that position is computed again.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class PrefixCache:
         return reused
 
     def worth_waiting(self, tokens: list[int], computed: list[int], cached_tokens: int) -> bool:
-        """Whether waiting for the prompt `computed`, whose first `cached_tokens` are known, lets `tokens` reuse more."""
+        """Whether `tokens` could reuse more after the prompt `computed`, whose first `cached_tokens` are known."""
         shared = len(os.path.commonprefix([tokens, computed]))
         return shared - shared % self.block_tokens - self.behind > cached_tokens
 
