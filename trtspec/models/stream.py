@@ -1,8 +1,8 @@
-"""A target run one decoder layer at a time: for what needs its hidden states but cannot hold its weights.
+"""A target run one decoder layer at a time, for its hidden states on a machine that cannot hold its weights.
 
-Layers come from the checkpoint one after the other; every batch passes a layer before the next one. Memory holds one
-layer and the hidden states, which go to files beyond a budget; where a second layer fits, it is decoded meanwhile.
-The arithmetic is `KimiModel`'s own: for the same batches all outputs equal the whole model's bit for bit.
+Layers come from the checkpoint one after the other, and every batch passes a layer before the next one. Memory holds
+one layer, the next one if it fits, and the hidden states, which go to files beyond a budget. The arithmetic is
+`KimiModel`'s own: for the same batches all outputs equal the whole model's bit for bit.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class LayerStream:
     ) -> None:
         target = require_target(path)
         self.checkpoint, self.spec = target.checkpoint, target.spec
-        self.dtype, self.device, self.activation, self.threads = dtype, device, activation, threads
+        self.dtype, self.device = dtype, device
+        self.activation, self.threads = activation, threads
         self._tensors = LazyTensors(self.checkpoint)
         self.load_ahead = machine.free_memory() > PREFETCH_MEMORY_LAYERS * self.layer_bytes(
             self.num_layers - 1
@@ -84,7 +85,7 @@ class LayerStream:
         return sum(parameter.numel() for parameter in layer.parameters()) * self.dtype.itemsize
 
     def load(self, index: int) -> DecoderLayer:
-        """Decoder layer `index` with its weights, on the CPU. `activation`: how NVFP4 weights are computed with."""
+        """Decoder layer `index` with its weights, on the CPU."""
         with torch.device("meta"):
             layer = DecoderLayer(self.spec, index)
         with ThreadPoolExecutor(self.threads) as pool:
@@ -210,7 +211,7 @@ class States:
         return self.directory / f"states-{generation:03d}.bin"
 
     def begin(self, generation: int) -> None:
-        """Starts writing generation `generation`, while the one before it is read."""
+        """Starts to write a generation, while the one before it is read."""
         if self.on_disk:
             path = self.path(generation).with_suffix(".partial")
             with writing(path):
@@ -220,7 +221,7 @@ class States:
         self._generation = generation
 
     def put(self, number: int, states: Tensor) -> None:
-        """Batch `number` of the generation being written; batches come in order."""
+        """Writes batch `number` of the new generation; batches come in order."""
         states = states.detach().to("cpu", self.dtype)
         if self.in_memory:
             self._memory[number] = states
@@ -238,9 +239,9 @@ class States:
         return self._read(self._source, number)
 
     def seal(self) -> None:
-        """The written generation becomes the one that is read. `record` is what `restore` takes.
+        """Makes the written generation the one that is read; `restore` takes its `record`.
 
-        What is durable is fsynced and stays until `drop_older`; without `durable` the older file goes at once.
+        A durable file is fsynced and stays until `drop_older`. Without `durable` the older file is removed at once.
         """
         if self._target is None:
             return
@@ -264,13 +265,11 @@ class States:
             self.drop_older()
 
     def restore(self, record: dict[str, Any]) -> bool:
-        """Takes up a sealed generation; False when its file is not what the record says."""
+        """Reads from a sealed generation; False if its file does not match the record."""
         path = self.path(record["generation"])
-        if (
-            not path.is_file()
-            or path.stat().st_size != record["bytes"]
-            or record["bytes"] != self.bytes
-        ):
+        if not path.is_file():
+            return False
+        if not path.stat().st_size == record["bytes"] == self.bytes:
             return False
         if file_sha256(path) != record["sha256"]:
             return False
@@ -292,7 +291,9 @@ class States:
         """Closes the files; leaves them in place."""
         for file in (self._source, self._target):
             if file is not None:
-                with suppress(OSError):  # of bytes that could not be written, as `put` has said
+                with suppress(
+                    OSError
+                ):  # for bytes that could not be written, which `put` has reported
                     file.close()
         self._source = self._target = None
 
