@@ -91,9 +91,8 @@ class Eagle3Drafter(Drafter):
         drafts = batch.block[:rows, 1:]
         drafts[:, 0] = self._choose(batch, 0, self.head.logits(normed))
         for step in range(1, batch.draft_len):
-            before = (
-                step - 1
-            )  # the draft that this step reads, and its distance from the row's last token
+            # the draft that this step reads, and its distance from the row's last token
+            before = step - 1
             start, end = batch.start[:rows] + before, batch.reach + before
             x, states = self.head(x, drafts[:, before:step], start, self.cache, length=end)
             drafts[:, step] = self._choose(batch, step, self.head.logits(states[:, 0]))

@@ -33,9 +33,8 @@ from trtspec.models.moe import Experts, MoE
 from trtspec.models.precision import has_native_bf16
 
 MIN_PACKED_ELEMENTS = 2**17  # of a float32 weight; below, the operator's own overhead eats the gain
-MAX_PACKED_ROWS = (
-    64  # above, a float32 product is bound by arithmetic and the packed weight gains nothing
-)
+# above so many rows, a float32 product is bound by arithmetic and the packed weight gains nothing
+MAX_PACKED_ROWS = 64
 FP16_TOP_EXPONENT = 14  # scaled weights stay below 2^15; FP16 ends at 65504
 # Up to this many weights per layer and this many tokens, one product over all experts beats grouping the tokens.
 MAX_STACKED_WEIGHTS = 2**21

@@ -52,9 +52,7 @@ class LatentAttention(nn.Module):
         """x [B, T, input] -> [B, T, H]."""
         q_lora, kv_lora, k_rope = self.qkv_a_proj(x).split(self.a_sizes, -1)
         q = self.q_b_proj(self.q_a_layernorm(q_lora)).unflatten(-1, (self.heads, -1))
-        q_nope, q_rope = q.split(
-            (self.nope_dim, self.rope_dim), -1
-        )  # [B, T, N, nope], [B, T, N, R]
+        q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), -1)  # [B, T, N, nope or R]
         w_uk, w_uv = self.up_projections()
 
         q_latent = torch.einsum("btnd,ndc->btnc", q_nope, w_uk)

@@ -291,9 +291,8 @@ class States:
         """Closes the files; leaves them in place."""
         for file in (self._source, self._target):
             if file is not None:
-                with suppress(
-                    OSError
-                ):  # for bytes that could not be written, which `put` has reported
+                # `put` has reported bytes that could not be written
+                with suppress(OSError):
                     file.close()
         self._source = self._target = None
 
