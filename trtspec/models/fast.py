@@ -227,8 +227,12 @@ class GroupedExperts(Experts):
 
 def grouped_product(x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
     """x [n, in] in slices of `sizes`, each times its expert of weight [E, out, in] -> [n, out]."""
-    slices = zip(x.split(sizes), weight.mT, strict=True)
-    return torch.cat([tokens @ expert for tokens, expert in slices if len(tokens)])
+    outputs = x.new_empty(len(x), weight.shape[1])
+    slices = zip(x.split(sizes), weight.mT, outputs.split(sizes), strict=True)
+    for tokens, expert, output in slices:
+        if len(tokens):
+            torch.mm(tokens, expert, out=output)
+    return outputs
 
 
 class StackedMoE(MoE):
