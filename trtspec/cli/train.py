@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from trtspec.heads.training.curve import CurvePoint
     from trtspec.heads.training.options import FeatureSource
     from trtspec.heads.training.samples import Sample
-    from trtspec.models.kimi import KimiModel
+    from trtspec.models.k2 import KimiModel
 
 ACCEPTANCE_TOKENS, DRAFTS = (
     64,

@@ -35,7 +35,7 @@ def wrap(owner: Any, name: str) -> Callable[[Patch], None]:
 
 def temperature_ignored() -> None:
     """sampled distribution: every request is greedy."""
-    sequence.COLDEST = float("inf")  # type: ignore[misc]
+    sequence.MIN_TEMPERATURE = float("inf")  # type: ignore[misc]
 
 
 def drafts_kept() -> None:

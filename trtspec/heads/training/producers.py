@@ -44,8 +44,8 @@ from trtspec.heads.training.plan import MEMORY_SHARE, TrainingPlan
 from trtspec.heads.training.processes import ALONE, World, require_shared
 from trtspec.heads.training.samples import MAX_HELD_OUT, Sample, TrainingData, split_data
 from trtspec.heads.training.states import Features, bytes_per_token, compute_features, padded
-from trtspec.models.kimi import KimiModel
-from trtspec.models.stream import ROOM, LayerStream, States, similar_length
+from trtspec.models.k2 import KimiModel
+from trtspec.models.stream import PREFETCH_MEMORY_LAYERS, LayerStream, States, similar_length
 from trtspec.models.weights import load_target
 from trtspec.report import progress_bar, remove_folder, say
 from trtspec.specs import ModelSpec
@@ -121,7 +121,7 @@ def open_target(
     if plan.features.with_layers and not (large and plan.features.way == "dumps"):
         return load_target(target_dir, dtype=dtype, device=device), True
     with LayerStream(target_dir, dtype=dtype, device=device) as stream:
-        return stream.ends(), False
+        return stream.model_without_layers(), False
 
 
 def open_stream(
@@ -133,7 +133,7 @@ def open_stream(
     stream = LayerStream(target_dir, dtype=dtype, device=device, threads=threads)
     layer = stream.layer_bytes(stream.num_layers - 1)
     share = machine.free_memory() / world.local_size
-    stream.load_ahead = share > ROOM * layer
+    stream.load_ahead = share > PREFETCH_MEMORY_LAYERS * layer
     if layer > share:
         raise TrtspecError(
             f"TS-FEATURES-MEMORY a decoded layer of the target takes {layer / 1e9:,.1f} GB, and each of "
@@ -366,7 +366,7 @@ class StreamedFeatures(Features):
             ):
                 self.stream.embed(batches, states)
                 self.stream.run(batches, states, on_output=on_output)
-                norm = self.stream.ends("norm.weight").norm
+                norm = self.stream.model_without_layers("norm.weight").norm
                 with torch.inference_mode():
                     for number in range(len(batches)):
                         keep("hidden", number, norm(states.get(number).to(self.stream.device)))
@@ -525,9 +525,10 @@ def check_first_layers(
 
 def first_outputs(stream: LayerStream, tokens: tuple[int, ...], layers: int) -> list[Tensor]:
     """Outputs [S, H] of the first layers for one sequence, float32."""
-    output = stream.ends("embed.weight").embed(torch.tensor([tokens]))
+    ids = torch.tensor([tokens])
+    output = stream.model_without_layers("embed.weight").embed(ids)
     outputs = []
     for index in range(layers):
-        output = stream.load(index)(output, stream.attention_step((1, len(tokens))))
+        output = stream.load(index)(output, stream.attention_step(ids))
         outputs.append(output[0].float())
     return outputs
