@@ -119,10 +119,7 @@ def check(options: CheckOptions) -> Result:
     if options.against:
         server_url(options.against, "--against")  # before anything is asked
     if options.record is not None:
-        if options.record == options.score:
-            raise UsageError(
-                f"--record {options.record} is also read", "give --record another file"
-            )
+        report.refuse_input(options.record, options.score)
         report.refuse_existing(options.record, options.force, "recording.jsonl")
     return asyncio.run(_check(options))
 
@@ -131,6 +128,7 @@ async def _check(options: CheckOptions) -> Result:
     import time
 
     from trtspec.bench.check.rows import CheckVerdict, answers, coverage, judge
+    from trtspec.client.client import remedy_for
 
     began = time.monotonic()
     with report.progress_bar("asking", None, "requests") as bar:
@@ -150,13 +148,11 @@ async def _check(options: CheckOptions) -> Result:
         return Result({"recorded": str(options.record), "failed": failed, **cost}, lines=lines)
     rows = judge(got, plain, min_acceptance=options.min_acceptance, exact=options.exact)
     verdict = CheckVerdict(rows=tuple(rows), accepted=frozenset(options.accept_unmeasured))
-    problems = [
-        Problem(
-            CODES[row.name], "error", row.name, row.faults[0], f"trtspec explain {CODES[row.name]}"
-        )
-        for row in rows
-        if row.faults
-    ]
+    problems = []
+    for row in (row for row in rows if row.faults):
+        code, fault = CODES[row.name], row.faults[0]
+        remedy = remedy_for(fault, f"trtspec explain {code}")
+        problems.append(Problem(code, "error", row.name, fault, remedy))
     results = [asdict(row) for row in rows]
     covered = coverage(got, rows)
     values = {"verdict": verdict.word, "message": verdict.line, "covered": covered, "results": results, **cost,

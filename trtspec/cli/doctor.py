@@ -13,7 +13,7 @@ from typing import Any
 
 from trtspec import machine
 from trtspec.data_files import load_yaml
-from trtspec.errors import CheckFailed, MissingDependency, Problem, has_errors
+from trtspec.errors import MissingDependency, Problem, check_failure
 from trtspec.machine import torch_gpus
 from trtspec.records import JsonOption
 from trtspec.report import Result, Table, value_table
@@ -43,10 +43,7 @@ def doctor(options: DoctorOptions) -> Result:
     """
     found = examine()
     problems: list[Problem] = found.pop("problems")
-    failure = CheckFailed(
-        "this installation or machine has errors", "follow the remedy of each above"
-    )
-    wrong = failure if has_errors(problems) else None
+    wrong = check_failure("this installation or machine has errors", problems)
     return Result(found, problems, tables(found), lines(found, problems), wrong)
 
 

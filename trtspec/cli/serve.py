@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from trtspec.cli.options import directory_of
-from trtspec.errors import CheckFailed, UsageError, has_errors
+from trtspec.errors import UsageError, check_failure
 from trtspec.launch.options import FRONT, REFERENCE, VLLM, ServeOptions
 from trtspec.machine import check_device, listen
 from trtspec.records import fill, words
-from trtspec.report import Result, announce, print_json, problem_lines
+from trtspec.report import Result, announce, print_json
 
 if TYPE_CHECKING:
     from trtspec.launch.preflight import ServerPlan
@@ -26,30 +26,24 @@ API_KEY = "TRTSPEC_SERVE_API_KEY"  # the key itself is never printed
 def serve(options: ServeOptions) -> Result | None:
     """Run all preflight checks, then serve TARGET. Signals and the exit status are passed on; nothing is restarted."""
     from trtspec.client.addresses import bearer
+    from trtspec.launch.preflight import launch, refuse_errors
 
     bearer(options.api_key, "the key of --api-key or TRTSPEC_SERVE_API_KEY")
+    plan = None
     if options.mode is REFERENCE:
-        if options.dry_run:
-            return _command(options)
-        if options.json_:
-            print_json(_command(options).to_dict())
-        _run(options)
-        return None
-    plan = _planned(options)
-    # a dry run that found an error fails
-    wrong = (
-        CheckFailed("a launch would be refused for the errors above")
-        if has_errors(plan.problems)
-        else None
-    )
-    found = Result(plan.to_dict(), plan.problems, failure=wrong, text=plan.text())
+        found = _command(options)
+    else:
+        plan = _planned(options)
+        found = Result(plan.to_dict(), plan.problems, text=plan.text())
     if options.dry_run:
-        return found
+        message = "a launch would be refused for the errors above"
+        return replace(found, failure=check_failure(message, found.problems))
     if options.json_:
-        print_json(replace(found, failure=None).to_dict())
-    from trtspec.launch.preflight import launch
-
-    if status := launch(plan):
+        print_json(found.to_dict())
+    if plan is None:
+        refuse_errors(found.problems)
+        _run(options)
+    elif status := launch(plan):
         raise typer.Exit(status)
     return None
 
@@ -96,23 +90,15 @@ def _command(options: ServeOptions) -> Result:
 
 def _run(options: ServeOptions) -> None:
     """Fetches what is not here, then serves until a signal ends it."""
-    from trtspec.checkpoint.heads.pairing import learned_problems
-    from trtspec.checkpoint.hub import must_be, resolve
+    from trtspec.checkpoint.hub import resolve
 
     check_device(options.device)
     listen(options.host, options.port).close()
-    # what can be refused is, before anything is fetched, and before the seconds of importing PyTorch
-    must_be(resolve(options.target, weights=False), "target")
-    if options.head:
-        must_be(resolve(options.head, weights=False), "head")
     from trtspec.engine.server import ServerOptions, run
 
     target = resolve(options.target)
     head = resolve(options.head) if options.head else None
     announce(f"trtspec: loading {target.name}")
-    if head is not None:
-        for line in problem_lines(learned_problems(head, target)):
-            announce(line)
     more = (
         {} if options.prefix_cache_mib is None else {"prefix_bytes": options.prefix_cache_mib << 20}
     )

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 from trtspec.cli.options import ExtraBody, JsonObject, OutputFlags, WaitReadyOption
 from trtspec.errors import TrtspecError
 from trtspec.records import JsonOption, Needs, argument, fill, option
-from trtspec.report import Result, file_sha256, progress_bar, provenance, value_table, write_json
+from trtspec.report import (
+    Result,
+    file_sha256,
+    progress_bar,
+    provenance,
+    refuse_input,
+    value_table,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from trtspec.heads.synthesis import AnswerSampling, Prompt
@@ -83,6 +91,7 @@ def synthesize(options: SynthesizeOptions) -> Result:
     sampling = fill(synthesis.AnswerSampling, options, extra_body=options.extra_body.value)
     every = synthesis.read_prompts(options.prompts, options.split, options.samples)
     chosen = synthesis.shard(every, options.shard)
+    refuse_input(options.output, Path(options.prompts))
     output, work = options.output, synthesis.work_directory(options.output)
     resumes = work.check(options)
     if options.dry_run:
