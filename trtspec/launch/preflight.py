@@ -269,7 +269,7 @@ class ServerPlan(ServerLaunch):
         return f"{shlex.join(self.argv)}\n{file}"
 
 
-def refuse_errors(problems: list[Problem]) -> None:
+def refuse_errors(problems: Sequence[Problem]) -> None:
     """Raises CheckFailed if an error is among them; tells the others."""
     listed = "\n".join(problem_lines(problems))
     if has_errors(problems):
