@@ -195,10 +195,11 @@ class Problem:
     @property
     def location(self) -> str:
         """`where` as people read it, behind its file and line."""
-        if self.file is None:
-            return as_typed(self.where)
-        line = f":{self.line}" if self.line else ""
-        return as_typed(f"{self.file}{line} {self.where}".rstrip())
+        text = self.where
+        if self.file is not None:
+            line = f":{self.line}" if self.line else ""
+            text = f"{self.file}{line} {text}".rstrip()
+        return as_typed(text)
 
     def to_dict(self) -> dict[str, Any]:
         values = {

@@ -99,18 +99,12 @@ class Document:
     def has(self, path: str) -> bool:
         return path in self.entries
 
-    def line(self, path: str) -> int | None:
-        """Line of the key, or of the nearest parent that is there."""
-        while path:
-            if path in self.entries:
-                return self.entries[path].line
-            path = path.rpartition(".")[0]
-        return None
-
     def placed(self, problem: Problem) -> Problem:
         """At the line of its key, or of the nearest parent that is there; with the column of its key or value."""
-        entry = self.entries.get(problem.where)
-        line = problem.line or self.line(problem.where)
+        entry, path = self.entries.get(problem.where), problem.where
+        while path and path not in self.entries:
+            path = path.rpartition(".")[0]
+        line = problem.line or (self.entries[path].line if path else None)
         problem = replace(problem, file=self.name, line=line)
         if problem.column is not None or entry is None or entry.line != line:
             return problem

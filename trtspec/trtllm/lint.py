@@ -221,7 +221,7 @@ class Verdict:
     """What the engine of `version` says; empty findings mean that its classes take the file."""
 
     version: str
-    findings: tuple[Problem, ...]
+    findings: list[Problem]
 
 
 def engine_importable() -> bool:
@@ -282,7 +282,7 @@ def engine_problems(document: Document) -> list[Problem]:
     if not engine_importable():
         return []
     try:
-        return list(judge(document).findings)
+        return judge(document).findings
     except TrtspecError as error:
         return [Problem("TS-SERVE-ENGINE-SILENT", "warning", PACKAGE, error.message)]
 
