@@ -401,7 +401,7 @@ def _scales(calibration: Calibration, layers: list[dict[str, Any]]) -> dict[str,
     for index, layer in enumerate(layers):
         points = input_points(calibration.stream, index)
         for point, scale in layer["scales"].items():
-            found |= dict.fromkeys(calibration.linears.intersection(points[point]), scale)
+            found |= {module: scale for module in points[point] if module in calibration.linears}
     return found
 
 

@@ -37,7 +37,6 @@ class RunningCommand:
     `options`. `origins`: where each field that the user set comes from. `answered`: whether stdout has the object of
     `--json`."""
 
-    name: str = ""
     options: type | None = None
     flags: Mapping[str, str] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -192,27 +191,30 @@ class Problem:
         object.__setattr__(self, "message", as_typed(self.message))
         object.__setattr__(self, "remedy", as_typed(remedy))
 
-    @property
-    def location(self) -> str:
-        """`where` as people read it, behind its file and line."""
-        text = self.where
-        if self.file is not None:
-            line = f":{self.line}" if self.line else ""
-            text = f"{self.file}{line} {text}".rstrip()
-        return as_typed(text)
+    def location(self, *numbers: int | None) -> str:
+        """`where` as people read it, behind its file and those `numbers` (line, column) that are known."""
+        if self.file is None:
+            return as_typed(self.where)
+        position = ":".join([self.file, *map(str, filter(None, numbers))])
+        return as_typed(f"{position} {self.where}".rstrip())
 
     def to_dict(self) -> dict[str, Any]:
         values = {
             "code": self.code,
             "severity": self.severity,
-            "where": self.location,
+            "where": self.location(self.line),
             "message": self.message,
             "remedy": self.remedy,
         }
         if self.file is None:
             return values
-        position = {"line": self.line, "column": self.column, "key": self.where}
-        return {**values, **position, "fixable": self.fix is not None}
+        return {
+            **values,
+            "line": self.line,
+            "column": self.column,
+            "key": self.where,
+            "fixable": self.fix is not None,
+        }
 
 
 def errors_in(problems: Iterable[Problem]) -> list[Problem]:

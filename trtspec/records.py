@@ -282,7 +282,7 @@ def checked(options: Record, mode: Mode | None = None) -> Record:
         if origins.get(name) != "ENVIRONMENT":
             what = _named(record, name if rule.value == "*" else f"{name}={value}")
             raise UsageError(f"{what} is not used {where}", remedy)
-        note(f"{variable(command.name, fields[name].typed)} is not used {as_typed(where)}")
+        note(as_typed(f"`{fields[name].keyword}` is not used {where}"))
         options = dataclasses.replace(options, **{name: fields[name].default})  # type: ignore[type-var]
         named.discard(name)
     return options
@@ -400,7 +400,7 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any])
         origins = {key: source for key, source in sources.items() if source in ORIGINS}
         variables = {item.name: set_by(context, item) for item in context.command.params}
         flags = {field.keyword: variables[key] or field.typed for key, field in fields.items()}
-        outer, command = running.get(), RunningCommand(name, record, flags, origins)
+        outer, command = running.get(), RunningCommand(record, flags, origins)
         token = running.set(command)
         try:
             for key in origins:

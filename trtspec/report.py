@@ -316,7 +316,8 @@ def problem_lines(problems: Sequence[Problem]) -> list[str]:
     """Readable lines, errors first: `error CODE where: message` and the remedy below."""
     lines = []
     for problem in sorted(problems, key=lambda p: SEVERITIES.index(p.severity)):
-        lines.append(f"{problem.severity:7} {problem.code} {problem.location}: {problem.message}")
+        where = problem.location(problem.line, problem.column)
+        lines.append(f"{problem.severity:7} {problem.code} {where}: {problem.message}")
         if problem.remedy:
             lines.append(f"        -> {problem.remedy}")
     return [wrapped(line, 8 * " ") for line in lines]  # no text begins a line of its own

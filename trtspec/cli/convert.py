@@ -79,7 +79,7 @@ def _lines(done: HeadConversion, output: Path) -> list[str]:
             "TensorRT-LLM needs in its YAML, under speculative_config (build-config writes it):"
         )
         lines.append(f"    eagle3_layers_to_capture: {done.capture}")
-    lines += [f"repaired: {one.location}: {one.message} [{one.code}]" for one in done.repairs]
+    lines += [f"repaired: {one.where}: {one.message} [{one.code}]" for one in done.repairs]
     return lines + [
         line for engine, command in done.serve.items() for line in ("", f"# {engine}", command)
     ]

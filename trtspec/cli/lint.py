@@ -381,10 +381,11 @@ def _of_vllm(judged: Judged, part: Carried) -> Judged:
     """The options of a `vllm serve` command."""
     from trtspec.vllm import passed_options, unknown_options
 
-    findings = []
-    for problem in unknown_options(passed_options(part.command.words)):
-        option = replace(problem, where=f"--{problem.where}", file=judged.name)
-        findings.append(_moved(option, part))
+    options = [
+        replace(problem, where=f"--{problem.where}", file=judged.name)
+        for problem in unknown_options(passed_options(part.command.words))
+    ]
+    findings = [_moved(option, part) for option in options]
     return replace(judged, reason=BY_VLLM, findings=findings)
 
 
@@ -435,9 +436,7 @@ def _lines(judged: Judged) -> Iterator[str]:
     if judged.error is not None:
         return
     for finding in judged.findings:
-        position = [str(number) for number in (finding.line, finding.column) if number is not None]
-        where = f"{':'.join([judged.name, *position])} {finding.where}".rstrip()
-        head, *remedy = problem_lines([replace(finding, file=None, where=where)])
+        head, *remedy = problem_lines([finding])
         yield head
         if judged.document is not None and finding.line:
             yield from _excerpt(judged.document, finding, finding.line)

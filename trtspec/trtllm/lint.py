@@ -58,15 +58,13 @@ def lint(document: Document | str, deployment: Deployment) -> list[Problem]:
     placed = [
         document.placed(finding)
         for finding in _judged(document, deployment)
-        if not document.hides(_keys(finding), about_keys=finding.code in UNSETTLED)
+        if not document.hides(
+            (finding.where, *finding.beside), about_keys=finding.code in UNSETTLED
+        )
     ]
     return sorted(
         placed, key=lambda f: (SEVERITIES.index(f.severity), f.line or 0, f.where, f.code)
     )
-
-
-def _keys(finding: Problem) -> tuple[str, ...]:
-    return (finding.where, *finding.beside)
 
 
 def _judged(document: Document, deployment: Deployment) -> list[Problem]:
@@ -86,7 +84,8 @@ def _judged(document: Document, deployment: Deployment) -> list[Problem]:
     for rule in RULES:
         for finding in rule(seen, deployment):
             current = _current(finding, schema)
-            if refused.isdisjoint((current.where.rpartition(".")[0], *_keys(current))):
+            parent = current.where.rpartition(".")[0]
+            if refused.isdisjoint((parent, current.where, *current.beside)):
                 findings.append(current)
     if deployment.setting(document, "backend") != "_autodeploy":
         return findings

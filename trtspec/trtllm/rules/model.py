@@ -132,13 +132,7 @@ def pair(document: Document, deployment: Deployment) -> Iterator[Problem]:
     ranks = 1 if attention_dp else deployment.size(document, "tensor_parallel_size", 1)
     ids = {"head_id": deployment.head_name or None, "target_id": deployment.target_name or None}
     for problem in pair_problems(deployment.head, deployment.target, tp_size=ranks, **ids):
-        yield Problem(
-            problem.code,
-            problem.severity,
-            SPEC,
-            problem.message,
-            f"{problem.where}: {problem.remedy}",
-        )
+        yield replace(problem, where=SPEC, remedy=f"{problem.where}: {problem.remedy}")
 
 
 RULES = (
