@@ -13,16 +13,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from trtspec.data_files import documented, load_yaml
 
 Severity = Literal["error", "warning", "info"]
-SEVERITIES: tuple[Severity, ...] = (
-    "error",
-    "warning",
-    "info",
-)  # in the order in which they are shown
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)  # in the order in which they are shown
 LEADING_CODE = re.compile(r"\[?(TS-[A-Z0-9]+(?:-[A-Z0-9]+)+)\b")
 UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"

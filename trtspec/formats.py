@@ -161,7 +161,6 @@ class WeightFormat(StrEnum):
             if suffix in parts
         )
 
-    @functools.cache  # a checkpoint has one list, and each of its modules asks
     def unquantized_modules(self, patterns: tuple[str, ...]) -> re.Pattern[str]:
         """Matches the modules that `patterns` leave alone, as the format's own library reads them: ModelOpt shell
         patterns; compressed-tensors names, also without what precedes them, or `re:` and a regular expression.

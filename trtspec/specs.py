@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -208,11 +209,16 @@ class QuantSpec:
             self, "format", WeightFormat(self.format)
         )  # a name such as "nvfp4" is enough
 
+    @functools.cached_property
+    def unquantized(self) -> re.Pattern[str]:
+        """Matches the modules that `exclude` leaves alone."""
+        return self.format.unquantized_modules(self.exclude)
+
     def format_of(self, module: str, role: str) -> WeightFormat:
         """How a linear is to be stored: an engine believes the list of layers, else the exclude list."""
         if self.layers:
             return self.layers.get(module, WeightFormat.BF16)
-        alone = self.format.unquantized_modules(self.exclude).match(module)
+        alone = self.unquantized.match(module)
         return WeightFormat.BF16 if alone or role in self.format.storage.never else self.format
 
     @staticmethod
