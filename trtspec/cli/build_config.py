@@ -88,11 +88,11 @@ def build_config(options: BuildConfigOptions) -> Result:
     for path in written:
         write_atomic(path, texts[path])
     servers: list[tuple[Path | None, EngineConfig, list[Problem]]] = []
-    for path, parts in files.items():
+    for path, configs in files.items():
         file = str(path or "(stdout)")
-        for part in parts:
-            findings = [replace(finding, file=file) for finding in part.findings]
-            servers.append((path, part, findings))
+        for config in configs:
+            findings = [replace(finding, file=file) for finding in config.findings]
+            servers.append((path, config, findings))
     entries = [
         {
             "output": str(path) if path in written else None,
