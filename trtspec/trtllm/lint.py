@@ -273,7 +273,7 @@ def judge(document: Document, timeout: float = 600.0) -> Verdict:
             f"the installed engine's own class says: {item['message']}",
         )
         found.append(document.placed(Problem("TS-LINT-ENGINE-REFUSES", "error", key, message)))
-    return Verdict(answer["version"], tuple(found))
+    return Verdict(answer["version"], found)
 
 
 def engine_problems(document: Document) -> list[Problem]:
