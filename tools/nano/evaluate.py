@@ -166,9 +166,9 @@ def costs(directory: Path, head: Path | None, rows: Sequence[Row]) -> dict[str, 
         )
     drafting = load_head(head, target, dtype=torch.float32) if head else untrained_head(target)
     return {
-        **figures.step_costs(target, drafting),
         **figures.experts_touched(target, texts),
         **figures.bits_per_byte(target, texts),
+        **figures.step_costs(target, drafting),
     }
 
 
