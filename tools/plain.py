@@ -30,7 +30,7 @@ HELPER_LINES = 3  # with the `def`, without the docstring
 
 def main() -> None:
     print(f"{'':16} statements nodes/st." + "".join(f"{name:>15}" for name in AVOIDED))
-    for package in map(Path, sys.argv[1:] or [PACKAGE]):
+    for package in map(Path, sys.argv[1:] or [str(PACKAGE)]):
         rooms = measured(package)
         if package == PACKAGE:
             for name, counts in rooms.items():
@@ -128,7 +128,7 @@ def is_short_helper(node: ast.AST, uses: Counter[str]) -> bool:
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
         return False
     body = node.body[1:] if ast.get_docstring(node) is not None else node.body
-    lines = (body[-1].end_lineno - body[0].lineno + 2) if body else 0
+    lines = ((body[-1].end_lineno or 0) - body[0].lineno + 2) if body else 0
     return uses[node.name] == 1 and lines <= HELPER_LINES
 
 
