@@ -54,7 +54,7 @@ class Part(NamedTuple):
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
     """The record of a family. `name`: the engines' name for it. `model_types`: values of that key at the top level of
-    config.json. `text_types`: its values in text_config; () if the config is flat. `classes`: the architectures that
+    config.json. `text_types`: its values in text_config, () if the config is flat. `classes`: the architectures that
     engines load.
 
     `optional_keys` and `required_keys` decide what is computed and show in no tensor: they must have a value that the
