@@ -85,9 +85,7 @@ def run(launch: ServerLaunch) -> int:
         )
         return 128 + asked[0]
     ended = status in (0, *(128 + number for number in FORWARDED))
-    if (
-        launch.own_statuses
-    ):  # mpirun hides 128 + signal: any status but a kill counts as a requested end
+    if launch.own_statuses:  # mpirun hides 128 + signal: only a kill is not a requested end
         ended = status != KILLED
     if asked and ended:
         announce("trtspec: stopped as requested")
