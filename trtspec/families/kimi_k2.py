@@ -8,9 +8,8 @@ from dataclasses import replace
 from trtspec.families.family import Family, LatentSizes, Part, Role, Sizes
 
 TEXT_TYPES = ("kimi_k2", "deepseek_v3")
-END_OF_TURN = (
-    254  # distance of its id from the end of the vocabulary; it ends the answers of K2.6 and later
-)
+# distance of its id from the end of the vocabulary; it ends the answers of K2.6 and later
+END_OF_TURN = 254
 FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
          "q_a_proj": "qkv_a_proj", "kv_a_proj_with_mqa": "qkv_a_proj"}  # fmt: skip
 
