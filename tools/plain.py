@@ -1,4 +1,4 @@
-"""How plainly packages are written: `python -m tools.plain [DIRECTORY ...]`; trtspec by room if none is given.
+"""Measures how plainly packages are written: `python -m tools.plain [DIRECTORY ...]`, by default trtspec by room.
 
 Prints nodes of the syntax tree per statement, and each thing that a plain style avoids, as a count and per 100
 statements. A copy of the package is formatted by `ruff format` at 100 columns first. budgets.toml limits the counts.
@@ -49,7 +49,9 @@ def print_row(name: str, counts: Counter[str]) -> None:
 def measured(package: Path = PACKAGE) -> dict[str, Counter[str]]:
     """Statements, nodes and what is avoided, by room of the package."""
     trees = formatted(package)
-    uses = Counter(name for tree in trees.values() for name in names_read(tree))
+    uses: Counter[str] = Counter()
+    for tree in trees.values():
+        uses.update(names_read(tree))
     rooms: dict[str, Counter[str]] = {}
     for path, tree in sorted(trees.items()):
         rooms.setdefault(room(path), Counter()).update(counted(tree, uses))
