@@ -248,7 +248,10 @@ def read_iterations(text: str, source: str = "") -> Counters:
     statistics = [record.get("specDecodingStats") for record in records]
     speculating = [each for each in statistics if isinstance(each, dict)]
     keys = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
-    return Counters(*(sum(count_of(key, each.get(key)) for each in speculating) for key in keys))
+    steps, drafted, accepted = (
+        sum(count_of(key, each.get(key)) for each in speculating) for key in keys
+    )
+    return Counters(steps, drafted, accepted)
 
 
 def counted_between(before: Counters, after: Counters) -> Counters:
