@@ -125,6 +125,7 @@ class Side:
         return f"sha256 {digest(data)}"
 
     def normal(self, text: str) -> str:
+        text = text.replace(sys.executable, "PYTHON")
         for path, word in ((self.inputs, "IN"), (self.work, "WORK"), (self.package, "PACKAGE")):
             text = text.replace(str(path), word)
         for pattern, put, _ in NORMALIZED:
