@@ -44,7 +44,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.directory) as name:
         root = Path(name)
         for format, size in BYTES_PER_WEIGHT.items():
-            experts = round(options.gb * 1e9 / (3 * HIDDEN * INNER * size))
+            experts = max(4, round(options.gb * 1e9 / (3 * HIDDEN * INNER * size)))
             source = make_layer(root / "in", format, experts, SHARDS)
             race(format, source, root, options.rounds)
             shutil.rmtree(source)
