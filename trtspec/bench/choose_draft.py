@@ -36,7 +36,8 @@ def choose(served: Served) -> DraftChoice:
 
 def _choose_at(level: LevelResult, served: Served) -> LoadChoice:
     """The choice at one load. Raises UsageError if a speed is not known."""
-    speeds = _speeds(level.label, served)
+    label = level.label
+    speeds = _speeds(label, served)
     fastest = max(speeds, key=lambda drafts: speeds[drafts].value)
     figures = []
     best = fastest
@@ -44,12 +45,12 @@ def _choose_at(level: LevelResult, served: Served) -> LoadChoice:
         endpoint = served[drafts]
         of_best = None
         if drafts != fastest:
-            gain = speed_up([endpoint], [served[fastest]], level.label)
+            gain = speed_up([endpoint], [served[fastest]], label)
             of_best = gain.ratio if gain else None
         if of_best is not None and of_best.high >= 1:
             best = min(best, drafts)
         length = endpoint.acceptance_length
-        at_level = endpoint.at(level.label)
+        at_level = endpoint.at(label)
         if at_level and at_level.acceptance_length:
             length = at_level.acceptance_length
         row = LengthFigures(
@@ -96,8 +97,9 @@ def by_draft_len(
 
 def served_length(endpoint: EndpointResult) -> int | None:
     """Returns the draft length that a server reported. 0 if it steps without drafts, None if it reports none."""
-    if endpoint.drafted is None or not endpoint.steps:
+    drafted = endpoint.drafted
+    steps = endpoint.steps
+    histogram = endpoint.histogram
+    if drafted is None or not steps:
         return None
-    if endpoint.histogram:
-        return len(endpoint.histogram) - 1
-    return round(endpoint.drafted / endpoint.steps)
+    return len(histogram) - 1 if histogram else round(drafted / steps)

@@ -85,10 +85,10 @@ def refuse_different(workload: Workload, earlier: Mapping[str, BenchResults]) ->
 
     The ratio of the two would mix that difference with the change under test. `earlier`: by the option that names it.
     """
-    values = {key: getattr(workload, key) for key in WORKLOAD_KEYS}
     for option, run in earlier.items():
-        earlier_values = {key: getattr(run.workload, key) for key in WORKLOAD_KEYS}
-        changes = differences(earlier_values, values)
+        sides = (run.workload, workload)
+        before, now = ({key: getattr(side, key) for key in WORKLOAD_KEYS} for side in sides)
+        changes = differences(before, now)
         if changes:
             message = f"{option}: the run of {run.url} differs from this one: {'; '.join(changes)}"
             raise UsageError(message, "give the same data set and options in both runs")
@@ -176,9 +176,7 @@ def _verdict(test: Ratio, allowed: float, sound: bool) -> str:
         return NOT_JUDGED
     if test.high < 1 - allowed:
         return REGRESSION
-    if test.low > 1:
-        return IMPROVEMENT
-    return NO_CHANGE
+    return IMPROVEMENT if test.low > 1 else NO_CHANGE
 
 
 def not_judged(

@@ -50,11 +50,11 @@ class LatencySpread:
 
 def inter_token(answer: Answer) -> float | None:
     """Returns TPOT: mean seconds between tokens after the first. None for fewer than two tokens or chunks."""
-    if answer.completion_tokens < 2 or len(answer.chunks) < 2:
+    tokens = answer.completion_tokens
+    times = [when for when, _ in answer.chunks]
+    if tokens < 2 or len(times) < 2:
         return None
-    first, _ = answer.chunks[0]
-    last, _ = answer.chunks[-1]
-    return (last - first) / (answer.completion_tokens - 1)
+    return (times[-1] - times[0]) / (tokens - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +114,7 @@ class Workload:
     @property
     def budget(self) -> str:
         """The length of answers in words."""
-        if self.recorded:
-            return "lengths as recorded"
-        return f"at most {self.max_tokens} tokens"
+        return "lengths as recorded" if self.recorded else f"at most {self.max_tokens} tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,9 +166,7 @@ class LevelResult(AcceptanceSummary):
     @property
     def load(self) -> str:
         """The label in a table."""
-        if self.rate is None:
-            return str(self.concurrency)
-        return f"{self.rate:g}/s"
+        return str(self.concurrency) if self.rate is None else f"{self.rate:g}/s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,12 +230,9 @@ class SpeedUp:
     @property
     def covered(self) -> str:
         """The units of the interval in words."""
-        words = f"{self.questions} questions"
-        if self.rounds > 1:
-            words += f" in {self.rounds} rounds"
-        if self.launches == 1:
-            return f"{words} of one launch"
-        return f"{words} of {self.launches} launches"
+        launches = "one launch" if self.launches == 1 else f"{self.launches} launches"
+        rounds = f" in {self.rounds} rounds" if self.rounds > 1 else ""
+        return f"{self.questions} questions{rounds} of {launches}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,9 +325,7 @@ class BenchResults(EndpointResult):
 
 def level_label(concurrency: int, rate: float | None) -> str:
     """Returns the name of a level. With a rate the concurrency is a finding, not a setting."""
-    if rate is None:
-        return f"concurrency {concurrency}"
-    return f"{rate:g} requests/s"
+    return f"concurrency {concurrency}" if rate is None else f"{rate:g} requests/s"
 
 
 def user_speed(endpoint: EndpointResult, label: str) -> Ratio | None:
@@ -371,10 +362,11 @@ def speed_up(
     ratio = paired_ratio(*pairs, alike=by_round)
     if ratio is None:
         return None
+    first = of[0]
     # a step gains no more than all its drafts
-    ratio = ratio.within(0.0, most_tokens(of[0].steps, of[0].drafted))
+    ratio = ratio.within(0.0, most_tokens(first.steps, first.drafted))
     return SpeedUp(
-        of=of[0].name,
+        of=first.name,
         over=over[0].name,
         level=label,
         ratio=ratio,

@@ -64,9 +64,8 @@ def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
     """Returns the acceptance of one group of answers."""
     steps = sum(turn.steps for turn in turns)
     accepted = sum(turn.accepted for turn in turns)
-    drafted = None
-    if all(turn.drafted is not None for turn in turns):
-        drafted = sum(turn.drafted or 0 for turn in turns)
+    drafts = [turn.drafted or 0 for turn in turns]
+    drafted = None if any(turn.drafted is None for turn in turns) else sum(drafts)
     totals: dict[str, int | None] = dict.fromkeys(("steps", "drafted", "accepted", "surplus"))
     if turns:
         surplus = sum(turn.surplus for turn in turns)
@@ -84,12 +83,8 @@ def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
         cumulative = [round(share, 4) for share in shares]
         conditional = [_rounded(share) for share in conditional_shares]
     questions = per_question(turns)
-    means = []
-    for verified, drafts, answers in questions.values():
-        means.append(1 + drafts / (verified + answers))
-    mean = None
-    if means:
-        mean = round(float(np.mean(means)), 4)
+    means = [1 + drafts / (verified + answers) for verified, drafts, answers in questions.values()]
+    mean = round(float(np.mean(means)), 4) if means else None
     sources = sorted({turn.source for turn in turns})
     return AcceptanceSummary(
         turns=sum(turn.answers for turn in turns),
@@ -116,16 +111,12 @@ def by_category(turns: Sequence[TurnCounts]) -> dict[str, AcceptanceSummary]:
 
 def acceptance_length(steps: int, accepted: int) -> float | None:
     """Returns 1 + accepted / steps: tokens per verification step, the bonus token included. None without steps."""
-    if not steps:
-        return None
-    return 1.0 + accepted / steps
+    return 1.0 + accepted / steps if steps else None
 
 
 def most_tokens(steps: int | None, drafted: int | None) -> float:
     """Returns the tokens of a step whose drafts are all accepted. Infinite if the number of drafts is unknown."""
-    if not drafted or not steps:
-        return math.inf
-    return 1 + math.ceil(drafted / steps)
+    return 1 + math.ceil(drafted / steps) if drafted and steps else math.inf
 
 
 def by_position(histogram: Sequence[int]) -> tuple[list[float], list[float | None]]:
@@ -295,9 +286,7 @@ def _central(angle: float, freedom: int) -> float:
         total += term
         term *= math.cos(angle) ** 2 * (k + 1) / (k + 2)
     share = math.sin(angle) * total
-    if odd:
-        return (angle + share) * 2 / math.pi
-    return share
+    return (angle + share) * 2 / math.pi if odd else share
 
 
 # a ratio, and the influence of each unit on its logarithm
@@ -311,14 +300,16 @@ def _ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike) -> Influenced
     """
     top = np.asarray(numerators, dtype=np.float64)
     bottom = np.asarray(denominators, dtype=np.float64)
-    if len(top) < MIN_UNITS or top.sum() <= 0 or bottom.sum() <= 0:
+    top_sum = top.sum()
+    bottom_sum = bottom.sum()
+    if len(top) < MIN_UNITS or top_sum <= 0 or bottom_sum <= 0:
         return None
     # the sums without each unit
-    tops = top.sum() - top
-    bottoms = bottom.sum() - bottom
+    tops = top_sum - top
+    bottoms = bottom_sum - bottom
     if tops.min() <= 0 or bottoms.min() <= 0:
         return None
-    value = float(top.sum() / bottom.sum())
+    value = float(top_sum / bottom_sum)
     return value, (len(top) - 1) * np.log(value * bottoms / tops)
 
 

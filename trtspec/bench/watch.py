@@ -197,10 +197,11 @@ def read_baseline(path: Path) -> Baseline:
     steps_of = {}
     mean_of = {}
     for name, summary in run.categories.items():
-        known = summary.accepted is not None and not run.degenerate(name)
-        if known and summary.steps and summary.steps >= ENOUGH_STEPS:
-            steps_of[name] = summary.steps
-            mean_of[name] = (summary.accepted or 0) / summary.steps
+        steps = summary.steps or 0
+        accepted = summary.accepted
+        if steps >= ENOUGH_STEPS and accepted is not None and not run.degenerate(name):
+            steps_of[name] = steps
+            mean_of[name] = accepted / steps
     if not mean_of:
         message = f"{path} has no category with {ENOUGH_STEPS} verification steps on output that is not degenerate"
         remedy = "measure more: trtspec bench URL --samples 80 --max-tokens 256 -o DIR"

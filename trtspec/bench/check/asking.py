@@ -63,7 +63,7 @@ async def record(asker: Asker, prompts: Prompts) -> list[Exchange]:
 # --- one server ---
 
 MAX_FAILURES = 8  # in a row, after which nothing more is sent
-BUSY_WAITS_S = (1, 4, 16)  # before a request that a busy server refused is sent again
+BUSY_WAITS_S = (0, 1, 4, 16)  # before each attempt at a request that a busy server refuses
 # fields with which an answer may end without an end of turn
 OTHER_ENDS = ("stop", "stop_token_ids", "response_format", "tool_choice")
 
@@ -121,22 +121,18 @@ class Asker:
             return self.known[line]
         if self.failures >= MAX_FAILURES:
             return replace(request, error=f"not asked, after {MAX_FAILURES} failures in a row")
-        answer = await ask(self.client, self.server.model, request, self.timeout)
         for seconds in BUSY_WAITS_S:
-            if answer.status != 503:
-                break
             await asyncio.sleep(seconds)
             answer = await ask(self.client, self.server.model, request, self.timeout)
+            if answer.status != 503:
+                break
         answer = self._finished(answer)
         self.requests += 1
         self.tokens += answer.size
         self.bar.advance(1)
+        self.failures = self.failures + 1 if answer.error and not answer.refused else 0
         if answer.error:
-            self.failures += 1
-            if answer.refused:
-                self.failures = 0
             return answer
-        self.failures = 0
         self.known[line] = answer
         if self.journal:
             fields = LINES.dump_python(answer, mode="json", exclude_defaults=True)
@@ -150,12 +146,13 @@ class Asker:
         ids = answer.token_ids
         if not ids:
             return answer
-        end = self.tokenizer.special_tokens.get(END_OF_TURN)
-        ends = {end, *self.tokenizer.eos_ids}
+        tokenizer = self.tokenizer
+        end = tokenizer.special_tokens.get(END_OF_TURN)
+        ends = {end, *tokenizer.eos_ids}
         ended_turn = answer.finish == "stop" and answer.body.keys().isdisjoint(OTHER_ENDS)
         if ended_turn and ids[-1] not in ends and end:
             ids = (*ids, end)
-        return replace(answer, token_ids=ids, raw=raw_text(self.tokenizer, answer, ids))
+        return replace(answer, token_ids=ids, raw=raw_text(tokenizer, answer, ids))
 
 
 async def require_plain(asker: Asker, texts: Sequence[Exchange]) -> None:
@@ -192,12 +189,13 @@ async def score_answers(
     scores: dict[tuple[Any, ...], tuple[Score, ...]] = {}
     asker.bar.say(f"scoring {len(distinct)} answers")
     free = asyncio.Semaphore(asker.concurrency)
+    method = asker.server.adapter.scores
 
     async def score(answer: Exchange) -> None:
         async with free:
-            if asker.server.adapter.scores == "echo":
+            if method == "echo":
                 scores[_identity(answer)] = await _echoed(asker, answer)
-            elif asker.server.adapter.scores == "continuations":
+            elif method == "continuations":
                 baseline_ids = texts.get(answer.key, ())
                 scores[_identity(answer)] = await _continued(asker, answer, baseline_ids)
             asker.bar.advance(1)
@@ -228,9 +226,8 @@ async def _baseline_answers(asker: Asker, candidate: Sequence[Exchange]) -> list
 
 def _needs_scores(answer: Exchange) -> bool:
     """Whether a row reads the scores of an answer."""
-    if is_greedy(answer):
-        return True
-    return answer.kind in SCORED and bool(answer.token_ids)
+    sampled = answer.kind in SCORED and bool(answer.token_ids)
+    return sampled or is_greedy(answer)
 
 
 def _identity(answer: Exchange) -> tuple[Any, ...]:
@@ -258,18 +255,19 @@ async def _continued(
 
     A sampled answer has no `baseline_ids`: its first tokens are scored, which are the least sure.
     """
-    begin = len(commonprefix([answer.token_ids, baseline_ids]))
+    ids = answer.token_ids
+    begin = len(commonprefix([ids, baseline_ids]))
     scores = [BEST_TOKEN] * begin
-    for index in range(len(answer.token_ids))[begin : begin + MAX_CONTINUATIONS]:
+    for index in range(len(ids))[begin : begin + MAX_CONTINUATIONS]:
         body = {
-            "prompt": [*_prompt(answer), *answer.token_ids[:index]],
+            "prompt": [*_prompt(answer), *ids[:index]],
             "max_tokens": 1,
             "logprobs": TOP,
             "temperature": 0.0,
         }
         logprobs = await _logprobs(asker, body)
         top = (logprobs.get("top_logprobs") or [None])[0] or {}
-        text = asker.tokenizer.decode([answer.token_ids[index]])
+        text = asker.tokenizer.decode([ids[index]])
         score = _score(top.get(text, -math.inf), top)
         if score:
             scores.append(score)

@@ -55,17 +55,18 @@ class Prompts:
         """Yields every request that needs no earlier answer, in the order in which they are sent."""
         yield from self._texts_and_samples()
         texts = self.texts[: self.samples]
-        yield from self._unsure(texts[0])
+        text = texts[0]
+        yield from self._unsure(text)
         yield from self._lengths(texts)
         yield from self._calls()
         yield from self._forms()
         for index, messages in enumerate(texts[: self.few]):
             yield self.raw(f"stop {index}", "stop", messages, thinking=False)
-        yield from self.twins("system", "prompt", [SYSTEM, texts[0][-1]])
-        yield from self.twins("quiet", "prompt", texts[0], thinking=False)
+        yield from self.twins("system", "prompt", [SYSTEM, text[-1]])
+        yield from self.twins("quiet", "prompt", text, thinking=False)
         # thoughts that do not end, because their end mark is forbidden
         endless = self._without(THINK_END) | {"max_tokens": HOT_TOKENS}
-        for request in self.twins("", "", texts[0], thinking=True):
+        for request in self.twins("", "", text, thinking=True):
             yield from self._steered(request, {"reasoning": endless})
         yield from self._odd_texts()
         for probe, reason in self.withheld.items():

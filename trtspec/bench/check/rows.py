@@ -139,9 +139,8 @@ def _row(
     for probe, (key, run), fault in judged:
         if fault and (probe, (key, run)) not in excused:
             faults.append(f"{kinds[probe]}: {key} ({run}): {fault}")
-    status = "pass"
-    if missing or 2 * len(judged) < len(relevant):
-        status = "unmeasured"
+    unmeasured = missing or 2 * len(judged) < len(relevant)
+    status = "unmeasured" if unmeasured else "pass"
     if faults:
         status = "fail"
     if missing and judged:
@@ -187,12 +186,11 @@ def answers(exchanges: Sequence[Exchange]) -> Iterator[Look]:
     """Checks that every request is answered, or a parameter is refused by name."""
     for exchange in exchanges:
         honest_refusal = exchange.refused and exchange.kind in PROBES["parameters"]
-        if exchange.run == "withheld" or honest_refusal:
-            continue
-        fault = ""
-        if not exchange.answered:
-            fault = exchange.error or "the answer has no finish_reason"
-        yield Look("request", exchange.name, fault)
+        if exchange.run != "withheld" and not honest_refusal:
+            fault = ""
+            if not exchange.answered:
+                fault = exchange.error or "the answer has no finish_reason"
+            yield Look("request", exchange.name, fault)
 
 
 def _streams(exchanges: Sequence[Exchange]) -> Iterator[Look]:
@@ -203,9 +201,7 @@ def _streams(exchanges: Sequence[Exchange]) -> Iterator[Look]:
     long = [exchange for exchange in streams if exchange.size > TOKENS_PER_ARRIVAL]
     # a proxy holds back every stream; if only some are late, they waited for a busy machine
     held = all(exchange.size > TOKENS_PER_ARRIVAL * exchange.arrivals for exchange in long)
-    fault = ""
-    if held:
-        fault = "came at once: a proxy or the server holds streams back"
+    fault = "came at once: a proxy or the server holds streams back" if held else ""
     for exchange in long:
         yield Look("streams", exchange.name, fault)
 
@@ -223,10 +219,11 @@ def prompts(exchanges: Sequence[Exchange]) -> Iterator[Look]:
 def _misread(exchange: Exchange) -> str | None:
     """Compares token ids, or their number if the server returns no ids. None if it returns neither."""
     expected = tuple(exchange.prompt)
-    count = len(exchange.prompt_ids) or exchange.prompt_tokens
+    ids = exchange.prompt_ids
+    count = len(ids) or exchange.prompt_tokens
     if not count:
         return None
-    same_ids = exchange.prompt_ids in ((), expected)
+    same_ids = ids in ((), expected)
     if count == len(expected) and same_ids:
         return ""
     return f"read {count} tokens that are not the {len(expected)} of the chat template"
@@ -237,9 +234,8 @@ def _misread(exchange: Exchange) -> str | None:
 
 def is_greedy(exchange: Exchange) -> bool:
     """Whether this is an answer at temperature 0 that no grammar and no parameter changed."""
-    if exchange.kind not in GREEDY or exchange.body.get("stop"):
-        return False
-    return exchange.answered and bool(exchange.token_ids)
+    changed = exchange.kind not in GREEDY or exchange.body.get("stop")
+    return exchange.answered and bool(exchange.token_ids) and not changed
 
 
 def greedy(
@@ -252,40 +248,34 @@ def greedy(
     greedy_answers = [exchange for exchange in candidate if is_greedy(exchange)]
     regrets = _regrets(greedy_answers)
     baseline_regrets = _regrets(exchange for exchange in baseline if is_greedy(exchange))
-    limit = FAIL_NATS
-    if exact:
-        limit = EXACT_NATS
-    suspects = sum(nats > SUSPECT_NATS for nats in regrets.values())
-    baseline_suspects = sum(nats > SUSPECT_NATS for nats in baseline_regrets.values())
+    limit = EXACT_NATS if exact else FAIL_NATS
+    suspects = sum(nats > SUSPECT_NATS for nats in regrets)
+    baseline_suspects = sum(nats > SUSPECT_NATS for nats in baseline_regrets)
     # more suspects than rounding explains: each of them fails
     if more_often(suspects, len(regrets), baseline_suspects, len(baseline_regrets)):
         limit = min(limit, SUSPECT_NATS)
     looks = [_greedy_look(exchange, limit) for exchange in greedy_answers]
     if not regrets:
         return looks, NO_SCORES
-    rounding = max(baseline_regrets.values(), default=0.0)
-    worst = max(regrets.values())
-    why = f"at most {worst:.2f} of {limit:g} nats behind, without speculation {rounding:.2f}"
+    rounding = max(baseline_regrets, default=0.0)
+    why = f"at most {max(regrets):.2f} of {limit:g} nats behind, without speculation {rounding:.2f}"
     return looks, why
 
 
-def _regrets(exchanges: Iterable[Exchange]) -> dict[tuple[str, tuple[int, ...]], float]:
+def _regrets(exchanges: Iterable[Exchange]) -> list[float]:
     """Regrets in nats of the scored answers. Equal answers to one request count once."""
-    return {_identity(exchange): regret(exchange) for exchange in exchanges if exchange.scores}
+    distinct = {_identity(exchange): exchange for exchange in exchanges if exchange.scores}
+    return list(map(regret, distinct.values()))
 
 
 def _greedy_look(exchange: Exchange, limit: float) -> Look:
     """`limit`: nats that a token may be behind."""
-    probe = exchange.kind
-    if exchange.run in REPEATS:
-        probe = exchange.run
-    if not exchange.scores:
-        return Look(probe, exchange.name, None)
+    probe = exchange.run if exchange.run in REPEATS else exchange.kind
+    fault: str | None = "" if exchange.scores else None
     nats = regret(exchange)
-    if nats <= limit:
-        return Look(probe, exchange.name)
-    token = _nats_behind(exchange).index(nats)
-    fault = f"token {token} is {nats:.2f} of {limit:g} nats behind the target's best"
+    if nats > limit:
+        token = _nats_behind(exchange).index(nats)
+        fault = f"token {token} is {nats:.2f} of {limit:g} nats behind the target's best"
     return Look(probe, exchange.name, fault)
 
 
@@ -350,14 +340,13 @@ def sampled(candidate: Sequence[Exchange], baseline: Sequence[Exchange]) -> tupl
 def _choices(exchanges: Sequence[Exchange]) -> Iterator[Look]:
     """Checks that most choices of a request with `n` differ, at a high temperature."""
     for exchange in exchanges:
-        if exchange.kind != "n" or not exchange.answered:
-            continue
-        count = len(exchange.choices)
-        different = len({*exchange.choices})
-        fault = ""
-        if count < exchange.body["n"] or different <= count // 2:
-            fault = f"{different} different choices"
-        yield Look("n", exchange.name, fault)
+        if exchange.kind == "n" and exchange.answered:
+            choices = exchange.choices
+            different = len({*choices})
+            fault = ""
+            if len(choices) < exchange.body["n"] or different <= len(choices) // 2:
+                fault = f"{different} different choices"
+            yield Look("n", exchange.name, fault)
 
 
 def _seeds(exchanges: Sequence[Exchange]) -> Iterator[Look]:
@@ -401,17 +390,18 @@ def transport(exchanges: Sequence[Exchange], known: Sequence[Exchange]) -> Itera
     for exchange in exchanges:
         if not exchange.answered:
             continue
-        yield Look("finish", exchange.name, _finish_fault(exchange))
+        name = exchange.name
+        yield Look("finish", name, _finish_fault(exchange))
         if exchange.token_ids and exchange.completion_tokens:
-            yield Look("usage", exchange.name, _usage_fault(exchange))
+            yield Look("usage", name, _usage_fault(exchange))
         if "prompt" in exchange.body:
-            fault = ""
-            if exchange.raw and exchange.content.strip() not in exchange.raw:
-                fault = "the text is not that of its tokens"
-            yield Look(exchange.kind, exchange.name, fault)
+            raw = exchange.raw
+            other_text = raw and exchange.content.strip() not in raw
+            fault = "the text is not that of its tokens" if other_text else ""
+            yield Look(exchange.kind, name, fault)
             continue
         if exchange.calls:
-            yield Look("ids", exchange.name, _call_id_fault(exchange, ids))
+            yield Look("ids", name, _call_id_fault(exchange, ids))
         if exchange.kind in FORMS:
             yield from _forced_form(exchange)
         else:
@@ -420,29 +410,28 @@ def transport(exchanges: Sequence[Exchange], known: Sequence[Exchange]) -> Itera
 
 def _finish_fault(exchange: Exchange) -> str:
     limit = _limit(exchange)
-    if exchange.finish == "length" and 0 < exchange.size < limit:
-        return f"length after {exchange.size} of {limit} tokens"
+    finish = exchange.finish
+    size = exchange.size
+    if finish == "length" and 0 < size < limit:
+        return f"length after {size} of {limit} tokens"
     if _stopped_late(exchange):
         return f"stop after {limit} tokens, where the limit ended the answer"
-    if exchange.calls and exchange.finish not in ("tool_calls", "length"):
-        return f"{exchange.finish} after calls"
+    if exchange.calls and finish not in ("tool_calls", "length"):
+        return f"{finish} after calls"
     return ""
 
 
 def _usage_fault(exchange: Exchange) -> str:
     """The count may differ by one: a server may leave out the end of turn."""
     count = exchange.completion_tokens or 0
-    if abs(len(exchange.token_ids) - count) > 1:
-        return f"counts {count} tokens of {len(exchange.token_ids)}"
-    return ""
+    tokens = len(exchange.token_ids)
+    return f"counts {count} tokens of {tokens}" if abs(tokens - count) > 1 else ""
 
 
 def _stopped_late(exchange: Exchange) -> bool:
     """Whether check had to add the end of turn behind the last token that was allowed."""
-    if exchange.finish != "stop":
-        return False
-    limit = _limit(exchange)
-    return exchange.completion_tokens == limit == len(exchange.token_ids) - 1
+    tokens = len(exchange.token_ids) - 1
+    return exchange.finish == "stop" and exchange.completion_tokens == _limit(exchange) == tokens
 
 
 def _limit(exchange: Exchange) -> int:
@@ -468,13 +457,14 @@ def _call_id_fault(exchange: Exchange, ids: Counter[str]) -> str:
 
 def _forced_form(exchange: Exchange) -> Iterator[Look]:
     """Looks at an answer whose form the request forces."""
+    probe = exchange.kind
     fault: str | None = ""
-    if not FORMS[exchange.kind](exchange):
+    if not FORMS[probe](exchange):
         fault = f"{_shown(_parts(exchange))} is not its form"
         if _cut_short(exchange):
             fault = None
-    yield Look(exchange.kind, exchange.name, fault)
-    if exchange.kind == "json":
+    yield Look(probe, exchange.name, fault)
+    if probe == "json":
         yield Look("characters", exchange.name, fault)
 
 
@@ -532,12 +522,10 @@ def _object(exchange: Exchange) -> dict[str, Any]:
 
 def _expected(exchange: Exchange, raws: Sequence[Exchange]) -> list[Parts]:
     """Parses the message's own tokens, else the tokens of every answer to the same prompt."""
-    texts = [other.raw for other in raws]
-    if exchange.raw:
-        texts = [exchange.raw]
+    sources = [exchange] if exchange.raw else raws
     messages = []
-    for raw in texts:
-        parts = _parsed(raw)
+    for source in sources:
+        parts = _parsed(source.raw)
         reasoning, text = parts[:2]
         ends = [text.find(stop) for stop in exchange.body.get("stop", ()) if stop in text]
         if ends:
@@ -614,71 +602,65 @@ def parameters(candidate: Sequence[Exchange], baseline: Sequence[Exchange]) -> I
             look = look._replace(fault=None)
         yield look
     for exchange in candidate:
-        other = baseline_answers.get(exchange.kind)
-        if exchange.kind in TRUNCATIONS:
-            yield Look(exchange.kind, exchange.name, _truncation_fault(exchange, stray))
-        elif other and exchange.answered:
-            yield Look(exchange.kind, exchange.name, _parameter_fault(exchange, other))
+        probe = exchange.kind
+        if probe in TRUNCATIONS:
+            yield Look(probe, exchange.name, _truncation_fault(exchange, stray))
+        elif exchange.answered and probe in baseline_answers:
+            fault = _parameter_fault(exchange, baseline_answers[probe])
+            yield Look(probe, exchange.name, fault)
 
 
 def _truncation_fault(exchange: Exchange, stray: float) -> str | None:
     """Each truncation allows the best token alone. None if answers without it do not stray either."""
     if not exchange.scores or stray <= FAIL_NATS:
         return None
-    if regret(exchange) > FAIL_NATS:
-        return NO_EFFECT
-    return ""
+    return NO_EFFECT if regret(exchange) > FAIL_NATS else ""
 
 
 def _parameter_fault(exchange: Exchange, other: Exchange) -> str | None:
     """None if the baseline server's answer `other` does not keep to the parameter either."""
     if not _kept(other):
         return None
-    if not _kept(exchange):
-        return NO_EFFECT
-    return ""
+    return "" if _kept(exchange) else NO_EFFECT
 
 
 def _penalties(exchanges: Sequence[Exchange], alpha: float) -> Iterator[Look]:
     """Checks that more tokens repeat with one sign of a penalty than with the other."""
     repeats: dict[Name, tuple[int, int]] = {}  # repeated tokens, tokens
     for exchange in exchanges:
-        size = len(exchange.token_ids)
-        if size:
-            repeats[exchange.name] = size - len({*exchange.token_ids}), size
+        ids = exchange.token_ids
+        if ids:
+            repeats[exchange.name] = len(ids) - len({*ids}), len(ids)
     for penalty in PENALTIES:
         more = (penalty, "more")
         less = (penalty, "less")
-        if more not in repeats or less not in repeats:
-            continue
-        fault = NO_EFFECT
-        if more_often(*repeats[more], *repeats[less], alpha):
-            fault = ""
-        yield Look(penalty, more, fault)
-        yield Look(penalty, less, fault)
+        if more in repeats and less in repeats:
+            effect = more_often(*repeats[more], *repeats[less], alpha)
+            fault = "" if effect else NO_EFFECT
+            yield Look(penalty, more, fault)
+            yield Look(penalty, less, fault)
 
 
 def _overruns(exchanges: Sequence[Exchange]) -> Iterator[Look]:
     """Checks that answers end at max_tokens."""
     for exchange in exchanges:
-        if not exchange.answered:
-            continue
-        limit = _limit(exchange)
-        fault = ""
-        if exchange.size > limit and not _stopped_late(exchange):
-            fault = f"{exchange.size} tokens, {limit} are allowed"
-        yield Look("max_tokens", exchange.name, fault)
+        if exchange.answered:
+            size = exchange.size
+            limit = _limit(exchange)
+            fault = ""
+            if size > limit and not _stopped_late(exchange):
+                fault = f"{size} tokens, {limit} are allowed"
+            yield Look("max_tokens", exchange.name, fault)
 
 
 def _kept(exchange: Exchange) -> bool:
     """Whether an answer keeps to its parameters."""
     body = exchange.body
     ids = exchange.token_ids
-    if len(ids) < body.get("min_tokens", 0) - 1:
-        return False
+    long_enough = len(ids) >= body.get("min_tokens", 0) - 1
     stops = body.get("stop_token_ids", ())
     biased = map(int, body.get("logit_bias", ()))
-    return {*ids[:-1]}.isdisjoint(stops) and {*ids}.isdisjoint(biased)
+    return long_enough and {*ids[:-1]}.isdisjoint(stops) and {*ids}.isdisjoint(biased)
 
 
 # --- acceptance ---
@@ -692,9 +674,7 @@ def acceptance(candidate: Sequence[Exchange], floor: float | None) -> tuple[list
     texts = [exchange for exchange in candidate if exchange.kind == "text" and exchange.answered]
     first = [exchange for exchange in texts if exchange.run in ("ids", "stream")]
     tokens, steps = _tokens_and_steps(first)
-    wanted = ""
-    if floor:
-        wanted = f", {floor:g} tokens per step are wanted"
+    wanted = f", {floor:g} tokens per step are wanted" if floor else ""
     if steps < MIN_STEPS:
         return [], f"{steps} steps are shown, {MIN_STEPS} are needed{wanted}"
     length = tokens / steps
@@ -711,10 +691,8 @@ def acceptance(candidate: Sequence[Exchange], floor: float | None) -> tuple[list
     for exchange in first:
         pairs = zip(exchange.counted, exchange.counted[1:-1], strict=False)
         sizes.update(after - before for before, after in pairs)
-    faults["forced"] = ""
     forced = forced_sizes(sizes)
-    if forced:
-        faults["forced"] = f"every step brought {forced} tokens"
+    faults["forced"] = f"every step brought {forced} tokens" if forced else ""
     return [Look(probe, ("text", probe), fault) for probe, fault in faults.items()], why
 
 
@@ -742,12 +720,13 @@ def speculates(exchanges: Sequence[Exchange]) -> bool:
 def _tokens_and_steps(exchanges: Iterable[Exchange]) -> tuple[int, int]:
     """(tokens, steps) of the answers that show their steps. The first token comes from the prefill."""
     tokens = 0
-    steps = 0
+    total = 0
     for exchange in exchanges:
-        if exchange.steps and exchange.size > 1:
+        steps = exchange.steps
+        if steps and exchange.size > 1:
             tokens += exchange.size - 1
-            steps += exchange.steps
-    return tokens, steps
+            total += steps
+    return tokens, total
 
 
 def forced_sizes(sizes: Counter[int]) -> str:
@@ -804,9 +783,7 @@ class CheckVerdict:
         """SAFE, NOT SAFE or NOT PROVEN."""
         if any(row.faults for row in self.rows):
             return "NOT SAFE"
-        if self.missing:
-            return "NOT PROVEN"
-        return "SAFE"
+        return "NOT PROVEN" if self.missing else "SAFE"
 
     @property
     def line(self) -> str:
@@ -815,8 +792,8 @@ class CheckVerdict:
         if rows:
             reasons = []
             for row in rows:
-                first = [*row.faults, row.why or "too little was seen"][0]
-                reasons.append(f"{row.name}: {first}")
+                causes = [*row.faults, row.why or "too little was seen"]
+                reasons.append(f"{row.name}: {causes[0]}")
             return f"{self.word}: {'; '.join(reasons)}"
         line = "SAFE: the same output as without speculation"
         unmeasured = [row.name for row in self.rows if row.status == "unmeasured"]

@@ -64,17 +64,18 @@ def assemble(targets: Sequence[MeasuredEndpoint]) -> BenchResults:
 
 def describe_target(target: MeasuredEndpoint) -> EndpointResult:
     """Returns one endpoint: acceptance over all levels and by category, and one entry per level."""
-    answers = target.answers()
+    answers = answers_of(target.rounds)
     by_name: dict[str, list[Answer]] = {}
     for answer in answers:
         by_name.setdefault(answer.category, []).append(answer)
+    rounds = target.rounds
     levels = []
     speeds: list[QuestionSpeed] = []
     for level in target.workload.levels:
-        rounds = [run for run in target.rounds if run.level == level]
-        levels.append(describe_level(rounds))
-        speeds += question_speeds(rounds)
-    pooled = counts_of(target.rounds)
+        level_rounds = [run for run in rounds if run.level == level]
+        levels.append(describe_level(level_rounds))
+        speeds += question_speeds(level_rounds)
+    pooled = counts_of(rounds)
     separate = counts_of(target.category_rounds)
     return EndpointResult(
         **vars(summarize(pooled or separate)),
@@ -87,7 +88,7 @@ def describe_target(target: MeasuredEndpoint) -> EndpointResult:
         concurrency=levels,
         turns_detail=pooled,
         questions_detail=speeds,
-        slices=slices_of(target.rounds),
+        slices=slices_of(rounds),
     )
 
 
@@ -158,13 +159,13 @@ def slices_of(rounds: Sequence[Round]) -> list[SliceResult]:
             minute = 1 + int((answer.started - began) // 60)
             groups[BY_MINUTE, min(minute, LATE_MINUTE)].append(answer)
             prompt = answer.prompt_tokens
-            if not prompt:
-                continue
-            # the next power of two
-            bound = 1 << (prompt - 1).bit_length()
-            groups[BY_LENGTH, max(bound, SHORT_PROMPT)].append(answer)
-            if answer.cached_tokens is not None:
-                quarters = 4 * answer.cached_tokens // prompt
+            reused = answer.cached_tokens
+            if prompt:
+                # the next power of two
+                bound = 1 << (prompt - 1).bit_length()
+                groups[BY_LENGTH, max(bound, SHORT_PROMPT)].append(answer)
+            if prompt and reused is not None:
+                quarters = 4 * reused // prompt
                 groups[BY_REUSE, 25 * quarters].append(answer)
     return [slice_of(by, value, answers) for (by, value), answers in sorted(groups.items())]
 
@@ -206,8 +207,6 @@ def question_speeds(rounds: Sequence[Round]) -> list[QuestionSpeed]:
             groups[run.number, answer.question].append(answer)
     speeds = []
     for (number, question), answers in groups.items():
-        if any(answer.error for answer in answers):
-            continue
         seconds = sum(answer.finished - answer.started for answer in answers)
         speed = QuestionSpeed(
             level=rounds[0].level.label,
@@ -217,7 +216,8 @@ def question_speeds(rounds: Sequence[Round]) -> list[QuestionSpeed]:
             seconds=round(seconds, 6),
             round=number,
         )
-        speeds.append(speed)
+        if not any(answer.error for answer in answers):
+            speeds.append(speed)
     return speeds
 
 
@@ -231,10 +231,9 @@ def speedups(endpoints: Sequence[EndpointResult]) -> list[SpeedUp]:
         bases = list(endpoints[1:2])
     names = {base.name for base in bases}
     faster = [endpoint for endpoint in endpoints if endpoint.name not in names]
-    ratios = []
-    for level, endpoint, base in product(endpoints[0].concurrency, faster, bases):
-        ratios.append(speed_up([endpoint], [base], level.label))
-    return [ratio for ratio in ratios if ratio is not None]
+    pairs = product(endpoints[0].concurrency, faster, bases)
+    gains = [speed_up([endpoint], [base], level.label) for level, endpoint, base in pairs]
+    return [gain for gain in gains if gain is not None]
 
 
 # --- findings: the gate judges servers, these name what a figure cannot say ---
@@ -242,8 +241,9 @@ def speedups(endpoints: Sequence[EndpointResult]) -> list[SpeedUp]:
 
 def find_problems(target: MeasuredEndpoint) -> list[Problem]:
     """Returns what makes the figures of one endpoint worth less than they look."""
-    answers = target.answers()
-    pooled = counts_of(target.rounds)
+    rounds = target.rounds
+    answers = answers_of(rounds)
+    pooled = counts_of(rounds)
     counts = pooled or counts_of(target.category_rounds)
     findings = [
         *in_answers(answers),
@@ -251,8 +251,8 @@ def find_problems(target: MeasuredEndpoint) -> list[Problem]:
         *in_counts(pooled, answers),
         *in_request(target.limits, target.workload.parameters()),
         *too_few(counts),
-        *overloaded(target.rounds),
-        *underfilled(target.rounds),
+        *overloaded(rounds),
+        *underfilled(rounds),
     ]
     return [Problem(code, severity, target.name, message) for code, severity, message in findings]
 
@@ -269,10 +269,9 @@ def in_answers(answers: Sequence[Answer]) -> Findings:
     long = [
         answer for answer in good(answers) if answer.completion_tokens >= 2 * TOKENS_PER_ARRIVAL
     ]
-    sizes = []
-    for answer in long:
-        arrivals = {when for when, _ in answer.chunks}
-        sizes.append(answer.completion_tokens / max(1, len(arrivals)))
+    arrivals = [len({when for when, _ in answer.chunks}) for answer in long]
+    tokens = [answer.completion_tokens for answer in long]
+    sizes = [count / max(1, reads) for count, reads in zip(tokens, arrivals, strict=True)]
     if sizes and min(sizes) > TOKENS_PER_ARRIVAL:
         message = (
             f"{len(long)} answers arrive in chunks of {median(sizes):.0f} tokens: time to first token and between "

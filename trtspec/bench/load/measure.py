@@ -153,9 +153,7 @@ class BenchWorkload:
     limit_s: float | None = None
 
     def __post_init__(self) -> None:
-        owned = dict(BENCH_OWNED)
-        if self.thinking:
-            owned |= THINKING_OWNED
+        owned = BENCH_OWNED | THINKING_OWNED if self.thinking else BENCH_OWNED
         refuse_owned(self.extra_body, owned)
         if self.system is not None and self.dataset.recorded:
             raise UsageError("recorded requests have their own messages", "leave out `system`")
@@ -169,9 +167,7 @@ class BenchWorkload:
     @property
     def max_in_flight(self) -> int:
         """The highest number of conversations in flight. 1 with rates, which set none."""
-        if self.rates:
-            return 1
-        return max(self.concurrency)
+        return 1 if self.rates else max(self.concurrency)
 
     @property
     def turns(self) -> int:
@@ -189,11 +185,12 @@ class BenchWorkload:
 
     def body(self) -> dict[str, Any]:
         """Returns the fields that are merged into every request."""
+        level = self.thinking
         thinking: dict[str, Any] = {}
-        if self.thinking in ("on", "off"):
-            thinking["chat_template_kwargs"] = {"thinking": self.thinking == "on"}
-        elif self.thinking:
-            thinking["reasoning_effort"] = self.thinking
+        if level in ("on", "off"):
+            thinking["chat_template_kwargs"] = {"thinking": level == "on"}
+        elif level:
+            thinking["reasoning_effort"] = level
         return thinking | self.extra_body
 
     def parameters(self) -> dict[str, Any]:
@@ -207,12 +204,13 @@ class BenchWorkload:
 
     def describe(self) -> Workload:
         """Returns the workload as results.json states it."""
+        dataset = self.dataset
         concurrency = [] if self.rates else list(self.concurrency)
         return Workload(
-            dataset=self.dataset.name,
-            dataset_sha256=self.dataset.sha256,
-            licence=self.dataset.licence,
-            questions=len(self.dataset.questions),
+            dataset=dataset.name,
+            dataset_sha256=dataset.sha256,
+            licence=dataset.licence,
+            questions=len(dataset.questions),
             turns=self.turns,
             template="the server's chat template",
             thinking=self.thinking,
@@ -223,7 +221,7 @@ class BenchWorkload:
             **asdict(self.sampling),
             limit_s=self.limit_s,
             extra_body=self.body(),
-            recorded=bool(self.dataset.recorded),
+            recorded=bool(dataset.recorded),
             recorded_times=self.recorded_times,
         )
 
@@ -271,7 +269,7 @@ class MeasuredEndpoint:
     def announce(self, level: LoadLevel) -> None:
         """Shows the output tokens per second of a level, and how many requests failed."""
         rounds = [run for run in self.rounds if run.level == level]
-        failed = sum(len(run.answers) - len(good(run.answers)) for run in rounds)
+        failed = sum(bool(answer.error) for run in rounds for answer in run.answers)
         line = f"{self.name}, {level.label}: {total_rate(rounds):.1f} tokens/s"
         if failed:
             line += f", {failed} requests failed"
@@ -280,12 +278,10 @@ class MeasuredEndpoint:
     async def warm_up(self) -> None:
         """Asks for short answers at the highest concurrency, not counted: users see no first-use costs."""
         workload = self.workload
-        count = workload.max_in_flight
-        if workload.warmup is not None:
-            count = workload.warmup
-        first_turns = []
-        for question in workload.dataset.questions[:count]:
-            first_turns.append(replace(question, turns=question.turns[:1], body=None))
+        concurrency = workload.max_in_flight
+        count = concurrency if workload.warmup is None else workload.warmup
+        questions = workload.dataset.questions[:count]
+        short_questions = [replace(item, turns=item.turns[:1], body=None) for item in questions]
         tokens = min(WARMUP_TOKENS, workload.sampling.max_tokens)
         short = replace(workload.sampling, max_tokens=tokens)
 
@@ -293,7 +289,7 @@ class MeasuredEndpoint:
             async for answer in self.converse(question, index, short):
                 self.restless |= bool(answer.error)
 
-        await closed_loop(converse, list(enumerate(first_turns)), workload.max_in_flight)
+        await closed_loop(converse, list(enumerate(short_questions)), concurrency)
 
     async def ask_by_category(self) -> None:
         """Asks a server that keeps only totals, as vLLM does, all questions once more, category by category."""
@@ -316,12 +312,13 @@ class MeasuredEndpoint:
         rounds = []
         texts: dict[str, list[str]] = {}  # recorded answers by question
         for stored in self.journal.rounds(name, level, number):
-            counts = stored.counts or servers.all_counts(stored.answers, self.unmeasured)
+            answers = stored.answers
+            counts = stored.counts or servers.all_counts(answers, self.unmeasured)
             if not (counts or stored.complete) and await self.counters():
-                answers = f"{len(stored.answers)} answers of {level.label}, round {number + 1}"
-                self.unmeasured.append(f"{answers} were read before an interruption")
+                part = f"{len(answers)} answers of {level.label}, round {number + 1}"
+                self.unmeasured.append(f"{part} were read before an interruption")
             rounds.append(replace(stored, counts=counts))
-            for answer in sorted(stored.answers, key=lambda answer: answer.turn):
+            for answer in sorted(answers, key=lambda answer: answer.turn):
                 texts.setdefault(answer.question, []).append(answer.text)
                 self.bar.advance(1)
         unfinished = []
@@ -376,21 +373,21 @@ class MeasuredEndpoint:
         self, before: servers.Counters, after: servers.Counters, run: Round
     ) -> list[servers.TurnCounts]:
         """The speculation of a round by the server's counters. [] if it cannot be told."""
+        level = run.level
+        count = len(run.answers)
         answered = good(run.answers)
-        failed = len(run.answers) - len(answered)
+        failed = count - len(answered)
         # the counters hold the work for failed requests, and nobody knows how much that was
         if failed:
-            answers = f"{failed} of {len(run.answers)} answers of {run.level.label}, round {run.number + 1}"
-            reason = f"{answers} failed, and the server counts all requests together"
+            part = f"{failed} of {count} answers of {level.label}, round {run.number + 1}"
+            reason = f"{part} failed, and the server counts all requests together"
             self.unmeasured.append(reason)
             return []
         tokens = sum(answer.completion_tokens for answer in answered)
-        category = run.level.category or "all"
+        category = level.category or "all"
         pooled = servers.counts_between(before, after, category, tokens, self.unmeasured)
-        if pooled is None:
-            return []
         questions = {answer.question for answer in answered}
-        return [without_surplus(pooled, len(answered), len(questions))]
+        return [without_surplus(pooled, len(answered), len(questions))] if pooled else []
 
     async def counters(self, settled: bool = False) -> servers.Counters | None:
         """Reads the server's speculation counters, as `servers.read_counters` does."""
@@ -403,28 +400,30 @@ class MeasuredEndpoint:
 
         Each turn is asked with the model's answers to the earlier ones. `texts`: answers that are known already.
         """
+        workload = self.workload
+        model = self.server.model
         messages: list[dict[str, Any]] = []
-        if self.workload.system is not None:
-            messages.append({"role": "system", "content": self.workload.system})
+        if workload.system is not None:
+            messages.append({"role": "system", "content": workload.system})
         for turn in range(question.requests):
             messages += question.request(turn)
             if turn < len(texts):
                 messages.append({"role": "assistant", "content": texts[turn]})
                 continue
             if question.body:
-                body = {**question.body, "model": self.server.model}
+                body = {**question.body, "model": model}
             else:
-                body = chat_body(self.server.model, messages, sampling, index)
+                body = chat_body(model, messages, sampling, index)
                 if question.tools:
                     body["tools"] = list(question.tools)
             answer = await stream_answer(
                 self.client,
-                body | self.workload.body(),
+                body | workload.body(),
                 question.id,
                 question.category,
                 turn,
                 path=RAW if "prompt" in body else CHAT,
-                limit_s=self.workload.limit_s,
+                limit_s=workload.limit_s,
             )
             yield answer
             if answer.error:
@@ -459,9 +458,7 @@ async def open_loop(converse: Converse, asked: Sequence[Ask], times: Iterable[fl
 
 def total_rate(rounds: Sequence[Round]) -> float:
     """Returns output tokens over wall time of one round, which may have been resumed."""
-    tokens = 0
-    for run in rounds:
-        tokens += sum(answer.completion_tokens for answer in good(run.answers))
+    tokens = sum(answer.completion_tokens for run in rounds for answer in good(run.answers))
     seconds = sum(run.seconds for run in rounds)
     return tokens / max(seconds, 1e-9)
 
@@ -478,8 +475,9 @@ def refuse_other_server(
             message = f"{option} holds figures of the model {other.model}, and this server serves {server.model}"
             remedy = "compare runs of one model; `model` names another one that the server lists"
             raise UsageError(message, remedy)
-        drawn = (other.draft_sampling, server.draft_sampling)
-        if sampled and None not in drawn and drawn[0] != drawn[1]:
-            message = f"{option} drew {drawn[0]} drafts, and this server draws {drawn[1]} ones"
+        earlier_mode = other.draft_sampling
+        mode = server.draft_sampling
+        if sampled and None not in (earlier_mode, mode) and earlier_mode != mode:
+            message = f"{option} drew {earlier_mode} drafts, and this server draws {mode} ones"
             remedy = "compare runs with the same draft sampling, or at temperature 0"
             raise UsageError(message, remedy)

@@ -79,9 +79,7 @@ class Question:
     def request(self, turn: int) -> list[Message]:
         """Returns the messages that a turn adds to the conversation."""
         messages = [{"role": "user", "content": content} for content in self.turns[turn : turn + 1]]
-        if turn == 0:
-            return [*self.opening, *messages]
-        return messages
+        return messages if turn else [*self.opening, *messages]
 
 
 @dataclass(frozen=True)
@@ -119,12 +117,13 @@ def load_dataset(name: str, samples: int | None = None) -> Dataset:
     Raises UsageError naming the row that cannot be asked.
     """
     source = locate(name)
+    file = source.file
     questions = read_questions(source)
     if not questions:
-        message = f"the dataset {source.file or name} holds no prompt"
+        message = f"the dataset {file or name} holds no prompt"
         raise UsageError(message, "each line is one JSON object with turns, messages or prompt")
-    if source.file and Path(source.file).is_file():
-        digest = file_sha256(Path(source.file))
+    if file and Path(file).is_file():
+        digest = file_sha256(Path(file))
     else:
         values = [asdict(question) for question in questions]
         text = json.dumps(values, sort_keys=True, ensure_ascii=False)
@@ -316,15 +315,15 @@ def locate(text: str) -> QuestionSource:
     if user_path(text).exists():
         return QuestionSource(label=Path(text).name, file=str(user_path(text)))
     match = NAMED.fullmatch(text)
-    if match and match["name"] in catalogue():
-        source = catalogue()[match["name"]]
-        file = match["file"] or ""
-        if match["config"]:
-            source = _only(source, match["config"])
+    name, config, file = match.groups() if match else ("", "", "")
+    source = catalogue().get(name)
+    if source:
+        if config:
+            source = _only(source, config)
         if file and not user_path(file).exists():
-            raise missing(file, f"`dataset` {match['name']} alone reads the hub")
+            raise missing(file, f"`dataset` {name} alone reads the hub")
         label, _, _ = text.partition("=")
-        return replace(source, label=label, file=file)
+        return replace(source, label=label, file=file or "")
     if from_hub(text):
         return QuestionSource(label=text, file=text)
     remedy = f"pass a data file, a hub id org/name, nano, or one of {', '.join(catalogue())}, alone or as NAME=FILE"
@@ -381,9 +380,8 @@ def with_known_fields(row: DataRow, source: QuestionSource) -> DataRow:
     if source.placeholder and source.placeholder in json.dumps(value, default=str):
         message = f"{CODE} {row.where} holds a placeholder instead of the text"
         raise UsageError(message, source.prepare)
-    images = {}
-    if fields.get("images") in value:
-        images["images"] = value[fields["images"]]
+    image_field = fields.get("images")
+    images = {"images": value[image_field]} if image_field in value else {}
     template = fields.get("template", "")
     turns = fields.get("turns", "")
     names = [name for _, name, _, _ in string.Formatter().parse(template) if name] or [turns]
@@ -391,14 +389,12 @@ def with_known_fields(row: DataRow, source: QuestionSource) -> DataRow:
     if absent:
         if not any(key in value for key in LISTS):
             raise _no_field(row, " and no ".join(absent), source)
-        others = {key: item for key, item in value.items() if key != fields.get("images")}
+        others = {key: item for key, item in value.items() if key != image_field}
         return replace(row, value={"category": source.category, **others, **images})
-    question: dict[str, Any] = {}
+    question: dict[str, Any] = {"turns": value[turns]} if turns else {}
     if template:
         texts = {name: _field_text(row, value[name], name, source) for name in names}
-        question["prompt"] = template.format(**texts).strip()
-    elif turns:
-        question["turns"] = value[turns]
+        question = {"prompt": template.format(**texts).strip()}
     id_field = fields.get("id") or next((key for key in IDS if key in value), "")
     category = value.get(fields.get("category", "category")) or source.category
     known = {**question, **images, "id": value.get(id_field), "category": category}

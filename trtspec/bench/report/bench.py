@@ -36,8 +36,9 @@ PER_QUESTION = (
 
 def bench_html(results: BenchResults) -> str:
     """Returns the page of a run."""
+    server = results.server
     page = Page(
-        f"trtspec bench: {results.server.model} on {results.server.kind}",
+        f"trtspec bench: {server.model} on {server.kind}",
         sentence(results),
         figures(results),
         sections(results),
@@ -59,13 +60,12 @@ def sentence(results: BenchResults) -> str:
     parts = []
     for figure in figures(results):
         part = f"{figure.value} {figure.label}"
-        if figure.range:
-            part += f" ({figure.range})"
-        parts.append(part)
+        parts.append(f"{part} ({figure.range})" if figure.range else part)
     if endpoint.degenerate():
         parts.append("no figure of acceptance, because the output is degenerate")
     measured = ", ".join(parts) or "nothing was measured"
-    questions = f"on {results.workload.questions} questions of {results.workload.dataset}"
+    work = results.workload
+    questions = f"on {work.questions} questions of {work.dataset}"
     return f"{endpoint.name}: {measured}, {questions}, {condition(results)}."
 
 
@@ -76,8 +76,9 @@ def figures(results: BenchResults) -> list[Figure]:
     shown = []
     gains = [gain for gain in results.speedups if gain.of == endpoint.name]
     for gain in gains[:1]:
+        ratio = gain.ratio
         times = f"times as fast as {gain.over} at {gain.level}"
-        shown.append(Figure(f"{gain.ratio.value:.2f}", gain.ratio.words, times))
+        shown.append(Figure(f"{ratio.value:.2f}", ratio.words, times))
     if endpoint.speculates and not endpoint.degenerate():
         ends = endpoint.acceptance_length_interval
         between = "{:.2f} to {:.2f}".format(*ends) if ends else ""
@@ -118,14 +119,17 @@ def sections(results: BenchResults) -> list[Section]:
             slice_table(results, BY_MINUTE, "from minute"),
         ),
     )
-    shown = [speed, acceptance]
-    if results.draft_choice:
-        tables = titled(draft_table(results.draft_choice))
-        shown.append(Section(title="Draft length", tables=tables))
-    if results.comparison:
-        tables = titled(comparison_table(results.comparison))
-        shown.append(Section(title="Comparison", tables=tables))
-    return [*shown, Section(title="Findings", problems=results.problems)]
+    choice = results.draft_choice
+    comparison = results.comparison
+    lengths = titled(draft_table(choice)) if choice else ()
+    changes = titled(comparison_table(comparison)) if comparison else ()
+    return [
+        speed,
+        acceptance,
+        Section(title="Draft length", tables=lengths),
+        Section(title="Comparison", tables=changes),
+        Section(title="Findings", problems=results.problems),
+    ]
 
 
 def speed_plot(results: BenchResults) -> Plot:
@@ -159,9 +163,7 @@ def category_plot(endpoints: Sequence[EndpointResult], caption: str) -> Plot:
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
     """Returns a figure, or an em dash for None."""
-    if value is None:
-        return DASH
-    return f"{value:,.{digits}f}{unit}"
+    return DASH if value is None else f"{value:,.{digits}f}{unit}"
 
 
 def interval(value: float | None, ends: Sequence[float] | None, digits: int = 2) -> str:
@@ -174,9 +176,7 @@ def interval(value: float | None, ends: Sequence[float] | None, digits: int = 2)
 
 def median_ms(spread: LatencySpread | None) -> str:
     """Returns the median in milliseconds, or an em dash."""
-    if spread is None:
-        return DASH
-    return number(1000 * spread.p50, 1)
+    return number(1000 * spread.p50 if spread else None, 1)
 
 
 def condition(results: BenchResults) -> str:
@@ -185,13 +185,12 @@ def condition(results: BenchResults) -> str:
     The temperature, how drafts were drawn above 0, whether the model thinks, and the beginning of its system prompt.
     """
     work = results.workload
-    words = f"temperature {work.temperature:g}"
-    if work.recorded:
-        words = "sampled as recorded"
-    if work.temperature or work.recorded:
-        drawn = "how drafts are drawn is not reported"
-        if results.server.draft_sampling:
-            drawn = f"{results.server.draft_sampling} drafts"
+    recorded = work.recorded
+    temperature = work.temperature
+    words = "sampled as recorded" if recorded else f"temperature {temperature:g}"
+    if temperature or recorded:
+        mode = results.server.draft_sampling
+        drawn = f"{mode} drafts" if mode else "how drafts are drawn is not reported"
         words += f" ({drawn})"
     if work.thinking:
         words += f", thinking {work.thinking}"
@@ -203,9 +202,10 @@ def condition(results: BenchResults) -> str:
 def workload_line(results: BenchResults) -> str:
     """Returns one sentence: server, data set, load and sampling of this benchmark."""
     work = results.workload
+    version = results.server.version
     server = f"{results.server.model} at {results.url}"
-    if results.server.version:
-        server += f" (version {results.server.version})"
+    if version:
+        server += f" (version {version})"
     return (
         f"{server}; dataset {work.dataset} (sha256 {work.dataset_sha256[:12]}), {work.questions} questions at load "
         f"{work.loads}, {condition(results)}, {work.budget}, {work.template}, seed {work.seed}"
@@ -215,9 +215,8 @@ def workload_line(results: BenchResults) -> str:
 def quality_line(endpoint: EndpointResult) -> str:
     """Returns one sentence on the output itself, which is printed wherever acceptance is."""
     quality = endpoint.degeneration
-    if quality.degenerate:
-        return f"DEGENERATE OUTPUT, acceptance on it says little: {quality.words}"
-    return f"output: {quality.words}"
+    bad = "DEGENERATE OUTPUT, acceptance on it says little"
+    return f"{bad if quality.degenerate else 'output'}: {quality.words}"
 
 
 # --- tables ---
@@ -245,20 +244,19 @@ def acceptance_table(endpoint: EndpointResult, workload: Workload) -> Table:
 def card_table(results: BenchResults) -> Table:
     """The published acceptance of the card's head on this data set, beside the measured. No rows without a card."""
     rows: list[list[str]] = []
-    record = known_head(results.card) if results.card else None
+    card = results.card
+    record = known_head(card) if card else None
     dataset, _, _ = results.workload.dataset.partition(":")
     records = record.acceptance if record else ()
     for published in records:
         for name, figure in published.of(dataset).items():
             measured = _measured(subject(results), name, published.mean)
-            difference = DASH
-            if measured is not None:
-                difference = f"{measured - figure:+.2f}"
+            difference = DASH if measured is None else f"{measured - figure:+.2f}"
             cells = [name, number(figure), number(measured), difference]
             rows.append([*cells, str(published.draft_len), published.protocol])
     note = "Tokens per step; those of NVIDIA's cards are means over questions."
     columns = ["category", "published", "measured", "difference", "drafts", "published by"]
-    return Table(f"Published of {results.card}", columns, rows, note, frozenset({0, 5}))
+    return Table(f"Published of {card}", columns, rows, note, frozenset({0, 5}))
 
 
 def _measured(endpoint: EndpointResult, category: str, mean: str) -> float | None:
@@ -315,19 +313,17 @@ def speed_tables(results: BenchResults) -> list[Table]:
     for endpoint in results.all:
         for level in endpoint.concurrency:
             speed = level.throughput
-            user = BLANK
-            per_user = user_speed(endpoint, level.label)
-            if per_user:
-                user = interval(per_user.value, (per_user.low, per_user.high), 1)
+            load = [endpoint.name, level.load]
+            user = user_speed(endpoint, level.label)
+            per_user = interval(user.value, (user.low, user.high), 1) if user else BLANK
             length = number(level.acceptance_length)
             if level.degeneration.degenerate:
                 length = BLANK
-            tokens = number(speed.tokens_per_s, 1)
-            rates.append([endpoint.name, level.load, tokens, user, length])
+            rates.append([*load, number(speed.tokens_per_s, 1), per_user, length])
             first = speed.ttft_s
             first_p99 = number(1000 * first.p99 if first else None, 1)
             gaps = [median_ms(speed.inter_token_s), median_ms(speed.itl_s)]
-            latencies.append([endpoint.name, level.load, median_ms(first), first_p99, *gaps])
+            latencies.append([*load, median_ms(first), first_p99, *gaps])
     note = (
         "load = conversations in flight, or new ones per second (/s). tokens/s of all users together, over whole "
         "rounds; per user = output tokens over the time from request to end, with its 95 % interval over questions. "
@@ -350,7 +346,8 @@ def speedup_table(results: BenchResults) -> Table:
     rows = []
     for gain in results.speedups:
         pair = f"{gain.of} over {gain.over}"
-        rows.append([pair, gain.level, number(gain.ratio.value, 2, "x"), gain.ratio.words])
+        ratio = gain.ratio
+        rows.append([pair, gain.level, number(ratio.value, 2, "x"), ratio.words])
     note = "Output tokens/s of a user, paired by question, with the 95 % interval"
     for gain in results.speedups[:1]:
         end = "; another launch can differ by more." if gain.launches == 1 else "."
@@ -363,12 +360,10 @@ def comparison_table(comparison: Comparison) -> Table:
     """`--compare`: new over old."""
     rows = []
     for figure in comparison.figures:
-        between = DASH
-        units = DASH
-        if figure.low is not None:
-            between = f"{figure.low:.3f} to {figure.high:.3f}"
-        if figure.units:
-            units = f"{figure.units} {figure.paired_by}s"
+        low = figure.low
+        count = figure.units
+        between = DASH if low is None else f"{low:.3f} to {figure.high:.3f}"
+        units = f"{count} {figure.paired_by}s" if count else DASH
         rows.append([figure.figure, number(figure.ratio, 3), between, units, figure.verdict])
     note = (
         f"Intervals of {100 * comparison.confidence:.1f} % each, so that equal runs raise an alarm in at most 5 % of "
@@ -384,11 +379,11 @@ def draft_table(choice: DraftChoice) -> Table:
     rows = []
     for load in choice.loads:
         for length in load.lengths:
-            of_best = "fastest"
-            if length.of_best:
-                of_best = f"{length.of_best.value:.2f} ({length.of_best.words})"
-            proposed = "proposed" if length.draft_len == load.best else ""
-            row = [str(load.concurrency), str(length.draft_len), number(length.acceptance_length)]
+            drafts = length.draft_len
+            ratio = length.of_best
+            of_best = f"{ratio.value:.2f} ({ratio.words})" if ratio else "fastest"
+            proposed = "proposed" if drafts == load.best else ""
+            row = [str(load.concurrency), str(drafts), number(length.acceptance_length)]
             rows.append([*row, number(length.tokens_per_s, 1), of_best, proposed])
     note = f"Proposed: trtspec build-config TARGET --head HEAD --draft-len {choice.draft_len}."
     if choice.draft_len == 0:

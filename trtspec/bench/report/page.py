@@ -131,9 +131,7 @@ def plot(
     for number, values in enumerate(series.values()):
         color = number % COLORS + 1
         for label, (value, low, high) in values.items():
-            interval = None
-            if low is not None and high is not None:
-                interval = (percent(low), percent(high))
+            interval = None if low is None or high is None else (percent(low), percent(high))
             bar = PlotBar(color, f"{value:,.2f}", percent(value), interval)
             bars.setdefault(label, []).append(bar)
     ticks = [f"{baseline + index * step:g}" for index in range(count + 1)]
