@@ -71,10 +71,9 @@ def compare(
 
 
 def _regression(figure: ComparedFigure, allowed: float) -> Problem:
-    message = (
-        f"{figure.figure} is {figure.ratio:.3f} times the earlier run's ({figure.low:.3f} to {figure.high:.3f})"
-        f", over {figure.units} {figure.paired_by}s"
-    )
+    between = f"({figure.low:.3f} to {figure.high:.3f})"
+    message = f"{figure.figure} is {figure.ratio:.3f} times the earlier run's {between}"
+    message += f", over {figure.units} {figure.paired_by}s"
     if allowed:
         message += f", more than the {100 * allowed:g} % allowed"
     return Problem("TS-BENCH-REGRESSION", "error", "`compare`", message)

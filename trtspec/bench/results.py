@@ -358,7 +358,8 @@ def speed_up(
     # answers of one round share what the machine does meanwhile, so enough rounds are the units
     by_round = len(rounds) >= MIN_ROUNDS
     sides = [_speed_sums([side[question] for question in common], by_round) for side in speeds]
-    pairs = zip(sides[: len(of)], sides[len(of) :], strict=True)
+    launches = len(of)
+    pairs = zip(sides[:launches], sides[launches:], strict=True)
     ratio = paired_ratio(*pairs, alike=by_round)
     if ratio is None:
         return None
@@ -372,7 +373,7 @@ def speed_up(
         ratio=ratio,
         questions=len(common),
         rounds=len(rounds) if by_round else 1,
-        launches=len(of),
+        launches=launches,
     )
 
 

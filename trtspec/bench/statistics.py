@@ -86,10 +86,13 @@ def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
     means = [1 + drafts / (verified + answers) for verified, drafts, answers in questions.values()]
     mean = round(float(np.mean(means)), 4) if means else None
     sources = sorted({turn.source for turn in turns})
+    answer_count = sum(turn.answers for turn in turns)
+    question_count = len(questions) or sum(turn.questions for turn in turns)
+    tokens = sum(turn.tokens for turn in turns)
     return AcceptanceSummary(
-        turns=sum(turn.answers for turn in turns),
-        questions=len(questions) or sum(turn.questions for turn in turns),
-        tokens=sum(turn.tokens for turn in turns),
+        turns=answer_count,
+        questions=question_count,
+        tokens=tokens,
         histogram=histogram,
         source=" + ".join(sources) or "the server does not tell",
         acceptance_length=_rounded(acceptance_length(steps, accepted)),
@@ -243,7 +246,8 @@ def paired_ratio(
         new_launches, old_launches = sums.sum(axis=2).transpose(1, 2, 0)
         top, bottom = new_launches
         old_top, old_bottom = old_launches
-        errors.append(_standard_error(np.log(top / bottom * old_bottom / old_top)))
+        logs = np.log(top / bottom * old_bottom / old_top)
+        errors.append(_standard_error(logs))
     return _interval(new_value / old_value, confidence, *errors)
 
 
@@ -280,11 +284,12 @@ def t_quantile(probability: float, freedom: int) -> float:
 def _central(angle: float, freedom: int) -> float:
     """The share of Student's t between -x and x, with tan(angle) = x / sqrt(freedom)."""
     odd = freedom % 2
-    term = math.cos(angle) ** odd
+    cosine = math.cos(angle)
+    term = cosine**odd
     total = 0.0
     for k in range(odd, freedom - 1, 2):
         total += term
-        term *= math.cos(angle) ** 2 * (k + 1) / (k + 2)
+        term *= cosine**2 * (k + 1) / (k + 2)
     share = math.sin(angle) * total
     return (angle + share) * 2 / math.pi if odd else share
 
@@ -310,7 +315,8 @@ def _ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike) -> Influenced
     if tops.min() <= 0 or bottoms.min() <= 0:
         return None
     value = float(top_sum / bottom_sum)
-    return value, (len(top) - 1) * np.log(value * bottoms / tops)
+    losses = np.log(value * bottoms / tops)
+    return value, (len(top) - 1) * losses
 
 
 def _mean_ratio(top: NDArray[np.float64], bottom: NDArray[np.float64]) -> Influenced | None:
@@ -324,7 +330,8 @@ def _mean_ratio(top: NDArray[np.float64], bottom: NDArray[np.float64]) -> Influe
 def _standard_error(influence: NDArray[np.float64]) -> tuple[float, int]:
     """Standard error of the mean, and its degrees of freedom."""
     units = len(influence)
-    return float(influence.std(ddof=1)) / math.sqrt(units), units - 1
+    deviation = float(influence.std(ddof=1))
+    return deviation / math.sqrt(units), units - 1
 
 
 def _interval(value: float, confidence: float, *errors: tuple[float, int]) -> Ratio:
@@ -337,7 +344,9 @@ def _interval(value: float, confidence: float, *errors: tuple[float, int]) -> Ra
     widths = [t_quantile(probability, freedom) * error for error, freedom in errors]
     spread = math.exp(math.hypot(*widths))
     units = errors[0][1] + 1
-    return Ratio(round(value, 4), round(value / spread, 4), round(value * spread, 4), units)
+    low = round(value / spread, 4)
+    high = round(value * spread, 4)
+    return Ratio(round(value, 4), low, high, units)
 
 
 def _rounded(value: float | None) -> float | None:

@@ -113,7 +113,8 @@ class Watch:
         self.acceptance_length = acceptance_length(grown.steps, grown.accepted)
         if means:
             self.acceptance_length = sum(means) / len(means)
-        sums = [getattr(self.counted, key) + getattr(grown, key) for key in FIGURES]
+        before = self.counted
+        sums = [getattr(before, key) + getattr(grown, key) for key in FIGURES]
         self.counted = Counters(*sums)
 
     def _take_samples(self, samples: Samples) -> tuple[Counters, list[float]]:
@@ -137,7 +138,8 @@ class Watch:
             grown = self.last
             self.restarts += 1
         means = [value for _, value in samples.get(names.mean, ())]
-        return grown, [mean for mean in means if 1 <= (finite(mean) or 0) < 2**53]
+        valid = [mean for mean in means if 1 <= (finite(mean) or 0) < 2**53]
+        return grown, valid
 
     def summary(self) -> dict[str, Any]:
         """Returns the keys of `--json`. A count is None if the server does not keep it."""

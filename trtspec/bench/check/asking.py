@@ -49,7 +49,8 @@ async def record(asker: Asker, prompts: Prompts) -> list[Exchange]:
     answers = await asker.all(first)
     together = CROWD * asker.concurrency
     warm = repeated(answers, "warm", "long", "limit", "text")
-    second = [*prompts.second(answers), *warm[prompts.samples // 3 :]]
+    later_warm = warm[prompts.samples // 3 :]
+    second = [*prompts.second(answers), *later_warm]
     crowd = repeated(answers, "crowd", "text")[:together]
     later = repeated(answers, "later", "text")[: together // 2]
     total = sum(map(len, (first, second, crowd, later)))
@@ -186,7 +187,7 @@ async def score_answers(
     # equal answers to equal prompts are scored once
     distinct = {_identity(answer): answer for answer in exchanges if _needs_scores(answer)}
     texts = {answer.key: answer.token_ids for answer in baseline if answer.kind == "text"}
-    scores: dict[tuple[Any, ...], tuple[Score, ...]] = {}
+    scores: dict[Any, tuple[Score, ...]] = {}
     asker.bar.say(f"scoring {len(distinct)} answers")
     free = asyncio.Semaphore(asker.concurrency)
     method = asker.server.adapter.scores
@@ -259,12 +260,8 @@ async def _continued(
     begin = len(commonprefix([ids, baseline_ids]))
     scores = [BEST_TOKEN] * begin
     for index in range(len(ids))[begin : begin + MAX_CONTINUATIONS]:
-        body = {
-            "prompt": [*_prompt(answer), *ids[:index]],
-            "max_tokens": 1,
-            "logprobs": TOP,
-            "temperature": 0.0,
-        }
+        prompt = [*_prompt(answer), *ids[:index]]
+        body = {"prompt": prompt, "max_tokens": 1, "logprobs": TOP, "temperature": 0.0}
         logprobs = await _logprobs(asker, body)
         top = (logprobs.get("top_logprobs") or [None])[0] or {}
         text = asker.tokenizer.decode([ids[index]])

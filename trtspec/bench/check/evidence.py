@@ -29,7 +29,8 @@ def collect(exchanges: Iterable[Exchange]) -> list[Evidence]:
     for probe, fault, tilt in BETS:
         gains = [_gains(probe, score, tilt) for score in scores[probe]]
         won, mean, variance = np.sum([(0, 0, 0), *gains], axis=0)
-        faulty = mean - DEVIATIONS * math.sqrt(variance) - math.log(len(BETS))
+        deviation = math.sqrt(variance)
+        faulty = mean - DEVIATIONS * deviation - math.log(len(BETS))
         evidence.append(Evidence(faulty, won, probe, fault))
     return evidence
 
@@ -92,23 +93,27 @@ BETS = (
 
 def mixed(bets: Sequence[Evidence]) -> float:
     """Logarithm of the mean winnings of all bets."""
-    return np.logaddexp.reduce([bet.won for bet in bets]) - math.log(len(bets))
+    won = [bet.won for bet in bets]
+    return np.logaddexp.reduce(won) - math.log(len(won))
 
 
 @cache
 def _gains(probe: str, score: Score, tilt: Tilt) -> tuple[Any, ...]:
     """Winnings of a bet on a token, then their mean and variance under its fault."""
-    top_k = SAMPLERS[probe]["top_k"]
+    sampler = SAMPLERS[probe]
+    top_k = sampler["top_k"]
+    top = score.top
     # servers differ in which of equally likely tokens they keep
-    if top_k and len({*score.top[top_k - 1 : top_k + 1]}) < 2:
+    if top_k and len({*top[top_k - 1 : top_k + 1]}) < 2:
         return 0.0, 0.0, 0.0
-    values, masses, weights = _classes(score.top, SAMPLERS[probe]["temperature"], top_k)
+    values, masses, weights = _classes(top, sampler["temperature"], top_k)
     faulty = tilt(masses, weights)
     faulty /= faulty.sum()
     gains = np.log1p(STAKE * (faulty / masses - 1))
     mean = faulty @ gains
+    variance = faulty @ (gains - mean) ** 2
     nearest = np.abs(values - score.chosen).argmin()
-    return gains[nearest], mean, faulty @ (gains - mean) ** 2
+    return gains[nearest], mean, variance
 
 
 def _classes(

@@ -114,8 +114,9 @@ class Prompts:
         **fields: Any,
     ) -> Exchange:
         """Returns a streamed completion of our own template's token ids. `fields`: further request fields."""
+        prompt = self._prompt(messages, tools, thinking)
         body = {
-            "prompt": self._prompt(messages, tools, thinking),
+            "prompt": prompt,
             "max_tokens": self._limit(thinking),
             "temperature": 0.0,
             "stream": True,
@@ -187,7 +188,8 @@ class Prompts:
     def _opened(self, request: Exchange, messages: list[Message]) -> Exchange:
         """The request with a prompt that ends within the last user's words, for the target to continue."""
         words = str(messages[-1]["content"])
-        begun = [*messages[:-1], _user(words[: len(words) // 4])]
+        first_words = words[: len(words) // 4]
+        begun = [*messages[:-1], _user(first_words)]
         _, prompt = self.tokenizer.encode_chat(begun, thinking=None, add_generation_prompt=False)
         # the last token ends the turn
         return replace(request, body=request.body | {"prompt": prompt[:-1]})
@@ -218,7 +220,8 @@ class Prompts:
     def _unsure(self, messages: list[Message]) -> Iterator[Exchange]:
         """Yields requests in which a target is unsure: a user's first words, at a high temperature."""
         # with a seed in the request, choices that share it are equal
-        base = self._opened(self.raw("", "", messages, seed=0, **HOT), [_user("")])
+        hot = self.raw("", "", messages, seed=0, **HOT)
+        base = self._opened(hot, [_user("")])
         for run in ("ids", "again"):
             for seed in SEEDS:
                 body = base.body | {"seed": seed, "max_tokens": SEED_TOKENS}
@@ -230,8 +233,9 @@ class Prompts:
         body |= SAMPLERS["tail"] | self._without(END_OF_TURN)
         body["max_tokens"] = PENALTY_TOKENS
         for index, run in enumerate(("more", "less")):
-            fields = {name: {name: values[index]} for name, values in PENALTIES.items()}
-            yield from self._steered(replace(base, run=run, body=body), fields)
+            probes = {name: {name: values[index]} for name, values in PENALTIES.items()}
+            penalised = replace(base, run=run, body=body)
+            yield from self._steered(penalised, probes)
 
     def _lengths(self, texts: Sequence[list[Message]]) -> Iterator[Exchange]:
         """Yields long prompts, a prompt near the server's limit, and a long answer."""
@@ -245,8 +249,9 @@ class Prompts:
         near_limit = self._document(texts, LONG_PROMPTS, available - spare)
         yield from self.twins("limit", "limit", near_limit)
         request = self.raw("answer", "answer", texts[0], ignore_eos=True)
-        tokens = min(LONG_ANSWER_TOKENS, self.limit - len(request.body["prompt"]))
-        yield replace(request, body=request.body | {"max_tokens": tokens})
+        body = request.body
+        tokens = min(LONG_ANSWER_TOKENS, self.limit - len(body["prompt"]))
+        yield replace(request, body=body | {"max_tokens": tokens})
 
     def _document(self, texts: Sequence[list[Message]], number: int, size: int) -> list[Message]:
         """A document of `size` tokens with a question behind it. No two begin alike."""
@@ -276,7 +281,8 @@ class Prompts:
         if "picture" not in self.withheld:
             picture = {"type": "image_url", "image_url": {"url": PICTURE}}
             text = {"type": "text", "text": "What is it?"}
-            requests["picture"] = ([_user([picture, text])], {})
+            message = _user([picture, text])
+            requests["picture"] = ([message], {})
         tokens = max(FORCED_TOKENS, self._limit(False))
         for probe, (messages, fields) in requests.items():
             limited = fields | {"max_tokens": tokens}
@@ -297,11 +303,8 @@ class Prompts:
     def _stops(self, key: str, messages: list[Message], content: str) -> Iterator[Exchange]:
         """Yields stop strings from a known answer: one, one after a string that does not occur, two that only begin."""
         middle = content[len(content) // 2 :][:6]
-        stops = {
-            "stop": [middle],
-            "stops": [NEVER, middle],
-            "begun": [middle + NEVER, content[-4:] + NEVER],
-        }
+        begun = [middle + NEVER, content[-4:] + NEVER]
+        stops = {"stop": [middle], "stops": [NEVER, middle], "begun": begun}
         for probe, stop in stops.items():
             for run in ("chat", "stream"):
                 run_name = f"{run}, {probe}"
@@ -314,14 +317,16 @@ class Prompts:
             return
         base = max(texts, key=lambda answer: (answer.finish == "stop", answer.size))
         ids = base.token_ids
+        size = len(ids)
         most_frequent = str(max(ids, key=ids.count))
-        min_tokens = len(ids) + 32  # some ends are drafted behind other drafts
-        direct: dict[str, Any] = {
+        middle = ids[size // 2]
+        min_tokens = size + 32  # some ends are drafted behind other drafts
+        probes: dict[str, Any] = {
             "logit_bias": {"logit_bias": {most_frequent: -100}},
-            "stop_token_ids": {"stop_token_ids": [ids[len(ids) // 2]]},
+            "stop_token_ids": {"stop_token_ids": [middle]},
             "min_tokens": {"min_tokens": min_tokens, "max_tokens": min_tokens + 8},
         }
-        yield from self._steered(base, direct)
+        yield from self._steered(base, probes)
 
 
 def form(properties: Message) -> Message:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from os.path import commonprefix
@@ -40,8 +40,9 @@ def judge(
         exact: Both servers compute in float32, so every difference fails.
     """
     known = [*candidate, *baseline]
+    answer_looks = [*answers(candidate), *_streams(candidate)]
     looks: dict[str, tuple[Iterable[Look], str]] = {
-        "answers": ([*answers(candidate), *_streams(candidate)], ""),
+        "answers": (answer_looks, ""),
         "prompts": (prompts(candidate), ""),
         "greedy": greedy(candidate, baseline, exact),
         "sampled": sampled(candidate, baseline),
@@ -299,7 +300,8 @@ def more_often(
     marked = count + baseline_count
     tail = 0
     for drawn in range(count, min(total, marked) + 1):
-        tail += math.comb(total, drawn) * math.comb(baseline_total, marked - drawn)
+        ways = math.comb(total, drawn)
+        tail += ways * math.comb(baseline_total, marked - drawn)
     return tail / math.comb(total + baseline_total, marked) < alpha
 
 
@@ -318,10 +320,9 @@ def sampled(candidate: Sequence[Exchange], baseline: Sequence[Exchange]) -> tupl
     limit = -math.log(ALPHA)
     total = mixed(bets)
     baseline_total = mixed(collect(baseline))
-    why = (
-        f"log e {total:.1f} of {limit:.1f}, without speculation {baseline_total:.1f}, "
-        f"a faulty sampler {min(bets).faulty:.1f} or more"
-    )
+    faulty = min(bets).faulty
+    why = f"log e {total:.1f} of {limit:.1f}, without speculation {baseline_total:.1f}, "
+    why += f"a faulty sampler {faulty:.1f} or more"
     for probe in SAMPLERS:
         probe_bets = [bet for bet in bets if bet.probe == probe]
         best = max(probe_bets, key=lambda bet: bet.won)
@@ -436,7 +437,8 @@ def _stopped_late(exchange: Exchange) -> bool:
 
 def _limit(exchange: Exchange) -> int:
     """Tokens that the request allows over all its choices."""
-    limit: int = exchange.body.get("max_tokens", 2**31) * exchange.body.get("n", 1)
+    body = exchange.body
+    limit: int = body.get("max_tokens", 2**31) * body.get("n", 1)
     return limit
 
 
@@ -459,7 +461,7 @@ def _forced_form(exchange: Exchange) -> Iterator[Look]:
     """Looks at an answer whose form the request forces."""
     probe = exchange.kind
     fault: str | None = ""
-    if not FORMS[probe](exchange):
+    if not _has_form(exchange):
         fault = f"{_shown(_parts(exchange))} is not its form"
         if _cut_short(exchange):
             fault = None
@@ -483,7 +485,8 @@ def _message(exchange: Exchange, raws: Sequence[Exchange]) -> Iterator[Look]:
         probes.append("characters")
     # a call or reasoning that did not occur shows nothing
     occurred = {"call": calls, "reasoning": reasoning}.get(exchange.kind, candidates)
-    agrees = any(_agrees(parts, candidate) for candidate in candidates) or _tied(exchange, raws)
+    same = any(_agrees(parts, candidate) for candidate in candidates)
+    agrees = same or _tied(exchange, raws)
     fault: str | None = None
     if candidates and not _cut_short(exchange):
         if not agrees:
@@ -494,16 +497,29 @@ def _message(exchange: Exchange, raws: Sequence[Exchange]) -> Iterator[Look]:
         yield Look(probe, exchange.name, fault)
 
 
-# whether the answer to a request has the form that it forces
-FORMS: dict[str, Callable[[Exchange], bool]] = {
-    "picture": lambda exchange: bool(exchange.content or exchange.reasoning),
-    "json": lambda exchange: _object(exchange) == {"name": _object(exchange).get("name"), **VALUES},
-    "arguments": lambda exchange: _parts(exchange) == ["", "", _call(CALLED["function"])],
-    "spoken": lambda exchange: _parts(exchange)[1:] == _parsed(SAID)[1:],
-    "calls": lambda exchange: _parts(exchange)[2:4] == 2 * _parsed(SAID)[2:],
-}
+# probes whose requests force the form of the answer
+FORMS = ("picture", "json", "arguments", "spoken", "calls")
 # answers that show nothing if they end at the limit
 CUT_SHORT = {"picture", "json", "arguments", "spoken", "call", "follow-up", "stop", "stops"}
+
+
+def _has_form(exchange: Exchange) -> bool:
+    """Whether the answer has the form that its request forces."""
+    probe = exchange.kind
+    parts = _parts(exchange)
+    forced = _parsed(SAID)
+    if probe == "picture":
+        return bool(exchange.content or exchange.reasoning)
+    if probe == "json":
+        value = _object(exchange)
+        return value == {"name": value.get("name"), **VALUES}
+    if probe == "arguments":
+        call = _call(CALLED["function"])
+        return parts == ["", "", call]
+    if probe == "spoken":
+        return parts[1:] == forced[1:]
+    # calls in a row repeat until the limit
+    return parts[2:4] == 2 * forced[2:]
 
 
 def _cut_short(exchange: Exchange) -> bool:
@@ -527,7 +543,8 @@ def _expected(exchange: Exchange, raws: Sequence[Exchange]) -> list[Parts]:
     for source in sources:
         parts = _parsed(source.raw)
         reasoning, text = parts[:2]
-        ends = [text.find(stop) for stop in exchange.body.get("stop", ()) if stop in text]
+        stops = exchange.body.get("stop", ())
+        ends = [text.find(stop) for stop in stops if stop in text]
         if ends:
             parts = [reasoning, text[: min(ends)]]
         messages.append(parts)
@@ -580,7 +597,8 @@ def _leaves_at_tie(text: str, other: Exchange) -> bool:
     # the index of the token is estimated from that of its character
     token = len(other.token_ids) * same // max(1, len(other_text))
     for score in other.scores[max(0, token - 2) : token + 2]:
-        close = sum(value >= score.top[0] - FAIL_NATS for value in score.top)
+        least = score.top[0] - FAIL_NATS
+        close = sum(value >= least for value in score.top)
         if close > 1:
             return True
     return False
@@ -630,7 +648,8 @@ def _penalties(exchanges: Sequence[Exchange], alpha: float) -> Iterator[Look]:
     for exchange in exchanges:
         ids = exchange.token_ids
         if ids:
-            repeats[exchange.name] = len(ids) - len({*ids}), len(ids)
+            size = len(ids)
+            repeats[exchange.name] = size - len({*ids}), size
     for penalty in PENALTIES:
         more = (penalty, "more")
         less = (penalty, "less")
@@ -693,7 +712,8 @@ def acceptance(candidate: Sequence[Exchange], floor: float | None) -> tuple[list
         sizes.update(after - before for before, after in pairs)
     forced = forced_sizes(sizes)
     faults["forced"] = f"every step brought {forced} tokens" if forced else ""
-    return [Look(probe, ("text", probe), fault) for probe, fault in faults.items()], why
+    looks = [Look(probe, ("text", probe), fault) for probe, fault in faults.items()]
+    return looks, why
 
 
 def _repeat_faults(candidate: Sequence[Exchange]) -> dict[str, str | None]:
@@ -804,7 +824,8 @@ class CheckVerdict:
 
 def coverage(candidate: Sequence[Exchange], rows: Sequence[GateRow]) -> str:
     """Says what a verdict covers: kinds of faults, and lengths in tokens."""
-    absent = [f"{probe} ({reason})" for probe, reason in not_asked(candidate).items()]
+    skipped = not_asked(candidate)
+    absent = [f"{probe} ({reason})" for probe, reason in skipped.items()]
     unmeasured = sum(len(row.unmeasured) for row in rows)
     covered = len(KINDS) - unmeasured - len(absent)
     prompt = max(len(exchange.prompt) for exchange in candidate)

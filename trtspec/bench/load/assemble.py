@@ -53,9 +53,10 @@ def assemble(targets: Sequence[MeasuredEndpoint]) -> BenchResults:
     problems: list[Problem] = []
     for target in targets:
         problems += find_problems(target)
+    workload = targets[0].workload
     return BenchResults(
         **vars(first),
-        workload=targets[0].workload.describe(),
+        workload=workload.describe(),
         endpoints={endpoint.name: endpoint for endpoint in others},
         speedups=speedups(endpoints),
         problems=problems,
@@ -77,14 +78,16 @@ def describe_target(target: MeasuredEndpoint) -> EndpointResult:
         speeds += question_speeds(level_rounds)
     pooled = counts_of(rounds)
     separate = counts_of(target.category_rounds)
+    summary = summarize(pooled or separate)
+    quality = {name: quality_of(group) for name, group in by_name.items()}
     return EndpointResult(
-        **vars(summarize(pooled or separate)),
+        **vars(summary),
         name=target.name,
         url=target.url,
         server=target.server,
         categories=by_category(separate or pooled),
         degeneration=quality_of(answers),
-        quality={name: quality_of(group) for name, group in by_name.items()},
+        quality=quality,
         concurrency=levels,
         turns_detail=pooled,
         questions_detail=speeds,
@@ -108,8 +111,9 @@ def describe_level(rounds: Sequence[Round]) -> LevelResult:
     for run in rounds:
         by_number.setdefault(run.number, []).append(run)
     rates = [round(total_rate(runs), 3) for _, runs in sorted(by_number.items())]
+    summary = summarize(counts_of(rounds))
     return LevelResult(
-        **vars(summarize(counts_of(rounds))),
+        **vars(summary),
         concurrency=level.concurrency,
         rate=level.rate,
         throughput=throughput(rounds),
@@ -174,8 +178,9 @@ def slice_of(by: str, value: int, answers: Sequence[Answer]) -> SliceResult:
     """Returns one slice. A server that keeps only totals tells no acceptance of it."""
     seconds = sum(answer.finished - answer.started for answer in answers)
     tokens = sum(answer.completion_tokens for answer in answers)
+    summary = summarize(all_counts(answers, []))
     return SliceResult(
-        **vars(summarize(all_counts(answers, []))),
+        **vars(summary),
         by=by,
         value=value,
         answers=len(answers),
@@ -208,11 +213,13 @@ def question_speeds(rounds: Sequence[Round]) -> list[QuestionSpeed]:
     speeds = []
     for (number, question), answers in groups.items():
         seconds = sum(answer.finished - answer.started for answer in answers)
+        tokens = sum(answer.completion_tokens for answer in answers)
+        level = rounds[0].level
         speed = QuestionSpeed(
-            level=rounds[0].level.label,
+            level=level.label,
             question=question,
             category=answers[0].category,
-            tokens=sum(answer.completion_tokens for answer in answers),
+            tokens=tokens,
             seconds=round(seconds, 6),
             round=number,
         )
@@ -266,15 +273,15 @@ def in_answers(answers: Sequence[Answer]) -> Findings:
     quality = quality_of(answers)
     if quality.degenerate:
         yield "TS-BENCH-DEGENERATE", "warning", f"{quality.words}: loops flatter every drafter"
-    long = [
-        answer for answer in good(answers) if answer.completion_tokens >= 2 * TOKENS_PER_ARRIVAL
-    ]
-    arrivals = [len({when for when, _ in answer.chunks}) for answer in long]
-    tokens = [answer.completion_tokens for answer in long]
-    sizes = [count / max(1, reads) for count, reads in zip(tokens, arrivals, strict=True)]
+    sizes = []  # tokens of an arrival
+    for answer in good(answers):
+        tokens = answer.completion_tokens
+        arrivals = {when for when, _ in answer.chunks}
+        if tokens >= 2 * TOKENS_PER_ARRIVAL:
+            sizes.append(tokens / max(1, len(arrivals)))
     if sizes and min(sizes) > TOKENS_PER_ARRIVAL:
         message = (
-            f"{len(long)} answers arrive in chunks of {median(sizes):.0f} tokens: time to first token and between "
+            f"{len(sizes)} answers arrive in chunks of {median(sizes):.0f} tokens: time to first token and between "
             "tokens are not the server's"
         )
         yield "TS-BENCH-BUFFERED", "warning", message
@@ -305,7 +312,9 @@ def in_counts(counts: Sequence[TurnCounts], answers: Sequence[Answer]) -> Findin
         )
         yield "TS-BENCH-NOTHING-ACCEPTED", "error", message
     histogram = add_histograms(count.histogram for count in counts) or []
-    forced = forced_sizes(Counter(dict(enumerate(histogram, 1))))
+    # a step brings its accepted drafts and the bonus token
+    sizes = Counter(dict(enumerate(histogram, 1)))
+    forced = forced_sizes(sizes)
     # on a loop a drafter may yield the same in each step
     if forced and not quality_of(answers).degenerate:
         over = f"{forced} tokens over {sum(histogram)} steps"
@@ -323,10 +332,11 @@ def _disagreement(counts: Sequence[TurnCounts]) -> str:
     steps = sum(count.steps for count in pooled)
     answers = sum(count.answers for count in pooled)
     surplus = sum(count.surplus for count in pooled)
-    draft_len = sum(count.drafted or 0 for count in pooled) / max(1, steps)
+    drafted = sum(count.drafted or 0 for count in pooled)
+    draft_len = drafted / max(1, steps)
     if tokens < steps:
         return f"{steps} steps for {tokens} tokens in {answers} answers"
-    # the last step of an answer leaves its drafts behind at most
+    # an answer leaves behind the drafts of one step at most
     if surplus > answers * draft_len:
         return f"{surplus} more accepted drafts than {answers} answers can leave behind"
     return ""
@@ -369,15 +379,15 @@ def overloaded(rounds: Sequence[Round]) -> Findings:
             continue
         answers.sort(key=lambda answer: answer.started)
         waits = [(answer.first_token or 0.0) - answer.started for answer in answers]
-        mean = sum(answer.finished - answer.started for answer in answers) / len(answers)
+        seconds = sum(answer.finished - answer.started for answer in answers)
+        mean = seconds / len(answers)
         quarter = len(waits) // 4
         first = median(waits[:quarter])
         last = median(waits[-quarter:])
         if last > 2 * first and last - first > 0.1 * mean:
-            message = (
-                f"{run.level.rate:g} requests/s are more than it serves: the time to the first token grew from "
-                f"{1000 * first:.0f} to {1000 * last:.0f} ms during the run"
-            )
+            growth = f"from {1000 * first:.0f} to {1000 * last:.0f} ms during the run"
+            excess = f"{run.level.rate:g} requests/s are more than it serves"
+            message = f"{excess}: the time to the first token grew {growth}"
             yield "TS-BENCH-OVERLOAD", "warning", message
             return
 

@@ -98,7 +98,8 @@ class RunJournal:
         fields = asdict(answer)
         fields["started"] = answer.started - origin
         fields["finished"] = answer.finished - origin
-        fields["chunks"] = [[round(when - origin, 6), size] for when, size in answer.chunks]
+        chunks = [[round(when - origin, 6), size] for when, size in answer.chunks]
+        fields["chunks"] = chunks
         self._write_of(round_name, f"{answer.question}|{answer.turn}", answer=fields)
 
     def end(self, round_name: str, ended: Round) -> None:

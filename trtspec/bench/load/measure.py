@@ -177,7 +177,8 @@ class BenchWorkload:
     def times(self, asked: Sequence[Ask], rate: float, number: int) -> NDArray[np.float64]:
         """Returns the seconds at which the conversations of a round begin: as recorded, or as a Poisson process."""
         if self.recorded_times:
-            times = np.array([question.sent_ms for _, question in asked], dtype=np.float64)
+            sent_ms = [question.sent_ms for _, question in asked]
+            times = np.array(sent_ms, dtype=np.float64)
             return (times - times.min()) / 1000
         # a Poisson process has exponential gaps
         rng = np.random.default_rng((self.sampling.seed, number))
@@ -416,13 +417,14 @@ class MeasuredEndpoint:
                 body = chat_body(model, messages, sampling, index)
                 if question.tools:
                     body["tools"] = list(question.tools)
+            path = RAW if "prompt" in body else CHAT
             answer = await stream_answer(
                 self.client,
                 body | workload.body(),
                 question.id,
                 question.category,
                 turn,
-                path=RAW if "prompt" in body else CHAT,
+                path=path,
                 limit_s=workload.limit_s,
             )
             yield answer

@@ -128,10 +128,11 @@ def load_dataset(name: str, samples: int | None = None) -> Dataset:
         values = [asdict(question) for question in questions]
         text = json.dumps(values, sort_keys=True, ensure_ascii=False)
         digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
+    chosen = spread(questions, samples)
     return Dataset(
         name=source.label,
         sha256=digest,
-        questions=tuple(spread(questions, samples)),
+        questions=tuple(chosen),
         licence=source.licence,
         source=source.source,
     )
@@ -384,7 +385,8 @@ def with_known_fields(row: DataRow, source: QuestionSource) -> DataRow:
     images = {"images": value[image_field]} if image_field in value else {}
     template = fields.get("template", "")
     turns = fields.get("turns", "")
-    names = [name for _, name, _, _ in string.Formatter().parse(template) if name] or [turns]
+    parsed = string.Formatter().parse(template)
+    names = [name for _, name, _, _ in parsed if name] or [turns]
     absent = [name for name in names if name not in value]
     if absent:
         if not any(key in value for key in LISTS):
@@ -395,10 +397,12 @@ def with_known_fields(row: DataRow, source: QuestionSource) -> DataRow:
     if template:
         texts = {name: _field_text(row, value[name], name, source) for name in names}
         question = {"prompt": template.format(**texts).strip()}
-    id_field = fields.get("id") or next((key for key in IDS if key in value), "")
+    usual_id = next((key for key in IDS if key in value), "")
+    id_field = fields.get("id") or usual_id
     category = value.get(fields.get("category", "category")) or source.category
     known = {**question, **images, "id": value.get(id_field), "category": category}
-    return replace(row, value={key: item for key, item in known.items() if item is not None})
+    stated = {key: item for key, item in known.items() if item is not None}
+    return replace(row, value=stated)
 
 
 def _field_text(row: DataRow, item: Any, name: str, source: QuestionSource) -> str:

@@ -99,26 +99,22 @@ def sections(results: BenchResults) -> list[Section]:
         filled = [table for table in tables if table.rows]
         return [replace(table, title=f"{table.title}, {conditions}") for table in filled]
 
-    speed = Section(
-        title="Speed",
-        plots=[speed_plot(results)],
-        tables=titled(speedup_table(results), *speed_tables(results)),
-    )
+    speeds = titled(speedup_table(results), *speed_tables(results))
+    speed = Section(title="Speed", plots=[speed_plot(results)], tables=speeds)
     speculating = [endpoint for endpoint in results.all if endpoint.speculates]
     caption = f"Tokens per step by category, {conditions}, with 95 % intervals."
-    acceptance = Section(
-        title="Acceptance",
-        text=quality_line(results),
-        plots=[category_plot(speculating, caption)],
-        tables=titled(
-            card_table(results),
-            *[acceptance_table(endpoint, results.workload) for endpoint in speculating],
-            position_table(speculating),
-            slice_table(results, BY_LENGTH, "tokens up to"),
-            slice_table(results, BY_REUSE, "% from"),
-            slice_table(results, BY_MINUTE, "from minute"),
-        ),
+    by_category = [acceptance_table(endpoint, results.workload) for endpoint in speculating]
+    tables = titled(
+        card_table(results),
+        *by_category,
+        position_table(speculating),
+        slice_table(results, BY_LENGTH, "tokens up to"),
+        slice_table(results, BY_REUSE, "% from"),
+        slice_table(results, BY_MINUTE, "from minute"),
     )
+    bars = category_plot(speculating, caption)
+    text = quality_line(results)
+    acceptance = Section(title="Acceptance", text=text, plots=[bars], tables=tables)
     choice = results.draft_choice
     comparison = results.comparison
     lengths = titled(draft_table(choice)) if choice else ()
@@ -206,10 +202,10 @@ def workload_line(results: BenchResults) -> str:
     server = f"{results.server.model} at {results.url}"
     if version:
         server += f" (version {version})"
-    return (
-        f"{server}; dataset {work.dataset} (sha256 {work.dataset_sha256[:12]}), {work.questions} questions at load "
-        f"{work.loads}, {condition(results)}, {work.budget}, {work.template}, seed {work.seed}"
-    )
+    dataset = f"dataset {work.dataset} (sha256 {work.dataset_sha256[:12]})"
+    load = f"{work.questions} questions at load {work.loads}"
+    sampling = f"{condition(results)}, {work.budget}, {work.template}, seed {work.seed}"
+    return f"{server}; {dataset}, {load}, {sampling}"
 
 
 def quality_line(endpoint: EndpointResult) -> str:
@@ -230,7 +226,8 @@ def acceptance_table(endpoint: EndpointResult, workload: Workload) -> Table:
         mean = number(group.per_question_mean)
         if endpoint.degenerate(name):
             length = mean = BLANK
-        rows.append([name, str(group.questions), number(group.steps, 0), length, mean])
+        counts = [str(group.questions), number(group.steps, 0)]
+        rows.append([name, *counts, length, mean])
     note = (
         f"{workload.dataset}, {workload.budget}; source: {endpoint.source}. Acceptance length = 1 + "
         f"accepted / steps, 95 % interval over questions; {PER_QUESTION}. Blank: degenerate output."
@@ -300,9 +297,10 @@ def position_table(endpoints: Sequence[EndpointResult]) -> Table:
             conditional = map(number, endpoint.conditional or ())
             rows.append([endpoint.name, "of all steps", *cumulative])
             rows.append([endpoint.name, "once reached", *conditional])
-    depth = max([len(row) - 2 for row in rows], default=0)
-    rows = [row + [BLANK] * (depth + 2 - len(row)) for row in rows]
-    columns = ["endpoint", "accepted", *map(str, range(1, depth + 1))]
+    width = max(map(len, rows), default=2)
+    rows = [row + [BLANK] * (width - len(row)) for row in rows]
+    positions = range(1, width - 1)
+    columns = ["endpoint", "accepted", *map(str, positions)]
     return Table("Acceptance by draft position", columns, rows, "", frozenset({0, 1}))
 
 
@@ -319,11 +317,13 @@ def speed_tables(results: BenchResults) -> list[Table]:
             length = number(level.acceptance_length)
             if level.degeneration.degenerate:
                 length = BLANK
-            rates.append([*load, number(speed.tokens_per_s, 1), per_user, length])
+            tokens = number(speed.tokens_per_s, 1)
+            rates.append([*load, tokens, per_user, length])
             first = speed.ttft_s
             first_p99 = number(1000 * first.p99 if first else None, 1)
-            gaps = [median_ms(speed.inter_token_s), median_ms(speed.itl_s)]
-            latencies.append([*load, median_ms(first), first_p99, *gaps])
+            tpot = median_ms(speed.inter_token_s)
+            itl = median_ms(speed.itl_s)
+            latencies.append([*load, median_ms(first), first_p99, tpot, itl])
     note = (
         "load = conversations in flight, or new ones per second (/s). tokens/s of all users together, over whole "
         "rounds; per user = output tokens over the time from request to end, with its 95 % interval over questions. "
@@ -347,7 +347,8 @@ def speedup_table(results: BenchResults) -> Table:
     for gain in results.speedups:
         pair = f"{gain.of} over {gain.over}"
         ratio = gain.ratio
-        rows.append([pair, gain.level, number(ratio.value, 2, "x"), ratio.words])
+        times = number(ratio.value, 2, "x")
+        rows.append([pair, gain.level, times, ratio.words])
     note = "Output tokens/s of a user, paired by question, with the 95 % interval"
     for gain in results.speedups[:1]:
         end = "; another launch can differ by more." if gain.launches == 1 else "."
@@ -364,10 +365,13 @@ def comparison_table(comparison: Comparison) -> Table:
         count = figure.units
         between = DASH if low is None else f"{low:.3f} to {figure.high:.3f}"
         units = f"{count} {figure.paired_by}s" if count else DASH
-        rows.append([figure.figure, number(figure.ratio, 3), between, units, figure.verdict])
+        ratio = number(figure.ratio, 3)
+        rows.append([figure.figure, ratio, between, units, figure.verdict])
+    percent = 100 * comparison.confidence
+    limit = 1 - comparison.max_regression
     note = (
-        f"Intervals of {100 * comparison.confidence:.1f} % each, so that equal runs raise an alarm in at most 5 % of "
-        f"comparisons; a regression lies wholly below {1 - comparison.max_regression:g}. Speed is judged from "
+        f"Intervals of {percent:.1f} % each, so that equal runs raise an alarm in at most 5 % of "
+        f"comparisons; a regression lies wholly below {limit:g}. Speed is judged from "
         f"{MIN_EARLIER_RUNS} earlier runs on; here {comparison.runs}."
     )
     columns = ["figure", "new / old", "interval", "over", "verdict"]
@@ -383,8 +387,10 @@ def draft_table(choice: DraftChoice) -> Table:
             ratio = length.of_best
             of_best = f"{ratio.value:.2f} ({ratio.words})" if ratio else "fastest"
             proposed = "proposed" if drafts == load.best else ""
-            row = [str(load.concurrency), str(drafts), number(length.acceptance_length)]
-            rows.append([*row, number(length.tokens_per_s, 1), of_best, proposed])
+            accepted = number(length.acceptance_length)
+            per_user = number(length.tokens_per_s, 1)
+            row = [str(load.concurrency), str(drafts), accepted, per_user]
+            rows.append([*row, of_best, proposed])
     note = f"Proposed: trtspec build-config TARGET --head HEAD --draft-len {choice.draft_len}."
     if choice.draft_len == 0:
         note = "No drafts at all are fastest: serve without the head."

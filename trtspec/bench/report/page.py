@@ -36,8 +36,9 @@ class Page:
 
     def html(self) -> str:
         # everything is escaped unless the template marks it safe
+        loader = jinja2.PackageLoader("trtspec.bench", "report")
         environment = jinja2.Environment(
-            loader=jinja2.PackageLoader("trtspec.bench", "report"),
+            loader=loader,
             autoescape=True,
             trim_blocks=True,
             lstrip_blocks=True,
@@ -116,7 +117,8 @@ def plot(
     """Returns horizontal bars from `baseline` on. `series`: values by the name of their colour and by label."""
     end = baseline
     for values in series.values():
-        end = max([end, *(high or value for value, _, high in values.values())])
+        ends = [high or value for value, _, high in values.values()]
+        end = max([end, *ends])
     distance = max(1e-9, end - baseline)
     # 1, 2 or 5 times a power of ten, at most MAX_TICKS times along the axis
     power = 10.0 ** math.floor(math.log10(distance))
