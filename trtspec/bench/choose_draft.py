@@ -1,7 +1,7 @@
 """`--choose-draft`: which of the draft lengths that were measured pays, at each load.
 
-The output tokens per second that a user sees are compared question by question with those of the fastest length. A
-length whose interval reaches 1 may be as fast as the fastest: the shortest of these is proposed.
+The output tokens per second that a user sees are compared with the fastest length, question by question. A length
+whose interval reaches 1 may be as fast as the fastest: the shortest such length is proposed.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ adapter = functools.cache(TypeAdapter)  # making an adapter takes longer than re
 
 @dataclass(frozen=True)
 class LatencySpread:
-    """Mean and percentiles; seconds, or tokens per second."""
+    """Mean and percentiles, in seconds."""
 
     mean: float
     p50: float
@@ -193,7 +193,7 @@ class EndpointResult(AcceptanceSummary):
 
     @property
     def groups(self) -> dict[str, AcceptanceSummary]:
-        """Acceptance by category. ALL holds that of all answers."""
+        """Acceptance by category. ALL holds the acceptance of all answers."""
         return {**self.categories, ALL: self}
 
     def degenerate(self, category: str = ALL) -> bool:
@@ -266,7 +266,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthFigures:
-    """One draft length at one load. `of_best`: its speed over that of the fastest length. None for the fastest."""
+    """One draft length at one load. `of_best`: its speed over the fastest length. None for the fastest."""
 
     draft_len: int
     acceptance_length: float | None
@@ -345,7 +345,7 @@ def user_speed(endpoint: EndpointResult, label: str) -> Ratio | None:
 def speed_up(
     of: Sequence[EndpointResult], over: Sequence[EndpointResult], label: str
 ) -> SpeedUp | None:
-    """Returns `user_speed` of one endpoint over that of another, paired by question. None if output is degenerate.
+    """Returns `user_speed` of one endpoint over another, paired by question. None if output is degenerate.
 
     `of` and `over` hold each launch of either endpoint.
     """
@@ -355,7 +355,7 @@ def speed_up(
     speeds = [endpoint.speeds(label) for endpoint in endpoints]
     common = sorted(set.intersection(*map(set, speeds)))
     rounds = {speeds[0][question].round for question in common}
-    # answers of one round share what the machine does meanwhile, so enough rounds are the units
+    # answers of one round share the state of the machine, so enough rounds are the units
     by_round = len(rounds) >= MIN_ROUNDS
     sides = [_speed_sums([side[question] for question in common], by_round) for side in speeds]
     launches = len(of)

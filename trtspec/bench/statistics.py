@@ -3,11 +3,11 @@
 Stored are `steps`, `drafted`, `accepted` and the histogram (entry j = verification steps that accepted exactly j
 drafts). Every rate is derived, because the same words name different numbers in the field:
 
-- acceptance length = 1 + accepted / steps over all answers (vLLM's "mean acceptance length");
+- acceptance length = 1 + accepted / steps over all answers (vLLM's "mean acceptance length")
 - per-question mean = tokens per iteration of each question, its turns pooled and each prefill counted as an iteration,
-  averaged over questions: "Average AL" of ModelOpt's specdec_bench, which NVIDIA's cards print by category;
-- cumulative acceptance at position k = share of steps that accepted at least k drafts (vLLM's "per-position");
-- conditional acceptance at position k = the same share among the steps that accepted k - 1.
+  averaged over questions: "Average AL" of ModelOpt's specdec_bench, which NVIDIA's cards print by category
+- cumulative acceptance at position k = share of steps that accepted at least k drafts (vLLM's "per-position")
+- conditional acceptance at position k = the same share among the steps that accepted k - 1
 
 Intervals are over questions, the unit that is drawn independently. Intervals of speed-ups are over rounds and launches
 of questions. They are for ratios of sums with linearised variance (Cochran, Sampling Techniques, 3rd ed., chapter 6),
@@ -38,7 +38,7 @@ Units = Mapping[Any, Sequence[float] | NDArray[np.float64]]  # (numerator, denom
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptanceSummary:
-    """Acceptance in a group of answers. None where the server reports nothing. Intervals are of 95 %.
+    """Acceptance in a group of answers. None if the server reports nothing. Intervals are of 95 %.
 
     `steps`: verification steps, without prefills. `per_question_mean`: None if the server reports only totals.
     `surplus`: accepted drafts past the end of answers, taken out of `accepted`.

@@ -1,4 +1,4 @@
-"""Acceptance of a live endpoint, from the counters that its server keeps. client/servers.py knows which and where."""
+"""Acceptance of a live endpoint, from the counters that its server keeps. client/servers.py knows their names."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class Watch:
 # --- the verdict against a baseline ---
 
 ENOUGH_STEPS = 200  # of a category in a baseline, to judge by it
-# variance of a mean over the steps of whole answers, over that of independent steps
+# variance of a mean over the steps of whole answers, over its variance for independent steps
 DESIGN_EFFECT = 8.0
 Z = 2.326  # one-sided 1 % of the normal distribution
 

@@ -194,7 +194,7 @@ class Prompts:
         # the last token ends the turn
         return replace(request, body=request.body | {"prompt": prompt[:-1]})
 
-    # --- what the first requests show ---
+    # --- the first requests ---
 
     @cached_property
     def texts(self) -> list[list[Message]]:
@@ -298,7 +298,7 @@ class Prompts:
         parts = [_user([{"type": "text", "text": text}])]
         yield from self._steered(request, {"parts": {"messages": parts}})
 
-    # --- what the second requests show ---
+    # --- requests made from the first answers ---
 
     def _stops(self, key: str, messages: list[Message], content: str) -> Iterator[Exchange]:
         """Yields stop strings from a known answer: one, one after a string that does not occur, two that only begin."""

@@ -51,7 +51,7 @@ def judge(
         "acceptance": acceptance(candidate, min_acceptance),
     }
     excusable = baseline
-    # a refusal is a fault only if the baseline server honours the request
+    # without a baseline server, nobody knows whether it would honour a refused request
     if not baseline:
         excusable = [exchange for exchange in candidate if exchange.refused]
     baseline_looks = form_looks(excusable, known)
@@ -73,7 +73,9 @@ ALPHA = 1.25e-4  # false alarms of one test; a check makes eight tests at most
 DOUBTFUL_P = 0.01  # probability by chance below which the effect of a penalty counts
 CLEAR_P = 1e-12  # probability by chance of an effect that every honest server has
 KEPT_DRAFTS = 0.8  # accepted drafts over the first ones of the same texts; below is a regression
-COLLAPSED_DRAFTS = 0.05  # accepted drafts of long prompts over those of short ones, which differ
+COLLAPSED_DRAFTS = (
+    0.05  # accepted drafts of long prompts over drafts of short ones, whose texts differ
+)
 COLLAPSE_STEPS = 8  # steps in which a drafter shows that it accepts next to nothing
 MIN_STEPS = 50  # steps below which acceptance says nothing
 RARE_STEP_SHARE = (
@@ -591,10 +593,10 @@ def _tied(exchange: Exchange, raws: Sequence[Exchange]) -> bool:
 
 
 def _leaves_at_tie(text: str, other: Exchange) -> bool:
-    """Whether `text` parts from the other answer where its second-best token is close to its best."""
+    """Whether `text` parts from the other answer at a token whose best two candidates are close."""
     other_text = "".join(_parsed(other.raw)[:2])
     same = len(commonprefix([text, other_text]))
-    # the index of the token is estimated from that of its character
+    # the index of the token is estimated from the index of its character
     token = len(other.token_ids) * same // max(1, len(other_text))
     for score in other.scores[max(0, token - 2) : token + 2]:
         least = score.top[0] - FAIL_NATS

@@ -229,7 +229,7 @@ def question_speeds(rounds: Sequence[Round]) -> list[QuestionSpeed]:
 
 
 def speedups(endpoints: Sequence[EndpointResult]) -> list[SpeedUp]:
-    """Returns endpoints that speculate over those that do not, at each level where both wrote sound output.
+    """Returns the gain of endpoints that speculate over plain ones, at each level with sound output of both.
 
     If all speculate, or none, the others are compared with the second.
     """
@@ -243,7 +243,7 @@ def speedups(endpoints: Sequence[EndpointResult]) -> list[SpeedUp]:
     return [gain for gain in gains if gain is not None]
 
 
-# --- findings: the gate judges servers, these name what a figure cannot say ---
+# --- findings: the gate judges servers, findings judge the figures ---
 
 
 def find_problems(target: MeasuredEndpoint) -> list[Problem]:
@@ -301,7 +301,7 @@ def without_acceptance(
 
 
 def in_counts(counts: Sequence[TurnCounts], answers: Sequence[Answer]) -> Findings:
-    """Finds drafts of which none is accepted, made-up acceptance, and counters that hold other requests."""
+    """Finds drafts that are never accepted, made-up acceptance, and counters that hold other requests."""
     steps = sum(count.steps for count in counts)
     drafted = sum(count.drafted or 0 for count in counts)
     # a head drafts in every step; prompt lookup drafts now and then, and may honestly accept nothing
@@ -326,7 +326,7 @@ def in_counts(counts: Sequence[TurnCounts], answers: Sequence[Answer]) -> Findin
 
 
 def _disagreement(counts: Sequence[TurnCounts]) -> str:
-    """Why the counters around runs cannot be those of their answers. "" if they can."""
+    """Why the counters around runs cannot belong to their answers. "" if they can."""
     pooled = [count for count in counts if count.answers > 1 and count.drafted and count.steps]
     tokens = sum(count.tokens for count in pooled)
     steps = sum(count.steps for count in pooled)
