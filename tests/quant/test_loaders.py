@@ -8,9 +8,9 @@ import torch
 from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.quantization import preset_name_to_scheme
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
+from tests.models.test_kimi import prompts, transformers_logits
 
 from tests.json_files import read_json, write_json
-from tests.models.test_kimi import prompts, transformers_logits
 from tests.tiny import read_tensors, write_tensors
 from trtspec.models.weights import load_target
 from trtspec.quant import nvfp4

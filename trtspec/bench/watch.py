@@ -63,43 +63,45 @@ class Watch:
         speculation.
         """
         reasons = []
+        absent = 0
+        remedy = documented()[NO_METRICS]["remedy"]
         paths = (self.path,) if self.path else PATHS
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 for path in paths:
-                    reason = await self._read_path(client, path)
-                    if not reason:
-                        self.path = path
-                        self.scrapes += 1
-                        self.failure = ""
+                    try:
+                        await self._read_path(client, path)
                         return
-                    reasons.append(reason)
+                    except ValueError as error:
+                        reasons.append(f"{path} {error}")
+                    except RequestFailed as error:
+                        if error.status is None:
+                            raise
+                        reasons.append(f"{path} answers {error.status}")
+                        absent += 1
+                # raises RequestFailed if this is not an OpenAI-compatible server
+                if absent == len(PATHS):
+                    await first_model(client)
             failure = f"{self.url} gives no metrics of speculation: {'; '.join(reasons)}"
         except TimeoutError:
             failure = f"{self.url} does not answer within {TIMEOUT_S:g} s"
+            remedy = "look at the server's log"
         except RequestFailed as error:
             failure = error.message
+            remedy = error.remedy
         self.missed += 1
         self.failure = failure
         self.acceptance_length = None
         code = NO_METRICS if len(reasons) == len(PATHS) else None
         raise TrtspecError(failure, remedy, code)
 
-    async def _read_path(self, client: httpx.AsyncClient, path: str) -> str:
-        """Returns why the path has no metrics of speculation. "" if they were counted.
-
-        Raises RequestFailed if the server does not answer.
-        """
-        try:
-            body = await fetch(client, path)
-            self.take(body.decode("utf-8", "replace"))
-        except ValueError as error:
-            return f"{path} {error}"
-        except RequestFailed as error:
-            if error.status is None:
-                raise
-            return f"{path} answers {error.status}"
-        return ""
+    async def _read_path(self, client: httpx.AsyncClient, path: str) -> None:
+        """Counts the metrics at a path. Raises ValueError or RequestFailed if it has none of speculation."""
+        body = await fetch(client, path)
+        self.take(body.decode("utf-8", "replace"))
+        self.path = path
+        self.scrapes += 1
+        self.failure = ""
 
     def take(self, text: str) -> None:
         """Counts one body of metrics. Raises ValueError if it has no metrics of speculation."""

@@ -88,9 +88,12 @@ async def measure(
         for target in targets:
             answers = target.answers()
             if answers and not good(answers):
-                message = f"all {len(answers)} requests to {target.name} failed; the first said: {answers[0].error}"
-                remedy = "look at the server's log; send one request by hand (curl)"
-                raise TrtspecError(message, remedy)
+                reason = str(answers[0].error)
+                failed = f"all {len(answers)} requests to {target.name} failed"
+                by_hand = "look at the server's log; send one request by hand (curl)"
+                raise TrtspecError(
+                    f"{failed}; the first said: {reason}", remedy_for(reason, by_hand)
+                )
             await target.ask_by_category()
     return targets
 
