@@ -376,7 +376,7 @@ class MeasuredEndpoint:
     def _counts_between(
         self, before: servers.Counters, after: servers.Counters, run: Round
     ) -> list[servers.TurnCounts]:
-        """The speculation of a round by the server's counters. [] if it cannot be told."""
+        """The speculation of a round by the server's counters. [] if it is not known."""
         level = run.level
         count = len(run.answers)
         answered = good(run.answers)
