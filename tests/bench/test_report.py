@@ -22,7 +22,7 @@ from trtspec.bench.report.bench import (
     speed_plot,
     speedup_table,
 )
-from trtspec.bench.report.page import Bar, Figure, Plot, Section, plot, render
+from trtspec.bench.report.page import Figure, Page, Plot, PlotBar, Section, plot
 from trtspec.bench.results import BenchResults, read_results
 from trtspec.errors import Problem
 from trtspec.report import Table
@@ -146,23 +146,23 @@ def test_degenerate_output_makes_no_headline_no_ratio_and_no_bar(results: BenchR
 
 
 def test_what_is_missing_is_left_out() -> None:
-    page = parsed(render("t", "It <works>.", [Figure("2x", "1 to 3", "fast")], [
+    page = parsed(Page("t", "It <works>.", [Figure("2x", "1 to 3", "fast")], [
         Section(title="Empty", plots=[Plot("none")], tables=[Table("t", ["a"], [])]),
         Section(title="Full", problems=[Problem("TS-X", "warning", "here", "why", "do")], code="a: 1"),
-    ], verdict="pass"))  # fmt: skip
+    ], verdict="pass").html())  # fmt: skip
     assert "Empty" not in page and "Full" in page and page.count('class="figure"') == 1
     assert "It &lt;works&gt;." in page and 'class="sentence pass"' in page
-    assert 'class="figures"' not in render("t", "s", [], [])
 
 
 def test_plots_hold_their_values_intervals_and_an_axis() -> None:
     series = {"a": {"code & co": (2.5, 2.0, 3.0)}, "b": {"code & co": (1.5, None, None)}}
     found = plot("c", "tokens per step", series, baseline=1.0)
     assert found.bars == {
-        "code & co": [Bar(1, "2.50", 75.0, (50.0, 100.0)), Bar(2, "1.50", 25.0, None)]
+        "code & co": [PlotBar(1, "2.50", 75.0, (50.0, 100.0)), PlotBar(2, "1.50", 25.0, None)]
     }
-    page = parsed(render("t", "s", [], [Section(title="Bars", plots=[found])]))
+    page = parsed(Page("t", "s", [], [Section(title="Bars", plots=[found])]).html())
     assert "code &amp; co" in page and "left: 50.0%; width: 50.0%" in page
     assert page.count('class="track"') == 2 and "tokens per step" in page
+    assert 'class="figures"' not in page
     for longest, end in ((2.0, "2"), (97.3, "100"), (0.061, "0.08"), (1200.0, "1500")):
         assert plot("c", "", {"a": {"x": (longest, None, None)}}, 0.0).ticks[-1] == end

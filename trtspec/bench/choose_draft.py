@@ -1,7 +1,7 @@
 """`--choose-draft`: which of the draft lengths that were measured pays, at each load.
 
-The output tokens per second that a user sees are compared question by question with those of the fastest length. A
-length whose interval reaches 1 may be as fast as the fastest: the shortest of these is proposed.
+The output tokens per second that a user sees are compared with the fastest length, question by question. A length
+whose interval reaches 1 may be as fast as the fastest: the shortest such length is proposed.
 """
 
 from __future__ import annotations
@@ -13,75 +13,93 @@ from trtspec.bench.results import (
     DraftChoice,
     EndpointResult,
     LengthFigures,
+    LevelResult,
     LoadChoice,
     speed_up,
     user_speed,
 )
+from trtspec.bench.statistics import Ratio
 from trtspec.errors import UsageError
 
 REMEDY = "pass further servers as `against_url` K=URL; K=0 is without a head"
+Served = Mapping[int, EndpointResult]  # by draft length
 
 
-def choose(served: Mapping[int, EndpointResult]) -> DraftChoice:
-    """The proposal among `served`, by draft length. Raises UsageError where nothing can be chosen between, and where a
-    speed is not known, as for degenerate output."""
+def choose(served: Served) -> DraftChoice:
+    """Returns the proposed draft length. Raises UsageError if there is no choice, or if a speed is not known."""
     if not any(served) or len(served) < 2:
         raise UsageError(f"{len(served)} draft length was measured, and a choice needs two", REMEDY)
-    loads = []
-    for level in next(iter(served.values())).concurrency:
-        speeds = {
-            drafts: found
-            for drafts in sorted(served)
-            if not served[drafts].degenerate()
-            and (found := user_speed(served[drafts], level.label))
-        }
-        if missing := sorted(set(served) - set(speeds)):
-            message = f"no speed of {served[missing[0]].url} ({missing[0]} drafts) at {level.label}: its output is "
-            message += "degenerate, or fewer than three questions were answered"
-            raise UsageError(
-                message, "look at answers.jsonl, ask other questions, and measure again"
-            )
-        fastest = max(speeds, key=lambda drafts: speeds[drafts].value)
-        figures, best = list[LengthFigures](), fastest
-        for drafts, speed in speeds.items():
-            up = speed_up([served[drafts]], [served[fastest]], level.label)
-            of_best = up.ratio if up is not None and drafts != fastest else None
-            if of_best is not None and of_best.high >= 1:
-                best = min(best, drafts)
-            at = served[drafts].at(level.label)
-            length = (at and at.acceptance_length) or served[drafts].acceptance_length
-            rate = round(speed.value, 3)
-            figures.append(
-                LengthFigures(
-                    draft_len=drafts, acceptance_length=length, tokens_per_s=rate, of_best=of_best
-                )
-            )
-        loads.append(LoadChoice(concurrency=level.concurrency, lengths=figures, best=best))
-
+    first = next(iter(served.values()))
+    loads = [_choose_at(level, served) for level in first.concurrency]
     return DraftChoice(loads=loads, draft_len=median_low(load.best for load in loads))
 
 
-def served_length(endpoint: EndpointResult) -> int | None:
-    """The draft length that a server runs with, from what it drafted; 0 where it steps without drafts. None if it does
-    not say."""
-    if endpoint.drafted is None or not endpoint.steps:
-        return None
-    return (
-        len(endpoint.histogram) - 1
-        if endpoint.histogram
-        else round(endpoint.drafted / endpoint.steps)
-    )
+def _choose_at(level: LevelResult, served: Served) -> LoadChoice:
+    """The choice at one load. Raises UsageError if a speed is not known."""
+    label = level.label
+    speeds = _speeds(label, served)
+    fastest = max(speeds, key=lambda drafts: speeds[drafts].value)
+    figures = []
+    best = fastest
+    for drafts, speed in speeds.items():
+        endpoint = served[drafts]
+        of_best = None
+        if drafts != fastest:
+            gain = speed_up([endpoint], [served[fastest]], label)
+            of_best = gain.ratio if gain else None
+        if of_best is not None and of_best.high >= 1:
+            best = min(best, drafts)
+        length = endpoint.acceptance_length
+        at_level = endpoint.at(label)
+        if at_level and at_level.acceptance_length:
+            length = at_level.acceptance_length
+        row = LengthFigures(
+            draft_len=drafts,
+            acceptance_length=length,
+            tokens_per_s=round(speed.value, 3),
+            of_best=of_best,
+        )
+        figures.append(row)
+    return LoadChoice(concurrency=level.concurrency, lengths=figures, best=best)
+
+
+def _speeds(label: str, served: Served) -> dict[int, Ratio]:
+    """Speeds for a user at a level by draft length, the shortest first. Raises UsageError if one is not known."""
+    speeds = {}
+    for drafts, endpoint in sorted(served.items()):
+        speed = user_speed(endpoint, label)
+        if speed is None or endpoint.degenerate():
+            message = f"no speed of {endpoint.url} ({drafts} drafts) at {label}: its output is "
+            message += "degenerate, or fewer than three questions were answered"
+            remedy = "look at answers.jsonl, ask other questions, and measure again"
+            raise UsageError(message, remedy)
+        speeds[drafts] = speed
+    return speeds
 
 
 def by_draft_len(
     endpoints: Sequence[EndpointResult], lengths: Mapping[str, int]
 ) -> dict[int, EndpointResult]:
-    """The endpoint of each draft length; `lengths` by name. Raises UsageError if a server reports another length."""
-    found = {}
+    """Returns the endpoint of each draft length. `lengths`: by endpoint name.
+
+    Raises UsageError if a server reports another length.
+    """
+    served = {}
     for endpoint in endpoints:
-        length, reported = lengths[endpoint.name], served_length(endpoint)
+        length = lengths[endpoint.name]
+        reported = served_length(endpoint)
         if reported not in (None, length):
             message = f"{length}={endpoint.url}: it drafts {reported} tokens per step"
             raise UsageError(message, "name what it serves")
-        found[length] = endpoint
-    return found
+        served[length] = endpoint
+    return served
+
+
+def served_length(endpoint: EndpointResult) -> int | None:
+    """Returns the draft length that a server reported. 0 if it steps without drafts, None if it reports none."""
+    drafted = endpoint.drafted
+    steps = endpoint.steps
+    histogram = endpoint.histogram
+    if drafted is None or not steps:
+        return None
+    return len(histogram) - 1 if histogram else round(drafted / steps)

@@ -20,11 +20,11 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from trtspec import files, report
-from trtspec.bench.check.rows import Row
+from trtspec.bench.check.rows import GateRow
 from trtspec.bench.report import bench
-from trtspec.bench.report.page import Section, render
+from trtspec.bench.report.page import Page, Section
 from trtspec.bench.results import BenchResults, SpeedUp, read_results, speed_up
-from trtspec.bench.statistics import LEAST_ROUNDS
+from trtspec.bench.statistics import MIN_ROUNDS
 from trtspec.checkpoint.hub import resolve
 from trtspec.checkpoint.identity import identity_digest
 from trtspec.checkpoint.writer import Journal
@@ -71,7 +71,7 @@ class ProveSetup:
     @property
     def rounds(self) -> int:
         """As many as leave each enough questions for the highest load."""
-        return max(LEAST_ROUNDS, min(MAX_ROUNDS, self.samples // max(self.concurrency)))
+        return max(MIN_ROUNDS, min(MAX_ROUNDS, self.samples // max(self.concurrency)))
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
@@ -290,7 +290,7 @@ class ProofEvidence:
     dataset_sha256: str
     speedups: list[SpeedUp]
     planned: list[dict[str, Any]]
-    rows: list[Row]
+    rows: list[GateRow]
     created: str
     versions: dict[str, str]
 
@@ -335,7 +335,7 @@ def gathered(
         hardware=[f"{gpu.name}, driver {gpu.driver}" for gpu in read_gpus() or ()],
         speedups=ups,
         planned=[point for point in points if point["draft_len"] in drafts],
-        rows=[Row(**row) for row in found["score"]["results"]],
+        rows=[GateRow(**row) for row in found["score"]["results"]],
         created=report.now(),
         versions=report.versions(),
         **more,
@@ -391,7 +391,7 @@ def proof_html(
     if evidence.verdict == "NOT SAFE":
         colour = "fail"
     commands = shell_text(evidence.setup, proof, script(evidence.setup, proof))
-    return render(
+    page = Page(
         f"trtspec prove: {evidence.setup.target} with {evidence.setup.head}",
         evidence.sentence,
         bench.figures(results),
@@ -402,11 +402,12 @@ def proof_html(
             Section(title="Commands", code=commands),
             *more,
         ],
-        about=f"{evidence.setup.draft_len} drafts per step. {bench.workload_line(results)}.",
+        subtitle=f"{evidence.setup.draft_len} drafts per step. {bench.workload_line(results)}.",
         verdict=colour,
         created=evidence.created,
         versions=evidence.versions,
     )
+    return page.html()
 
 
 def step_table(planned: Sequence[Mapping[str, Any]], results: BenchResults) -> Table:

@@ -1,7 +1,7 @@
-"""results.json of `bench`, as records: tables, plots, the report and other commands read nothing else.
+"""results.json of `bench`, as records. Tables, plots, the report and other commands read nothing else.
 
-A record's fields are the keys of the JSON contract. A level, an endpoint and the whole run each repeat the acceptance
-of all their answers.
+The fields of a record are the keys of the JSON contract. A level, an endpoint and the whole run each repeat the
+acceptance of all their answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from trtspec import files
 from trtspec.bench.statistics import (
-    LEAST_ROUNDS,
+    MIN_ROUNDS,
     AcceptanceSummary,
     Ratio,
     Units,
@@ -36,12 +36,12 @@ NotNegative = Annotated[float, Field(ge=0)]
 SCHEMA = 3  # of results.json
 ALL = "all"
 BY_LENGTH, BY_REUSE, BY_MINUTE = "prompt length", "reused prompt", "minute"
-adapter = functools.cache(TypeAdapter)  # making one takes longer than reading a file with it
+adapter = functools.cache(TypeAdapter)  # making an adapter takes longer than reading a file with it
 
 
 @dataclass(frozen=True)
 class LatencySpread:
-    """Mean and percentiles; seconds, or tokens per second."""
+    """Mean and percentiles, in seconds."""
 
     mean: float
     p50: float
@@ -49,16 +49,21 @@ class LatencySpread:
 
 
 def inter_token(answer: Answer) -> float | None:
-    """TPOT: mean seconds between tokens after the first; a chunk of several tokens counts with all of them."""
-    if answer.completion_tokens < 2 or len(answer.chunks) < 2:
+    """Returns TPOT: mean seconds between tokens after the first. None for fewer than two tokens or chunks."""
+    tokens = answer.completion_tokens
+    times = [when for when, _ in answer.chunks]
+    if tokens < 2 or len(times) < 2:
         return None
-    return (answer.chunks[-1][0] - answer.chunks[0][0]) / (answer.completion_tokens - 1)
+    return (times[-1] - times[0]) / (tokens - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Rates over the rounds of one level. `inter_token_s` is TPOT, the mean of an answer's tokens after the first;
-    `itl_s` is between chunks as they arrive, of several tokens each under speculation."""
+    """Rates over the rounds of one level.
+
+    `inter_token_s`: TPOT, the mean of an answer's tokens after the first. `itl_s`: between chunks as they arrive, of
+    several tokens each under speculation.
+    """
 
     requests: int
     errors: int
@@ -72,9 +77,12 @@ class Throughput:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What was asked: a figure without it is no measurement. `extra_body`: what was merged into every request.
-    `recorded`: requests were sent as recorded, without this `max_tokens`, `temperature` and `seed`; `recorded_times`:
-    at the times of their rows. `system`: a message before every question."""
+    """The questions and settings of a run. A figure without them is not a measurement.
+
+    `extra_body`: fields merged into every request. `recorded`: requests were sent as recorded, without this
+    `max_tokens`, `temperature` and `seed`. `recorded_times`: at the times of their rows. `system`: a message before
+    every question.
+    """
 
     dataset: str
     dataset_sha256: str
@@ -98,19 +106,23 @@ class Workload:
     @property
     def loads(self) -> str:
         """The loads in words."""
-        loads = [f"{rate:g}/s" for rate in self.rates] or map(str, self.concurrency)
-        return "as recorded" if self.recorded_times else " / ".join(loads)
+        if self.recorded_times:
+            return "as recorded"
+        rates = [f"{rate:g}/s" for rate in self.rates]
+        return " / ".join(rates or map(str, self.concurrency))
 
     @property
     def budget(self) -> str:
-        """How long answers may be, in words."""
+        """The length of answers in words."""
         return "lengths as recorded" if self.recorded else f"at most {self.max_tokens} tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SliceResult(AcceptanceSummary):
-    """The answers of all loads that share one property: `by` names it, `value` is its bound. `tokens_per_s`: output
-    tokens over the time from request to end."""
+    """The answers of all loads that share one property. `by`: its name. `value`: its bound.
+
+    `tokens_per_s`: output tokens over the time from request to end.
+    """
 
     by: str
     value: Count
@@ -121,8 +133,10 @@ class SliceResult(AcceptanceSummary):
 
 @dataclass(frozen=True)
 class QuestionSpeed:
-    """One conversation at one level, the unit that runs are paired by. `seconds` are spent waiting for its answers.
-    `round`: the number of its round."""
+    """One conversation at one level, the unit that runs are paired by.
+
+    `seconds`: spent waiting for its answers. `round`: the number of its round.
+    """
 
     level: str
     question: str
@@ -134,8 +148,10 @@ class QuestionSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class LevelResult(AcceptanceSummary):
-    """One concurrency, or with `rate` so many new conversations per second, and 0. `rounds`: output tokens per second
-    of each."""
+    """One load: `concurrency` conversations in flight, or `rate` new ones per second with `concurrency` 0.
+
+    `rounds`: output tokens per second of each.
+    """
 
     concurrency: int
     rate: float | None = None
@@ -155,8 +171,10 @@ class LevelResult(AcceptanceSummary):
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointResult(AcceptanceSummary):
-    """One endpoint: acceptance over all levels and by category, and one entry per level. `quality`: of the output of
-    each category."""
+    """One endpoint: acceptance over all levels and by category, and one entry per level.
+
+    `degeneration`: quality of all output. `quality`: of the output of each category.
+    """
 
     name: str
     url: str
@@ -175,25 +193,31 @@ class EndpointResult(AcceptanceSummary):
 
     @property
     def groups(self) -> dict[str, AcceptanceSummary]:
-        """Acceptance by category, and of all answers under ALL."""
+        """Acceptance by category. ALL holds the acceptance of all answers."""
         return {**self.categories, ALL: self}
 
     def degenerate(self, category: str = ALL) -> bool:
-        """Whether the output of a category, or of all, is such that its acceptance is not shown."""
-        quality = self.degeneration if category == ALL else self.quality.get(category)
-        return quality is not None and quality.degenerate
+        """Whether the output of a category is degenerate, so that its acceptance is not shown."""
+        if category == ALL:
+            return self.degeneration.degenerate
+        return category in self.quality and self.quality[category].degenerate
 
     def at(self, label: str) -> LevelResult | None:
+        """The level with this label. None if it was not measured."""
         return next((level for level in self.concurrency if level.label == label), None)
 
     def speeds(self, label: str) -> dict[str, QuestionSpeed]:
-        return {s.question: s for s in self.questions_detail if s.level == label and s.seconds > 0}
+        """Speeds at a level by question."""
+        at_level = [speed for speed in self.questions_detail if speed.level == label]
+        return {speed.question: speed for speed in at_level if speed.seconds > 0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedUp:
-    """Output tokens per second of `of` over `over`, paired by question, with its 95 % interval. The interval covers
-    what `questions` differ by, and rounds and launches where there are several."""
+    """Output tokens per second of `of` over `over`, paired by question, with its 95 % interval.
+
+    The interval covers differences of questions, and of rounds and launches if there are several.
+    """
 
     of: str
     over: str
@@ -205,7 +229,7 @@ class SpeedUp:
 
     @property
     def covered(self) -> str:
-        """What the interval is over."""
+        """The units of the interval in words."""
         launches = "one launch" if self.launches == 1 else f"{self.launches} launches"
         rounds = f" in {self.rounds} rounds" if self.rounds > 1 else ""
         return f"{self.questions} questions{rounds} of {launches}"
@@ -213,8 +237,11 @@ class SpeedUp:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedFigure:
-    """One figure of this run over the same of an earlier one. `low` and `high`: its interval, None where it is shown
-    alone. `units`: questions or runs. `verdict`: regression, improvement, no change found, or not judged."""
+    """One figure of this run over the same figure of an earlier run.
+
+    `low` and `high`: its interval. None if it has none. `units`: questions or runs. `verdict`: regression, improvement,
+    no change found, or not judged.
+    """
 
     figure: str
     ratio: float
@@ -227,7 +254,7 @@ class ComparedFigure:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """This run over `runs` earlier ones, of which `old` is the first. `confidence`: of each interval."""
+    """This run over `runs` earlier ones. `old`: name and URL of the first. `confidence`: of each interval."""
 
     old: dict[str, Any]
     runs: int
@@ -239,7 +266,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthFigures:
-    """One draft length at one load. `of_best`: its speed over the fastest length's with the 95 % interval."""
+    """One draft length at one load. `of_best`: its speed over the fastest length. None for the fastest."""
 
     draft_len: int
     acceptance_length: float | None
@@ -258,7 +285,7 @@ class LoadChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftChoice:
-    """`draft_len`: the middle one of the proposals, the shorter of two. 0: serve without the head."""
+    """The proposed draft length: the median over all loads, the shorter of two. 0: serve without the head."""
 
     loads: list[LoadChoice]
     draft_len: int
@@ -266,8 +293,10 @@ class DraftChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResults(EndpointResult):
-    """results.json: the first endpoint's own figures, the others under `endpoints`, their ratios under `speedups`.
-    `card`: the published head whose figures are shown beside."""
+    """results.json: the figures of the first endpoint, the others under `endpoints`, their ratios under `speedups`.
+
+    `card`: the published head whose figures are shown beside the measured ones.
+    """
 
     schema: int = SCHEMA
     workload: Workload
@@ -282,6 +311,7 @@ class BenchResults(EndpointResult):
 
     @property
     def all(self) -> list[EndpointResult]:
+        """All endpoints, the first one first."""
         return [self, *self.endpoints.values()]
 
     def to_dict(self) -> dict[str, Any]:
@@ -294,67 +324,80 @@ class BenchResults(EndpointResult):
 
 
 def level_label(concurrency: int, rate: float | None) -> str:
-    """How a level is called: at a given rate the concurrency is a finding, not a setting."""
+    """Returns the name of a level. With a rate the concurrency is a finding, not a setting."""
     return f"concurrency {concurrency}" if rate is None else f"{rate:g} requests/s"
 
 
 def user_speed(endpoint: EndpointResult, label: str) -> Ratio | None:
-    """Output tokens per second that a user sees at a level, waiting for the first one included, over questions. None
-    for degenerate output, on which every drafter is fast."""
-    level, speeds = endpoint.at(label), endpoint.speeds(label).values()
+    """Returns output tokens per second that a user sees at a level, over questions. The wait for the first counts.
+
+    None for degenerate output, on which every drafter is fast.
+    """
+    level = endpoint.at(label)
     if level is None or level.degeneration.degenerate:
         return None
-    return ratio([speed.tokens for speed in speeds], [speed.seconds for speed in speeds])
+    speeds = endpoint.speeds(label).values()
+    tokens = [speed.tokens for speed in speeds]
+    seconds = [speed.seconds for speed in speeds]
+    return ratio(tokens, seconds)
 
 
 def speed_up(
     of: Sequence[EndpointResult], over: Sequence[EndpointResult], label: str
 ) -> SpeedUp | None:
-    """`user_speed` of one endpoint over another's, of each launch of both, paired by question. None if output of either
-    is degenerate.
+    """Returns `user_speed` of one endpoint over another, paired by question. None if output is degenerate.
 
-    Answers of one round share what the machine does meanwhile, so LEAST_ROUNDS rounds or more are the units."""
-    if any(user_speed(endpoint, label) is None for endpoint in (*of, *over)):
+    `of` and `over` hold each launch of either endpoint.
+    """
+    endpoints = [*of, *over]
+    if any(user_speed(endpoint, label) is None for endpoint in endpoints):
         return None
-    speeds = [endpoint.speeds(label) for endpoint in (*of, *over)]
-    common = set.intersection(*map(set, speeds))
+    speeds = [endpoint.speeds(label) for endpoint in endpoints]
+    common = sorted(set.intersection(*map(set, speeds)))
     rounds = {speeds[0][question].round for question in common}
-    by_round = len(rounds) >= LEAST_ROUNDS
-    sides = list[Units]()
-    for side in speeds:
-        sums: dict[int | str, NDArray[np.float64]] = defaultdict(lambda: np.zeros(2))
-        for question in sorted(common):
-            speed = side[question]
-            sums[speed.round if by_round else question] += (speed.tokens, speed.seconds)
-        sides.append(sums)
-    pairs = zip(sides[: len(of)], sides[len(of) :], strict=True)
+    # answers of one round share the state of the machine, so enough rounds are the units
+    by_round = len(rounds) >= MIN_ROUNDS
+    sides = [_speed_sums([side[question] for question in common], by_round) for side in speeds]
+    launches = len(of)
+    pairs = zip(sides[:launches], sides[launches:], strict=True)
     ratio = paired_ratio(*pairs, alike=by_round)
     if ratio is None:
         return None
-    # no step of drafts gains more than all of them
-    ratio = ratio.within(0.0, most_tokens(of[0].steps, of[0].drafted))
+    first = of[0]
+    # a step gains no more than all its drafts
+    ratio = ratio.within(0.0, most_tokens(first.steps, first.drafted))
     return SpeedUp(
-        of=of[0].name,
+        of=first.name,
         over=over[0].name,
         level=label,
         ratio=ratio,
         questions=len(common),
         rounds=len(rounds) if by_round else 1,
-        launches=len(of),
+        launches=launches,
     )
 
 
+def _speed_sums(speeds: Sequence[QuestionSpeed], by_round: bool) -> Units:
+    """Sums (tokens, seconds) by round, or by question."""
+    sums: dict[int | str, NDArray[np.float64]] = defaultdict(lambda: np.zeros(2))
+    for speed in speeds:
+        unit = speed.round if by_round else speed.question
+        sums[unit] += (speed.tokens, speed.seconds)
+    return sums
+
+
 def read_results(path: Path) -> BenchResults:
-    """results.json of a directory or a file. Raises UsageError if it is not one."""
-    file = path / "results.json" if path.is_dir() else path
+    """Reads results.json, or the results.json of a directory. Raises UsageError if it is not a result of bench."""
+    file = path
+    if path.is_dir():
+        file = path / "results.json"
     remedy = "pass the directory given to bench -o, or its results.json"
     try:
-        found = files.read_object(file)
-        if found.get("schema", SCHEMA) != SCHEMA:
-            raise ValueError(
-                f"its schema is {str(found['schema'])[:40]!r}, and this release reads {SCHEMA}"
-            )
-        return adapter(BenchResults).validate_python(found)
+        values = files.read_object(file)
+        schema = values.get("schema", SCHEMA)
+        if schema != SCHEMA:
+            raise ValueError(f"its schema is {str(schema)[:40]!r}, and this release reads {SCHEMA}")
+        return adapter(BenchResults).validate_python(values)
     except FileNotFoundError:
         raise files.missing(file, remedy) from None
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Acceptance of a live endpoint, from the counters that its server keeps; client/servers.py says which and where."""
+"""Acceptance of a live endpoint, from the counters that its server keeps. client/servers.py knows their names."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from trtspec.bench.statistics import acceptance_length
 from trtspec.client.client import RequestFailed, fetch, finite, first_model
 from trtspec.client.servers import (
     Counters,
+    Samples,
     adapter_of,
     counted_between,
     counters_in,
@@ -30,20 +31,18 @@ from trtspec.errors import TrtspecError, UsageError
 
 NO_METRICS = "TS-WATCH-NO-METRICS"
 PATHS = ("/prometheus/metrics", "/metrics")
-TIMEOUT = 10.0  # seconds of one reading, however slowly its bytes come
-ENOUGH_STEPS = 200  # of a category in a baseline, to say what it accepts
+TIMEOUT_S = 10.0  # of one reading, however slowly its bytes come
 FIGURES = ("steps", "drafted", "accepted")
-DESIGN_EFFECT = (
-    8.0  # variance of a mean over the steps of whole answers, over that of independent steps
-)
-Z = 2.326  # one-sided 1 % of the normal distribution
 
 
 @dataclass
 class Watch:
-    """What was read of the server at `url`. `counted` begins with what the server counted before the first reading;
-    `keeps` names those of its figures that the server counts. `failure`: why the last reading failed, None before the
-    first one. `acceptance_length`: of the last interval."""
+    """The readings of the server at `url`.
+
+    `keeps`: the FIGURES that the server counts. `counted`: their sums, with those before the first reading.
+    `acceptance_length`: of the last interval. `failure`: why the last reading failed. "" if it succeeded, None before
+    the first one. `last`: the last counters of the server.
+    """
 
     url: str
     path: str = ""
@@ -55,19 +54,24 @@ class Watch:
     missed: int = 0
     restarts: int = 0
     failure: str | None = None
-    last: Counters = field(default_factory=Counters)  # the server's own counters
+    last: Counters = field(default_factory=Counters)
 
     async def read(self, client: httpx.AsyncClient) -> None:
-        """Reads once. Raises TrtspecError if the server does not answer, with the code NO_METRICS if it has never had
-        metrics of speculation."""
+        """Reads the metrics once.
+
+        Raises TrtspecError if the server does not answer, with the code NO_METRICS if it never had metrics of
+        speculation.
+        """
         reasons = []
         absent = 0
         remedy = documented()[NO_METRICS]["remedy"]
+        paths = (self.path,) if self.path else PATHS
         try:
-            async with asyncio.timeout(TIMEOUT):
-                for path in [self.path] if self.path else PATHS:
+            async with asyncio.timeout(TIMEOUT_S):
+                for path in paths:
                     try:
-                        self.take((await fetch(client, path)).decode("utf-8", "replace"))
+                        await self._read_path(client, path)
+                        return
                     except ValueError as error:
                         reasons.append(f"{path} {error}")
                     except RequestFailed as error:
@@ -75,81 +79,112 @@ class Watch:
                             raise
                         reasons.append(f"{path} answers {error.status}")
                         absent += 1
-                    else:
-                        self.path, self.scrapes, self.failure = path, self.scrapes + 1, ""
-                        return
+                # raises RequestFailed if this is not an OpenAI-compatible server
                 if absent == len(PATHS):
-                    await first_model(client)  # says so if this is not an OpenAI-compatible server
+                    await first_model(client)
             failure = f"{self.url} gives no metrics of speculation: {'; '.join(reasons)}"
         except TimeoutError:
-            failure = f"{self.url} does not answer within {TIMEOUT:g} s"
+            failure = f"{self.url} does not answer within {TIMEOUT_S:g} s"
             remedy = "look at the server's log"
         except RequestFailed as error:
-            failure, remedy = error.message, error.remedy
-        self.missed, self.failure, self.acceptance_length = self.missed + 1, failure, None
+            failure = error.message
+            remedy = error.remedy
+        self.missed += 1
+        self.failure = failure
+        self.acceptance_length = None
         code = NO_METRICS if len(reasons) == len(PATHS) else None
         raise TrtspecError(failure, remedy, code)
 
+    async def _read_path(self, client: httpx.AsyncClient, path: str) -> None:
+        """Counts the metrics at a path. Raises ValueError or RequestFailed if it has none of speculation."""
+        body = await fetch(client, path)
+        self.take(body.decode("utf-8", "replace"))
+        self.path = path
+        self.scrapes += 1
+        self.failure = ""
+
     def take(self, text: str) -> None:
-        """Counts what one body of metrics says. Raises ValueError for anything but metrics of speculation."""
+        """Counts one body of metrics. Raises ValueError if it has no metrics of speculation."""
+        means: list[float] = []
         if text.lstrip().startswith("["):
-            grown, means = read_iterations(text, self.source), []
-            self.source, self.keeps = "iteration statistics", FIGURES
+            grown = read_iterations(text, self.source)
+            self.source = "iteration statistics"
+            self.keeps = FIGURES
         else:
-            samples = read_samples(text)
-            names = adapter_of(samples)
-            if names is None:
-                raise ValueError("has no metrics of a server that is known")
-            now = counters_in(samples, names)
-            means = [
-                value
-                for _, value in samples.get(names.mean, ())
-                if 1 <= (finite(value) or 0) < 2**53
-            ]
-            if now is None and names.mean not in samples:
-                raise ValueError(f"has {names.name} metrics and none of speculation")
-            self.source = f"{names.name} metrics"
-            self.keeps = () if now is None else FIGURES if names.steps else FIGURES[1:]
-            self.last, before = now or Counters(), self.last
-            try:
-                grown = counted_between(before, self.last)
-            except ValueError:  # the server was started again: all that it counts is new
-                grown, self.restarts = self.last, self.restarts + 1
-        self.acceptance_length = (
-            sum(means) / len(means) if means else acceptance_length(grown.steps, grown.accepted)
-        )
-        self.counted = Counters(
-            *(getattr(self.counted, key) + getattr(grown, key) for key in FIGURES)
-        )
+            grown, means = self._take_samples(read_samples(text))
+        self.acceptance_length = acceptance_length(grown.steps, grown.accepted)
+        if means:
+            self.acceptance_length = sum(means) / len(means)
+        before = self.counted
+        sums = [getattr(before, key) + getattr(grown, key) for key in FIGURES]
+        self.counted = Counters(*sums)
+
+    def _take_samples(self, samples: Samples) -> tuple[Counters, list[float]]:
+        """Returns the growth of the counters, and acceptance lengths that the server reports itself."""
+        names = adapter_of(samples)
+        if names is None:
+            raise ValueError("has no metrics of a server that is known")
+        counters = counters_in(samples, names)
+        if counters is None and names.mean not in samples:
+            raise ValueError(f"has {names.name} metrics and none of speculation")
+        self.source = f"{names.name} metrics"
+        self.keeps = ()
+        if counters is not None:
+            self.keeps = FIGURES if names.steps else FIGURES[1:]
+        before = self.last
+        self.last = counters or Counters()
+        try:
+            grown = counted_between(before, self.last)
+        except ValueError:
+            # the server was started again: everything that it counts is new
+            grown = self.last
+            self.restarts += 1
+        means = [value for _, value in samples.get(names.mean, ())]
+        valid = [mean for mean in means if 1 <= (finite(mean) or 0) < 2**53]
+        return grown, valid
 
     def summary(self) -> dict[str, Any]:
-        """The keys of `--json`; a count is None if the server does not keep it."""
-        found = {
+        """Returns the keys of `--json`. A count is None if the server does not keep it."""
+        counts = {key: getattr(self.counted, key) for key in self.keeps}
+        return {
             "url": self.url,
             "source": self.source or None,
             "up": self.failure == "",
             "scrapes": self.scrapes,
+            "missed_scrapes": self.missed,
+            "restarts": self.restarts,
+            **dict.fromkeys(FIGURES),
+            **counts,
+            "acceptance_length": self.acceptance_length,
         }
-        found |= {"missed_scrapes": self.missed, "restarts": self.restarts}
-        found |= {key: getattr(self.counted, key) if key in self.keeps else None for key in FIGURES}
-        return found | {"acceptance_length": self.acceptance_length}
 
     def line(self) -> str:
-        """The last interval's acceptance length and all counts in words, or why the last reading failed."""
-        counts = ", ".join(f"{getattr(self.counted, key):,} {key}" for key in self.keeps)
-        length = (
-            f"{self.acceptance_length:.2f}" if self.acceptance_length else "not measured, no steps"
-        )
+        """Returns the last interval's acceptance length and all counts in words, or why the last reading failed."""
+        if self.failure:
+            return self.failure
+        counts = [f"{getattr(self.counted, key):,} {key}" for key in self.keeps]
+        length = "not measured, no steps"
+        if self.acceptance_length:
+            length = f"{self.acceptance_length:.2f}"
         return (
-            self.failure
-            or f"{self.source}: acceptance length {length}; in all {counts or 'no counts'}"
+            f"{self.source}: acceptance length {length}; in all {', '.join(counts) or 'no counts'}"
         )
+
+
+# --- the verdict against a baseline ---
+
+ENOUGH_STEPS = 200  # of a category in a baseline, to judge by it
+# variance of a mean over the steps of whole answers, over its variance for independent steps
+DESIGN_EFFECT = 8.0
+Z = 2.326  # one-sided 1 % of the normal distribution
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The category of a results.json that accepts least: no mix of its categories accepts less. `variance`: what one
-    step adds to the variance of the accepted drafts."""
+    """The category of a results.json that accepts least: no mix of its categories accepts less.
+
+    `variance`: of the accepted drafts, by step.
+    """
 
     category: str
     steps: int
@@ -158,43 +193,46 @@ class Baseline:
 
 
 def read_baseline(path: Path) -> Baseline:
-    """Raises UsageError for a file that is not a result of bench, or that says too little about acceptance.
+    """Reads the baseline of a results.json.
 
-    The variance is that of a ratio estimator with answers as clusters (Cochran, Sampling Techniques, 3rd ed., chapter
-    6); for a server that counts all answers together, that of a geometric distribution times DESIGN_EFFECT."""
+    Raises UsageError if the file is not a result of bench, or if it says too little about acceptance.
+    """
     run = read_results(path)
-    enough = {
-        name: (found.steps, found.accepted)
-        for name, found in run.categories.items()
-        if found.steps
-        and found.steps >= ENOUGH_STEPS
-        and found.accepted is not None
-        and not run.degenerate(name)
-    }
-    if not enough:
-        what = f"{path} has no category with {ENOUGH_STEPS} verification steps on output that is not degenerate"
-        raise UsageError(
-            what, "measure more: trtspec bench URL --samples 80 --max-tokens 256 -o DIR"
-        )
-    category, (steps, accepted) = min(enough.items(), key=lambda item: item[1][1] / item[1][0])
-    if not accepted:
-        what = f"{path} has no accepted draft in {category}: no traffic can drop below that"
-        raise UsageError(what, "trtspec inspect HEAD --against TARGET, then measure again")
-    mean = accepted / steps
+    steps_of = {}
+    mean_of = {}
+    for name, summary in run.categories.items():
+        steps = summary.steps or 0
+        accepted = summary.accepted
+        if steps >= ENOUGH_STEPS and accepted is not None and not run.degenerate(name):
+            steps_of[name] = steps
+            mean_of[name] = accepted / steps
+    if not mean_of:
+        message = f"{path} has no category with {ENOUGH_STEPS} verification steps on output that is not degenerate"
+        remedy = "measure more: trtspec bench URL --samples 80 --max-tokens 256 -o DIR"
+        raise UsageError(message, remedy)
+    category = min(mean_of, key=lambda name: mean_of[name])
+    steps = steps_of[category]
+    mean = mean_of[category]
+    if not mean:
+        message = f"{path} has no accepted draft in {category}: no traffic can drop below that"
+        raise UsageError(message, "trtspec inspect HEAD --against TARGET, then measure again")
     turns = [turn for turn in run.turns_detail if turn.category == category]
-    squares = sum((turn.accepted - mean * turn.steps) ** 2 for turn in turns)
-    variance = (
-        DESIGN_EFFECT * mean * (1 + mean)
-        if len(turns) < 2
-        else squares / steps * len(turns) / (len(turns) - 1)
-    )
+    # a server that counts all answers together: a geometric distribution, with the effect of whole answers
+    variance = DESIGN_EFFECT * mean * (1 + mean)
+    if len(turns) >= 2:
+        # ratio estimator with answers as clusters (Cochran, Sampling Techniques, 3rd ed., chapter 6)
+        squares = sum((turn.accepted - mean * turn.steps) ** 2 for turn in turns)
+        variance = squares / steps * len(turns) / (len(turns) - 1)
     return Baseline(category, steps, mean, variance)
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """`drop`: of accepted drafts per step, relative to the baseline; `significant_drop`: the smallest one that chance
-    does not explain. None: not measured. `why` it did not pass."""
+class WatchVerdict:
+    """The verdict against a baseline.
+
+    `drop`: of accepted drafts per step, as a share of the baseline. `significant_drop`: the smallest drop that chance
+    does not explain. Both are None if not measured. `why`: the reason if it did not pass.
+    """
 
     status: Literal["pass", "fail", "unmeasured"]
     drop: float | None = None
@@ -202,64 +240,64 @@ class Verdict:
     why: str = ""
 
 
-def judge(watch: Watch, baseline: Baseline, max_drop: float, min_steps: int) -> Verdict:
-    """Fails a drop of accepted drafts per step that is larger than `max_drop` and significant at 1 %, one-sided.
-
-    The mean of n steps has the variance v / n, with the v of the baseline, and its distribution is normal for many
-    steps: a drop from the mean m of N steps is significant above z sqrt(v / n + v / N) / m."""
-    steps, mean = watch.counted.steps, baseline.accepted_per_step
+def judge(watch: Watch, baseline: Baseline, max_drop: float, min_steps: int) -> WatchVerdict:
+    """Fails a drop of accepted drafts per step that is larger than `max_drop` and significant at 1 %, one-sided."""
     if "steps" not in watch.keeps:
         why = f"{watch.source} do not count verification steps, the unit of the baseline"
-        return Verdict("unmeasured", why=why)
+        return WatchVerdict("unmeasured", why=why)
+    steps = watch.counted.steps
     if steps < min_steps:
         why = f"{steps} verification steps are counted, and a verdict needs {min_steps}"
-        return Verdict("unmeasured", why=why)
+        return WatchVerdict("unmeasured", why=why)
+    mean = baseline.accepted_per_step
     drop = 1 - watch.counted.accepted / steps / mean
-    significant = Z * math.sqrt(baseline.variance * (1 / steps + 1 / baseline.steps)) / mean
+    # The mean of n steps has the baseline's variance over n, and is normal for many steps.
+    variance = baseline.variance * (1 / steps + 1 / baseline.steps)
+    significant = Z * math.sqrt(variance) / mean
     if drop <= max_drop:
-        return Verdict("pass", drop, significant)
+        return WatchVerdict("pass", drop, significant)
     why = f"{100 * drop:.1f} % fewer accepted drafts per step than {baseline.category} of the baseline"
     if drop <= significant:
-        why = f"{why}; at {steps} steps only a drop above {100 * significant:.1f} % is significant"
-        return Verdict("unmeasured", drop, significant, why)
-    return Verdict("fail", drop, significant, f"{why}; at most {100 * max_drop:g} % are allowed")
+        why += f"; at {steps} steps only a drop above {100 * significant:.1f} % is significant"
+        return WatchVerdict("unmeasured", drop, significant, why)
+    why += f"; at most {100 * max_drop:g} % are allowed"
+    return WatchVerdict("fail", drop, significant, why)
+
+
+# --- the exporter ---
+
+# name, key of the summary, type and help of each metric
+METRICS = (
+    ("up", "up", GaugeMetricFamily, "1 if the last reading succeeded."),
+    ("scrapes", "scrapes", CounterMetricFamily, "Readings that succeeded."),
+    ("missed_scrapes", "missed_scrapes", CounterMetricFamily, "Readings that failed."),
+    ("restarts", "restarts", CounterMetricFamily, "Times that the server's counters went backwards."),
+    ("steps", "steps", CounterMetricFamily, "Verification steps."),
+    ("draft_tokens", "drafted", CounterMetricFamily, "Drafted tokens."),
+    ("accepted_tokens", "accepted", CounterMetricFamily, "Accepted draft tokens."),
+    ("acceptance_length", "acceptance_length", GaugeMetricFamily, "1 + accepted / steps, last interval."),
+)  # fmt: skip
 
 
 @dataclass(eq=False)
 class WatchCollector(Collector):
-    """The metrics of a watch, for Prometheus. What the server does not count is absent."""
+    """The metrics of a watch, for Prometheus. A figure that the server does not count is absent."""
 
     watch: Watch
 
     def collect(self) -> Iterator[Metric]:
-        found = self.watch.summary()
-        for name, key, family, text in (
-            ("up", "up", GaugeMetricFamily, "1 if the last reading succeeded."),
-            ("scrapes", "scrapes", CounterMetricFamily, "Readings that succeeded."),
-            ("missed_scrapes", "missed_scrapes", CounterMetricFamily, "Readings that failed."),
-            (
-                "restarts",
-                "restarts",
-                CounterMetricFamily,
-                "Times that the server's counters went backwards.",
-            ),
-            ("steps", "steps", CounterMetricFamily, "Verification steps."),
-            ("draft_tokens", "drafted", CounterMetricFamily, "Drafted tokens."),
-            ("accepted_tokens", "accepted", CounterMetricFamily, "Accepted draft tokens."),
-            (
-                "acceptance_length",
-                "acceptance_length",
-                GaugeMetricFamily,
-                "1 + accepted / steps, last interval.",
-            ),
-        ):
-            if found[key] is not None:
-                yield family(f"trtspec_watch_{name}", text, value=found[key])
+        summary = self.watch.summary()
+        for name, key, family, text in METRICS:
+            value = summary[key]
+            if value is not None:
+                yield family(f"trtspec_watch_{name}", text, value=value)
 
 
 def start_exporter(listen: str, watch: Watch) -> str:
-    """Serves the metrics on HOST:PORT, a PORT or :PORT (localhost, unless a host is named) as long as this process
-    lives. Returns the URL. Raises UsageError for an address that cannot be listened on."""
+    """Serves the metrics until this process ends, and returns their URL.
+
+    `listen`: HOST:PORT, PORT or :PORT. The default host is localhost. Raises UsageError if it cannot be listened on.
+    """
     host, _, port = listen.rpartition(":")
     host = host.strip("[]") or "localhost"
     registry = CollectorRegistry()
@@ -268,8 +306,7 @@ def start_exporter(listen: str, watch: Watch) -> str:
         server, _ = start_http_server(int(port), addr=host, registry=registry)
     except (ValueError, OverflowError, OSError) as error:
         reason = getattr(error, "strerror", None) or "it is not HOST:PORT"
-        raise UsageError(
-            f"`listen` {listen}: {reason}", "write `listen` localhost:9777, or choose another port"
-        ) from None
+        remedy = "write `listen` localhost:9777, or choose another port"
+        raise UsageError(f"`listen` {listen}: {reason}", remedy) from None
     shown = f"[{host}]" if ":" in host else host
     return f"http://{shown}:{server.server_port}/metrics"

@@ -21,7 +21,7 @@ from tests.bench.check.toy_server import Toy
 from tests.cli.matrix import Recorder
 from trtspec.bench.check.asking import Asker, record, score_answers
 from trtspec.bench.check.prompts import Prompts
-from trtspec.bench.check.rows import CheckVerdict, Row, coverage, judge
+from trtspec.bench.check.rows import CheckVerdict, GateRow, coverage, judge
 from trtspec.bench.questions.datasets import Question
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.client.exchange import Exchange, read_recording
@@ -73,14 +73,14 @@ def honest() -> tuple[list[Exchange], list[Exchange]]:
     return scored(recorded(Toy(TOKENIZER)), Toy(TOKENIZER, drafts=0))
 
 
-def check(fault: str, kind: str = "reference", **limits: Any) -> list[Row]:
+def check(fault: str, kind: str = "reference", **limits: Any) -> list[GateRow]:
     got, plain = scored(
         recorded(Toy(TOKENIZER, fault, kind=kind)), Toy(TOKENIZER, drafts=0, kind=kind)
     )
     return judge(got, plain, **limits)
 
 
-def failed(rows: list[Row]) -> dict[str, tuple[str, ...]]:
+def failed(rows: list[GateRow]) -> dict[str, tuple[str, ...]]:
     return {row.name: row.faults for row in rows if row.faults}
 
 

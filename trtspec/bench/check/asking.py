@@ -24,7 +24,7 @@ from trtspec.bench.check.prompts import (
     repeated,
     request_of,
 )
-from trtspec.bench.check.rows import CERTAIN, form_looks, is_greedy, speculates
+from trtspec.bench.check.rows import FAIL_NATS, form_looks, is_greedy, speculates
 from trtspec.checkpoint.chat_parser import END_OF_TURN
 from trtspec.checkpoint.writer import Journal
 from trtspec.client.client import RAW, RequestFailed, complete, finite
@@ -36,17 +36,37 @@ from trtspec.report import Bar
 if TYPE_CHECKING:
     from trtspec.checkpoint.tokenizer import KimiTokenizer
 
-MAX_FAILURES = 8  # in a row, after which nothing more is sent
-BUSY_WAITS = (1, 4, 16)  # seconds before a request that a busy server refused is sent again
 CROWD = 4  # times the concurrency: requests at once in the crowd
-TOP = 20  # alternatives that are asked for
+
+
+async def record(asker: Asker, prompts: Prompts) -> list[Exchange]:
+    """Sends all prompts of a check to one server and returns the answers.
+
+    The order is: first prompts, prompts made from their answers, a crowd at CROWD times the concurrency, some after it.
+    """
+    first = list(prompts.first())
+    asker.bar.show(0, len(first))
+    answers = await asker.all(first)
+    together = CROWD * asker.concurrency
+    warm = repeated(answers, "warm", "long", "limit", "text")
+    later_warm = warm[prompts.samples // 3 :]
+    second = [*prompts.second(answers), *later_warm]
+    crowd = repeated(answers, "crowd", "text")[:together]
+    later = repeated(answers, "later", "text")[: together // 2]
+    total = sum(map(len, (first, second, crowd, later)))
+    asker.bar.show(len(first), total)
+    answers += await asker.all(second)
+    answers += await asker.all(crowd, together)
+    answers += await asker.all(later)
+    return answers
+
+
+# --- one server ---
+
+MAX_FAILURES = 8  # in a row, after which nothing more is sent
+BUSY_WAITS_S = (0, 1, 4, 16)  # before each attempt at a request that a busy server refuses
 # fields with which an answer may end without an end of turn
 OTHER_ENDS = ("stop", "stop_token_ids", "response_format", "tool_choice")
-# whose answers are scored beside those at temperature 0
-SCORED = {*TRUNCATIONS, *SAMPLERS, "seed"}
-ONE_BY_ONE = 16  # tokens of an answer that are scored, where each takes a request
-ASKED_AGAIN = ("min_tokens", "logit_bias", "stop_token_ids")
-EQUAL = Score(0.0, (0.0,))
 
 
 @dataclass(frozen=True)
@@ -58,7 +78,7 @@ class ExchangeRecord:
 
 @dataclass(kw_only=True)
 class Asker:
-    """One server, and what it has answered so far. `known` holds the answers in `journal`, by request."""
+    """One server and its answers so far. `known`: answers in the journal, by request. `timeout`: seconds."""
 
     client: httpx.AsyncClient
     server: DetectedServer
@@ -73,166 +93,186 @@ class Asker:
     failures: int = 0  # in a row
 
     def use(self, journal: Journal) -> None:
-        """Raises UsageError if another server gave the answers in the journal, or if one is not an exchange."""
+        """Reads the answers in a journal.
+
+        Raises UsageError if another server gave them, or if one is not an exchange.
+        """
         self.journal = journal
         journal.answered_by({"server": self.server.identity})
         for entry in journal.entries(ExchangeRecord).values():
-            self.known[to_line(request_of(entry.exchange))] = entry.exchange
+            line = to_line(request_of(entry.exchange))
+            self.known[line] = entry.exchange
 
     async def all(self, wanted: Iterable[Exchange], concurrency: int = 0) -> list[Exchange]:
-        """The exchanges with their answers, in order."""
-        room = asyncio.Semaphore(concurrency or self.concurrency)
+        """Returns the exchanges with their answers, in order. `concurrency`: 0 for the server's."""
+        free = asyncio.Semaphore(concurrency or self.concurrency)
 
-        async def one(asked: Exchange) -> Exchange:
-            async with room:
-                return await self._ask(asked)
+        async def ask_when_free(request: Exchange) -> Exchange:
+            async with free:
+                return await self._ask(request)
 
-        return list(await asyncio.gather(*map(one, wanted)))
+        answers = await asyncio.gather(*map(ask_when_free, wanted))
+        return list(answers)
 
-    async def _ask(self, asked: Exchange) -> Exchange:
-        line = to_line(asked)
-        if asked.run == "withheld":
-            return asked
+    async def _ask(self, request: Exchange) -> Exchange:
+        line = to_line(request)
+        if request.run == "withheld":
+            return request
         if line in self.known:
             return self.known[line]
         if self.failures >= MAX_FAILURES:
-            return replace(asked, error=f"not asked, after {MAX_FAILURES} failures in a row")
-        answer = await ask(self.client, self.server.model, asked, self.timeout)
-        for seconds in BUSY_WAITS:
+            return replace(request, error=f"not asked, after {MAX_FAILURES} failures in a row")
+        for seconds in BUSY_WAITS_S:
+            await asyncio.sleep(seconds)
+            answer = await ask(self.client, self.server.model, request, self.timeout)
             if answer.status != 503:
                 break
-            await asyncio.sleep(seconds)
-            answer = await ask(self.client, self.server.model, asked, self.timeout)
-        found = self._finished(answer)
-        self.failures = self.failures + 1 if found.error and not found.refused else 0
+        answer = self._finished(answer)
         self.requests += 1
-        self.tokens += found.size
+        self.tokens += answer.size
         self.bar.advance(1)
-        if found.error:
-            return found
-        self.known[line] = found
+        self.failures = self.failures + 1 if answer.error and not answer.refused else 0
+        if answer.error:
+            return answer
+        self.known[line] = answer
         if self.journal:
-            fields = LINES.dump_python(found, mode="json", exclude_defaults=True)
+            fields = LINES.dump_python(answer, mode="json", exclude_defaults=True)
             key = hashlib.sha256(line).hexdigest()
             # a thread waits for the disk, so that no arrival of a chunk does
             await asyncio.to_thread(self.journal.record, key, exchange=fields)
-        return found
+        return answer
 
-    def _finished(self, found: Exchange) -> Exchange:
-        """With the end of turn, which some servers leave out of the token ids, and the text before any parser."""
-        ids, end = found.token_ids, self.tokenizer.special_tokens.get(END_OF_TURN)
+    def _finished(self, answer: Exchange) -> Exchange:
+        """Adds the text before any parser, and the end of turn if the server left it out of the token ids."""
+        ids = answer.token_ids
         if not ids:
-            return found
-        ends = {end, *self.tokenizer.eos_ids}
-        own_end = found.finish == "stop" and found.body.keys().isdisjoint(OTHER_ENDS)
-        if own_end and ids[-1] not in ends and end:
+            return answer
+        tokenizer = self.tokenizer
+        end = tokenizer.special_tokens.get(END_OF_TURN)
+        ends = {end, *tokenizer.eos_ids}
+        ended_turn = answer.finish == "stop" and answer.body.keys().isdisjoint(OTHER_ENDS)
+        if ended_turn and ids[-1] not in ends and end:
             ids = (*ids, end)
-        return replace(found, token_ids=ids, raw=raw_text(self.tokenizer, found, ids))
-
-
-async def record(asker: Asker, prompts: Prompts) -> list[Exchange]:
-    """Sends all prompts of a check to one server and returns the answers: first prompts, those made from their answers,
-    a crowd at CROWD times the concurrency, some after it."""
-    first = list(prompts.first())
-    asker.bar.show(0, len(first))
-    found = await asker.all(first)
-    together = CROWD * asker.concurrency
-    warm = repeated(found, "warm", "long", "limit", "text")
-    second = [*prompts.second(found), *warm[prompts.samples // 3 :]]
-    crowd = repeated(found, "crowd", "text")[:together]
-    later = repeated(found, "later", "text")[: together // 2]
-    asker.bar.show(len(first), sum(map(len, (first, second, crowd, later))))
-    found += await asker.all(second)
-    found += await asker.all(crowd, together)
-    return [*found, *await asker.all(later)]
+        return replace(answer, token_ids=ids, raw=raw_text(tokenizer, answer, ids))
 
 
 async def require_plain(asker: Asker, texts: Sequence[Exchange]) -> None:
     """Asks a few texts. Raises UsageError if the server that should not speculate does."""
-    if speculates(await asker.all(texts[: asker.concurrency])):
+    answers = await asker.all(texts[: asker.concurrency])
+    if speculates(answers):
         message = f"{asker.server.url} speculates, and the answers must be scored by a server that does not"
         raise UsageError(message, "swap the URLs, or serve the target there without its head")
 
 
-# --- the target scores what was said ---
+# --- the target scores the answers ---
+
+TOP = 20  # alternatives that are asked for
+MAX_CONTINUATIONS = 16  # tokens of an answer that are scored if each takes a request
+# probes whose answers are scored beside those at temperature 0
+SCORED = {*TRUNCATIONS, *SAMPLERS, "seed"}
+# parameters whose effect the baseline server must show as well
+COMPARED_PARAMETERS = ("min_tokens", "logit_bias", "stop_token_ids")
+BEST_TOKEN = Score(0.0, (0.0,))  # of a token that the target chose too
 
 
 async def score_answers(
-    asker: Asker, got: Sequence[Exchange]
+    asker: Asker, candidate: Sequence[Exchange]
 ) -> tuple[list[Exchange], list[Exchange]]:
-    """`got` with scores, and the server's own exchanges: its answers to the same prompts, scored as well, and its
-    answers to every request that shows a fault in `got`, and to every parameter."""
-    texts = [request_of(one) for one in got if one.kind == "text" and one.run == "ids"]
-    await require_plain(asker, texts)
-    sampled = [request_of(one) for one in got if one.kind in SAMPLERS]
-    own = await asker.all([*texts, *sampled[::4]])
-    # the requests whose faults count unless the plain server shows them too
-    faults = {look.name for look in form_looks(got, got) if look.fault}
-    again = [request_of(one) for one in got if one.name in faults or one.kind in ASKED_AGAIN]
-    own += await asker.all(one for one in again if one not in texts)
-    both = [*got, *own]
-    # equal answers to equal prompts are scored once
-    distinct = {_identity(one): one for one in both if _judged(one)}
-    plain = {one.key: one.token_ids for one in own if one.kind == "text"}
-    scores: dict[tuple[Any, ...], tuple[Score, ...]] = {}
-    asker.bar.say(f"scoring {len(distinct)} answers")
-    room = asyncio.Semaphore(asker.concurrency)
+    """Returns `candidate` with scores, and the exchanges of the asker's server with scores.
 
-    async def score(one: Exchange) -> None:
-        async with room:
-            if asker.server.adapter.scores == "echo":
-                scores[_identity(one)] = await _echoed(asker, one)
-            elif asker.server.adapter.scores == "continuations":
-                scores[_identity(one)] = await _continued(asker, one, plain.get(one.key, ()))
+    That server answers the same prompts, every request that shows a fault in `candidate`, and every parameter.
+    """
+    baseline = await _baseline_answers(asker, candidate)
+    exchanges = [*candidate, *baseline]
+    # equal answers to equal prompts are scored once
+    distinct = {_identity(answer): answer for answer in exchanges if _needs_scores(answer)}
+    texts = {answer.key: answer.token_ids for answer in baseline if answer.kind == "text"}
+    scores: dict[Any, tuple[Score, ...]] = {}
+    asker.bar.say(f"scoring {len(distinct)} answers")
+    free = asyncio.Semaphore(asker.concurrency)
+    method = asker.server.adapter.scores
+
+    async def score(answer: Exchange) -> None:
+        async with free:
+            if method == "echo":
+                scores[_identity(answer)] = await _echoed(asker, answer)
+            elif method == "continuations":
+                baseline_ids = texts.get(answer.key, ())
+                scores[_identity(answer)] = await _continued(asker, answer, baseline_ids)
             asker.bar.advance(1)
 
     await asyncio.gather(*map(score, distinct.values()))
-    filled = [replace(one, scores=scores.get(_identity(one), ())) for one in both]
-    return filled[: len(got)], filled[len(got) :]
+    scored = [replace(answer, scores=scores.get(_identity(answer), ())) for answer in exchanges]
+    return scored[: len(candidate)], scored[len(candidate) :]
 
 
-def _judged(one: Exchange) -> bool:
+async def _baseline_answers(asker: Asker, candidate: Sequence[Exchange]) -> list[Exchange]:
+    """Asks the server that scores. Raises UsageError if it speculates."""
+    texts = [answer for answer in candidate if answer.kind == "text" and answer.run == "ids"]
+    text_requests = list(map(request_of, texts))
+    await require_plain(asker, text_requests)
+    sampled = [request_of(answer) for answer in candidate if answer.kind in SAMPLERS]
+    baseline = await asker.all([*text_requests, *sampled[::4]])
+    # a fault counts unless this server shows it too
+    faults = {look.name for look in form_looks(candidate, candidate) if look.fault}
+    compared = []
+    for answer in candidate:
+        request = request_of(answer)
+        needed = answer.name in faults or answer.kind in COMPARED_PARAMETERS
+        if needed and request not in text_requests:
+            compared.append(request)
+    baseline += await asker.all(compared)
+    return baseline
+
+
+def _needs_scores(answer: Exchange) -> bool:
     """Whether a row reads the scores of an answer."""
-    return is_greedy(one) or (one.kind in SCORED and bool(one.token_ids))
+    sampled = answer.kind in SCORED and bool(answer.token_ids)
+    return sampled or is_greedy(answer)
 
 
-def _identity(one: Exchange) -> tuple[Any, ...]:
-    return _prompt(one), one.token_ids
+def _identity(answer: Exchange) -> tuple[Any, ...]:
+    return _prompt(answer), answer.token_ids
 
 
-async def _echoed(asker: Asker, one: Exchange) -> tuple[Score, ...]:
-    """Scores of all tokens from one prefill."""
-    prompt = [*_prompt(one), *one.token_ids]
+async def _echoed(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
+    """Scores all tokens by one prefill. () if a score is missing."""
+    prompt = [*_prompt(answer), *answer.token_ids]
     body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": TOP, "temperature": 0.0}
     logprobs = await _logprobs(asker, body)
-    lists = [logprobs.get(name) or [] for name in ("token_logprobs", "top_logprobs")]
-    pairs = list(zip(*lists, strict=False))[len(_prompt(one)) : len(prompt)]
-    found = [score for chosen, top in pairs if (score := _score(chosen, top))]
-    return tuple(found) if len(found) == len(one.token_ids) else ()
+    chosen = logprobs.get("token_logprobs") or []
+    tops = logprobs.get("top_logprobs") or []
+    pairs = list(zip(chosen, tops, strict=False))
+    answer_pairs = pairs[len(_prompt(answer)) : len(prompt)]
+    scores = [_score(logprob, top) for logprob, top in answer_pairs]
+    known = tuple(score for score in scores if score)
+    return known if len(known) == len(answer.token_ids) else ()
 
 
-async def _continued(asker: Asker, one: Exchange, plain: tuple[int, ...]) -> tuple[Score, ...]:
-    """Scores of some tokens, each from a continuation of one token: of a sampled answer its first ones, which are the
-    least sure, of another from its first difference on."""
-    begin = len(commonprefix([one.token_ids, plain]))
-    places = range(len(one.token_ids))[begin : begin + ONE_BY_ONE]
-    found = [EQUAL] * begin
-    for place in places:
-        body = {
-            "prompt": [*_prompt(one), *one.token_ids[:place]],
-            "max_tokens": 1,
-            "logprobs": TOP,
-            "temperature": 0.0,
-        }
+async def _continued(
+    asker: Asker, answer: Exchange, baseline_ids: tuple[int, ...]
+) -> tuple[Score, ...]:
+    """Scores up to MAX_CONTINUATIONS tokens from the first difference on, each by a continuation of one token.
+
+    A sampled answer has no `baseline_ids`: its first tokens are scored, which are the least sure.
+    """
+    ids = answer.token_ids
+    begin = len(commonprefix([ids, baseline_ids]))
+    scores = [BEST_TOKEN] * begin
+    for index in range(len(ids))[begin : begin + MAX_CONTINUATIONS]:
+        prompt = [*_prompt(answer), *ids[:index]]
+        body = {"prompt": prompt, "max_tokens": 1, "logprobs": TOP, "temperature": 0.0}
         logprobs = await _logprobs(asker, body)
         top = (logprobs.get("top_logprobs") or [None])[0] or {}
-        name = asker.tokenizer.decode([one.token_ids[place]])
-        if score := _score(top.get(name, -math.inf), top):
-            found.append(score)
-    return tuple(found)
+        text = asker.tokenizer.decode([ids[index]])
+        score = _score(top.get(text, -math.inf), top)
+        if score:
+            scores.append(score)
+    return tuple(scores)
 
 
 async def _logprobs(asker: Asker, body: dict[str, Any]) -> dict[str, Any]:
+    """The log-probabilities of a completion. {} if the request fails."""
     asker.requests += 1
     try:
         reply = await complete(asker.client, RAW, {"model": asker.server.model, **body})
@@ -242,14 +282,16 @@ async def _logprobs(asker: Asker, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _score(chosen: Any, top: Any) -> Score | None:
-    """None if these are not log-probabilities."""
-    listed = map(finite, (top or {}).values())
-    values = sorted((value for value in listed if value is not None), reverse=True)[:TOP]
+    """None if the response has no valid log-probabilities."""
+    logprobs = map(finite, (top or {}).values())
+    valid = [logprob for logprob in logprobs if logprob is not None]
+    values = sorted(valid, reverse=True)[:TOP]
     if not values or chosen is None:
         return None
-    # a token that is not listed is far behind
-    return Score(max(float(chosen), values[-1] - CERTAIN - 1), tuple(values))
+    # an unlisted token is far behind
+    least = values[-1] - FAIL_NATS - 1
+    return Score(max(float(chosen), least), tuple(values))
 
 
-def _prompt(one: Exchange) -> tuple[int, ...]:
-    return one.prompt_ids or tuple(one.prompt)
+def _prompt(answer: Exchange) -> tuple[int, ...]:
+    return answer.prompt_ids or tuple(answer.prompt)

@@ -1,8 +1,9 @@
 """Evidence that sampled tokens are not drawn from the target's distribution, and what a faulty sampler would bring.
 
 A bet pays on each token what its fault makes likelier, and loses on the others. An exact sampler wins nothing in the
-mean: a mixture of bets exceeds log 8000 by chance once in 8,000 checks at most. What a faulty sampler wins follows
-from the distributions that the scoring server lists, so a row knows whether its tokens could have shown the fault.
+mean: a mixture of bets exceeds log 8000 by chance once in 8,000 checks at most. The winnings with a faulty sampler
+follow from the distributions that the scoring server lists, so a row knows whether its tokens could have shown the
+fault.
 """
 
 from __future__ import annotations
@@ -18,8 +19,36 @@ from numpy.typing import NDArray
 
 from trtspec.client.exchange import Exchange, Score
 
-STAKE = 0.9  # of what was won so far: a token that a fault excludes costs log 10, never everything
-DEVIATIONS = 2.33  # below the mean, which 99 of 100 runs exceed
+
+def collect(exchanges: Iterable[Exchange]) -> list[Evidence]:
+    """Returns the winnings of each bet on sampled tokens."""
+    scores = defaultdict[str, list[Score]](list)
+    for exchange in exchanges:
+        scores[exchange.kind] += exchange.scores
+    evidence = []
+    for probe, fault, tilt in BETS:
+        gains = [_gains(probe, score, tilt) for score in scores[probe]]
+        won, mean, variance = np.sum([(0, 0, 0), *gains], axis=0)
+        deviation = math.sqrt(variance)
+        faulty = mean - DEVIATIONS * deviation - math.log(len(BETS))
+        evidence.append(Evidence(faulty, won, probe, fault))
+    return evidence
+
+
+class Evidence(NamedTuple):
+    """Winnings of one bet, as natural logarithms.
+
+    `faulty`: what 99 of 100 runs with the fault exceed, as this bet's share of the mixture. `won`: in this run.
+    """
+
+    faulty: float
+    won: float
+    probe: str
+    fault: str
+
+
+STAKE = 0.9  # share of the winnings: a token that a fault excludes costs log 10, never everything
+DEVIATIONS = 2.33  # below the mean: 99 of 100 runs exceed it
 
 Masses = NDArray[np.float64]  # of the classes of equally likely tokens, the likeliest last
 # from masses, and the weight of one token in each, to the masses under a fault
@@ -32,23 +61,26 @@ def _tempered(power: float) -> Tilt:
 
 
 def _best(factor: float) -> Tilt:
+    """`factor`: of the mass of the likeliest class."""
     return lambda masses, weights: np.append(masses[:-1], masses[-1] * factor)
 
 
 def _nucleus(masses: Masses, weights: Masses) -> Masses:
+    """Keeps the likeliest 95 %."""
     return masses * (1 - masses.cumsum() < 0.95)
 
 
 def _listed(masses: Masses, weights: Masses) -> Masses:
+    """Drops the tokens that are not listed, which are in the first class."""
     return np.append(weights[0], masses[1:])
 
 
-# by probe, the sampler of its requests; that of `tail` shows small tails: at its temperature no target is sure, and
-# with its top_k all tokens that may come are listed
+# Sampling parameters by probe. `tail` makes small tails visible: at its temperature no target is sure, and its top_k
+# leaves listed tokens alone.
 PLAIN: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 HOT = PLAIN | {"temperature": 2.0}
 SAMPLERS = {"places": PLAIN, "tail": HOT | {"top_k": 16, "max_tokens": 32, "ignore_eos": True}}
-# probe, fault, and what the fault makes of a distribution
+# probe, fault, and the distribution under the fault
 BETS = (
     ("places", "temperature 0.7", _tempered(0.43)),
     ("places", "temperature 1.5", _tempered(-0.33)),
@@ -59,58 +91,44 @@ BETS = (
 )
 
 
-class Evidence(NamedTuple):
-    """`faulty`: logarithm of what all bets win by this one in 99 of 100 runs with its fault. `won`: of what it won."""
-
-    faulty: float
-    won: float
-    probe: str
-    fault: str
-
-
-def collect(exchanges: Iterable[Exchange]) -> list[Evidence]:
-    """What each bet won on sampled tokens."""
-    scores = defaultdict[str, list[Score]](list)
-    for one in exchanges:
-        scores[one.kind] += one.scores
-    found = []
-    for probe, fault, tilt in BETS:
-        gains = [_gains(probe, score, tilt) for score in scores[probe]]
-        won, mean, variance = np.sum([(0, 0, 0), *gains], axis=0)
-        faulty = mean - DEVIATIONS * math.sqrt(variance) - math.log(len(BETS))
-        found.append(Evidence(faulty, won, probe, fault))
-    return found
-
-
-def mixed(found: Sequence[Evidence]) -> float:
-    """Logarithm of the mean of what bets won."""
-    return np.logaddexp.reduce([bet.won for bet in found]) - math.log(len(found))
+def mixed(bets: Sequence[Evidence]) -> float:
+    """Logarithm of the mean winnings of all bets."""
+    won = [bet.won for bet in bets]
+    return np.logaddexp.reduce(won) - math.log(len(won))
 
 
 @cache
 def _gains(probe: str, score: Score, tilt: Tilt) -> tuple[Any, ...]:
-    """What a bet wins on a token, then mean and variance of that under its fault."""
-    top_k = SAMPLERS[probe]["top_k"]
-    if top_k and len({*score.top[top_k - 1 : top_k + 1]}) < 2:
-        return 0.0, 0.0, 0.0  # servers differ in which of equally likely tokens they keep
-    values, masses, weights = _classes(score.top, **SAMPLERS[probe])
+    """Winnings of a bet on a token, then their mean and variance under its fault."""
+    sampler = SAMPLERS[probe]
+    top_k = sampler["top_k"]
+    top = score.top
+    # servers differ in which of equally likely tokens they keep
+    if top_k and len({*top[top_k - 1 : top_k + 1]}) < 2:
+        return 0.0, 0.0, 0.0
+    values, masses, weights = _classes(top, sampler["temperature"], top_k)
     faulty = tilt(masses, weights)
     faulty /= faulty.sum()
     gains = np.log1p(STAKE * (faulty / masses - 1))
     mean = faulty @ gains
-    won = gains[np.abs(values - score.chosen).argmin()]
-    return won, mean, faulty @ (gains - mean) ** 2
+    variance = faulty @ (gains - mean) ** 2
+    nearest = np.abs(values - score.chosen).argmin()
+    return gains[nearest], mean, variance
 
 
 def _classes(
-    top: tuple[float, ...], temperature: float, top_k: int, **_: Any
+    top: tuple[float, ...], temperature: float, top_k: int
 ) -> tuple[Masses, Masses, Masses]:
-    """Log-probabilities of the classes of equally likely tokens, the likeliest last, their masses, and the weight of
-    one token in each. Without a `top_k` the first class is also that of all tokens that are not listed."""
+    """Groups equally likely tokens. `top`: log-probabilities of the listed tokens.
+
+    Returns log-probabilities of the classes, the likeliest last, their masses, and the weight of one token in each.
+    Without a `top_k` the first class also holds all tokens that are not listed.
+    """
     values, counts = np.unique(top[: top_k or None], return_counts=True)
-    numbers = counts.astype(float)
+    sizes = counts.astype(float)
     if not top_k:
-        numbers[0] += abs(1 - np.exp(top).sum()) / math.exp(top[-1])
+        unlisted = abs(1 - np.exp(top).sum())
+        sizes[0] += unlisted / math.exp(top[-1])
     weights = np.exp(values / temperature)
-    weights /= weights @ numbers
-    return values, weights * numbers, weights
+    weights /= weights @ sizes
+    return values, weights * sizes, weights

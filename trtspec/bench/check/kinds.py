@@ -1,6 +1,6 @@
 """The kinds of faults that check looks for. Probes, rows, the verdict and docs/fault-kinds.md read this table.
 
-A probe is the `kind` of an exchange, its `run` where the same request is repeated, or what is looked at in all answers.
+A probe is the `kind` of an exchange, its `run` if the same request is repeated, or a property of all answers.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ NEVER_ASKED = (
 
 
 class FaultKind(NamedTuple):
-    """A line of the table: `code` is that of its row, and `probes` are separated by blanks."""
+    """A line of the table. `code`: the problem code of its row. `probes`: separated by blanks."""
 
     code: str
     name: str
@@ -87,13 +87,14 @@ class FaultKind(NamedTuple):
 
     @property
     def row(self) -> str:
+        """The name of the row, such as `greedy`."""
         return self.code.removeprefix("TS-CHECK-").lower()
 
 
 KINDS = [FaultKind(*line.strip("| ").split(" | ")) for line in TABLE.splitlines()[2:]]
-CODES = {kind.row: kind.code for kind in KINDS}
+CODES = {fault.row: fault.code for fault in KINDS}
 
 
 def page() -> str:
-    """docs/fault-kinds.md."""
+    """Returns docs/fault-kinds.md."""
     return f"# Kinds of faults\n\nWhat `trtspec check` looks for, by row.\n\n{TABLE}\nNever asked: {NEVER_ASKED}.\n"

@@ -1,8 +1,8 @@
 """The rows of the gate: pure functions of one or two recordings.
 
-A look is at one exchange, for one kind of fault. A row fails if a look has a fault. It is unmeasured if one of its
-kinds was not seen, or if fewer than half of its looks could be judged. Else it passes. A fault that the plain server
-shows for the same request never counts.
+A look judges one exchange for one kind of fault. A row fails if a look has a fault. A row is unmeasured if a kind of
+fault was not seen, or if fewer than half of its looks could be judged. Else it passes. A fault that the baseline
+server shows for the same request never counts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from os.path import commonprefix
@@ -23,33 +23,79 @@ from trtspec.bench.check.prompts import CALLED, PENALTIES, SAID, SEEDS, TRUNCATI
 from trtspec.checkpoint.chat_parser import parse_reply
 from trtspec.client.exchange import Exchange
 
-# every threshold of the gate
-NEAR = 0.25  # nats behind the best token from which an answer counts as different; rounding seldom reaches it
-CERTAIN = 2.0  # nats behind from which one answer fails; bfloat16 reaches 1.1 where the target itself is unsure
-EXACT = 1e-3  # nats, with --exact: float32 rounds far below
-ALPHA = 1.25e-4  # false alarms of one test; a check makes eight of them at most
-DOUBTFUL = 0.01  # probability by chance of an effect of a penalty, below which it counts
-CLEAR = 1e-12  # the same of an effect that no honest server lacks
-KEPT_DRAFTS = 0.8  # accepted drafts over those of the same texts before: below it is a regression
-COLLAPSE = 0.05  # the same for long prompts, which are other texts, over short ones
-COLLAPSE_STEPS = 8  # in which a drafter that accepts next to nothing shows
-MIN_STEPS = 50  # below, acceptance says nothing
-RARE = 0.02  # share of the steps below which a size is that of last steps, which the end of an answer cuts
-SPECULATES = 1.1  # tokens per step; a busy server without speculation joins a few chunks as well
+
+def judge(
+    candidate: Sequence[Exchange],
+    baseline: Sequence[Exchange],
+    *,
+    min_acceptance: float | None = None,
+    exact: bool = False,
+) -> list[GateRow]:
+    """Returns the seven rows.
+
+    Args:
+        candidate: Exchanges of the server under test.
+        baseline: Exchanges of the server without speculation. Empty if there is none.
+        min_acceptance: Tokens per step that are wanted.
+        exact: Both servers compute in float32, so every difference fails.
+    """
+    known = [*candidate, *baseline]
+    answer_looks = [*answers(candidate), *_streams(candidate)]
+    looks: dict[str, tuple[Iterable[Look], str]] = {
+        "answers": (answer_looks, ""),
+        "prompts": (prompts(candidate), ""),
+        "greedy": greedy(candidate, baseline, exact),
+        "sampled": sampled(candidate, baseline),
+        "transport": (transport(candidate, known), ""),
+        "parameters": (parameters(candidate, baseline), ""),
+        "acceptance": acceptance(candidate, min_acceptance),
+    }
+    excusable = baseline
+    # without a baseline server, nobody knows whether it would honour a refused request
+    if not baseline:
+        excusable = [exchange for exchange in candidate if exchange.refused]
+    baseline_looks = form_looks(excusable, known)
+    excused = {(look.probe, look.name) for look in baseline_looks if look.fault}
+    skipped = not_asked(candidate)
+    return [_row(name, looks, why, excused, skipped) for name, (looks, why) in looks.items()]
+
+
+# --- every threshold of the gate ---
+
+SUSPECT_NATS = (
+    0.25  # behind the best token: the answer counts as different; rounding seldom does it
+)
+FAIL_NATS = (
+    2.0  # behind the best token: one answer fails; bfloat16 reaches 1.1 if the target is unsure
+)
+EXACT_NATS = 1e-3  # behind the best token with --exact; float32 rounds far below
+ALPHA = 1.25e-4  # false alarms of one test; a check makes eight tests at most
+DOUBTFUL_P = 0.01  # probability by chance below which the effect of a penalty counts
+CLEAR_P = 1e-12  # probability by chance of an effect that every honest server has
+KEPT_DRAFTS = 0.8  # accepted drafts over the first ones of the same texts; below is a regression
+COLLAPSED_DRAFTS = (
+    0.05  # accepted drafts of long prompts over drafts of short ones, whose texts differ
+)
+COLLAPSE_STEPS = 8  # steps in which a drafter shows that it accepts next to nothing
+MIN_STEPS = 50  # steps below which acceptance says nothing
+RARE_STEP_SHARE = (
+    0.02  # share of steps; rarer sizes are last steps, which the end of an answer cuts
+)
+SPECULATES = 1.1  # tokens per step; a busy server without speculation also joins a few chunks
 TOKENS_PER_ARRIVAL = 16  # more than any drafter yields in a step: a proxy buffers
 
 NO_EFFECT = "no effect, and has one without speculation"
 NO_SCORES = "needs the scores of the server without speculation (`score`, `against`)"
-Name = tuple[str, str]
+Name = tuple[str, str]  # key and run of an exchange
 PROBES = defaultdict[str, dict[str, str]](dict)  # by row: probe -> kind of fault
-for kind in KINDS:
-    PROBES[kind.row] |= dict.fromkeys(kind.probes.split(), kind.name)
+for line in KINDS:
+    PROBES[line.row] |= dict.fromkeys(line.probes.split(), line.name)
 GREEDY = PROBES["greedy"].keys()
-REPEATS = ("warm", "crowd", "later")  # runs that are probes of their own
+REPEATS = ("warm", "crowd", "later")  # runs that are probes by themselves
 
 
 class Look(NamedTuple):
-    """What one exchange shows of one kind. `fault`: "" if nothing is wrong, None if it could not be judged."""
+    """One exchange judged by one probe. `fault`: "" if nothing is wrong, None if it could not be judged."""
 
     probe: str
     name: Name
@@ -57,9 +103,12 @@ class Look(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """`status`: pass, fail or unmeasured. `seen` of `of` looks could be judged. `unmeasured`: kinds of faults that were
-    asked for in vain. `why` says what was missing, or what was measured."""
+class GateRow:
+    """One row of the report.
+
+    `status`: pass, fail or unmeasured. `seen` of `of` looks could be judged. `unmeasured`: kinds of faults that no look
+    could judge. `why`: what was missing, or what was measured.
+    """
 
     name: str
     status: str
@@ -70,77 +119,66 @@ class Row:
     why: str = ""
 
 
-def judge(
-    got: Sequence[Exchange],
-    plain: Sequence[Exchange],
-    *,
-    min_acceptance: float | None = None,
-    exact: bool = False,
-) -> list[Row]:
-    """The seven rows. `plain`: exchanges of the server without speculation. `exact`: both servers compute in float32,
-    so every difference fails."""
-    known = [*got, *plain]
-    looks: dict[str, tuple[Iterable[Look], str]] = {
-        "answers": ([*answers(got), *_streams(got)], ""),
-        "prompts": (prompts(got), ""),
-        "greedy": greedy(got, plain, exact),
-        "sampled": sampled(got, plain),
-        "transport": (transport(got, known), ""),
-        "parameters": (parameters(got, plain), ""),
-        "acceptance": acceptance(got, min_acceptance),
-    }
-    # a refusal counts where the plain server honours the request
-    unknown = [] if plain else [one for one in got if one.refused]
-    excused = {
-        (look.probe, look.name) for look in form_looks([*plain, *unknown], known) if look.fault
-    }
-    skipped = not_asked(got)
-    return [_row(name, looks, why, excused, skipped) for name, (looks, why) in looks.items()]
-
-
 def _row(
     name: str,
     looks: Iterable[Look],
     why: str,
     excused: set[tuple[str, Name]],
     skipped: Mapping[str, str],
-) -> Row:
-    """The row with the status that follows from its looks."""
+) -> GateRow:
+    """Returns the row of these looks.
+
+    Args:
+        excused: Probes and exchanges whose faults the baseline server shows too.
+        skipped: Probes that were not asked, with the reason.
+    """
     kinds = PROBES[name]
-    counted = [look for look in looks if look.probe in kinds]
-    judged = [look for look in counted if look.fault is not None]
+    relevant = [look for look in looks if look.probe in kinds]
+    judged = [look for look in relevant if look.fault is not None]
     seen = {kinds[look.probe] for look in judged}
-    seen |= {kind for probe, kind in kinds.items() if probe in skipped}
-    missing = [kind for kind in dict.fromkeys(kinds.values()) if kind not in seen]
+    seen |= {kind_name for probe, kind_name in kinds.items() if probe in skipped}
+    missing = [kind_name for kind_name in dict.fromkeys(kinds.values()) if kind_name not in seen]
     faults = []
     for probe, (key, run), fault in judged:
         if fault and (probe, (key, run)) not in excused:
             faults.append(f"{kinds[probe]}: {key} ({run}): {fault}")
-    status = "fail" if faults else "unmeasured" if missing else "pass"
-    if not faults and 2 * len(judged) < len(counted):
-        status = "unmeasured"
+    unmeasured = missing or 2 * len(judged) < len(relevant)
+    status = "unmeasured" if unmeasured else "pass"
+    if faults:
+        status = "fail"
     if missing and judged:
         why = f"{why}; not seen: {', '.join(missing)}".removeprefix("; ")
-    return Row(name=name, status=status, seen=len(judged), of=len(counted), faults=tuple(faults),
-               unmeasured=tuple(missing), why=why)  # fmt: skip
+    return GateRow(
+        name=name,
+        status=status,
+        seen=len(judged),
+        of=len(relevant),
+        faults=tuple(faults),
+        unmeasured=tuple(missing),
+        why=why,
+    )
 
 
-def not_asked(got: Sequence[Exchange]) -> dict[str, str]:
-    """By probe, why a fault cannot reach a user: the target lacks something, or the server refuses it by name."""
-    skipped = {one.kind: "refused by the server" for one in got if one.refused}
-    return skipped | {one.kind: one.error or "" for one in got if one.run == "withheld"}
+def not_asked(candidate: Sequence[Exchange]) -> dict[str, str]:
+    """Why a fault cannot reach a user, by probe: the target lacks something, or the server refuses it by name."""
+    skipped = {exchange.kind: "refused by the server" for exchange in candidate if exchange.refused}
+    for exchange in candidate:
+        if exchange.run == "withheld":
+            skipped[exchange.kind] = exchange.error or ""
+    return skipped
 
 
 def form_looks(exchanges: Sequence[Exchange], known: Sequence[Exchange]) -> list[Look]:
-    """Looks at what needs no other server."""
+    """Looks that need no other server. `known`: all exchanges whose tokens may explain a message."""
     return [
         *answers(exchanges),
         *_streams(exchanges),
         *prompts(exchanges),
-        *_unsure(exchanges),
+        *_choices(exchanges),
+        *_seeds(exchanges),
         *transport(exchanges, known),
         *_overruns(exchanges),
-        *_penalties(exchanges, DOUBTFUL),
+        *_penalties(exchanges, DOUBTFUL_P),
     ]
 
 
@@ -148,155 +186,191 @@ def form_looks(exchanges: Sequence[Exchange], known: Sequence[Exchange]) -> list
 
 
 def answers(exchanges: Sequence[Exchange]) -> Iterator[Look]:
-    """Every request is answered, or a parameter is refused by name."""
-    for one in exchanges:
-        if one.run != "withheld" and not (one.refused and one.kind in PROBES["parameters"]):
-            fault = "" if one.answered else one.error or "the answer has no finish_reason"
-            yield Look("request", one.name, fault)
+    """Checks that every request is answered, or a parameter is refused by name."""
+    for exchange in exchanges:
+        honest_refusal = exchange.refused and exchange.kind in PROBES["parameters"]
+        if exchange.run != "withheld" and not honest_refusal:
+            fault = ""
+            if not exchange.answered:
+                fault = exchange.error or "the answer has no finish_reason"
+            yield Look("request", exchange.name, fault)
 
 
 def _streams(exchanges: Sequence[Exchange]) -> Iterator[Look]:
-    """Streams come as they are made. A proxy holds back every stream; where some came as they were made, the others
-    waited for a busy machine."""
-    long = [
-        one
-        for one in exchanges
-        if one.answered and one.body.get("stream") and one.size > TOKENS_PER_ARRIVAL
+    """Checks that streams arrive while they are made."""
+    streams = [
+        exchange for exchange in exchanges if exchange.answered and exchange.body.get("stream")
     ]
-    held = all(one.size > TOKENS_PER_ARRIVAL * one.arrivals for one in long)
+    long = [exchange for exchange in streams if exchange.size > TOKENS_PER_ARRIVAL]
+    # a proxy holds back every stream; if only some are late, they waited for a busy machine
+    held = all(exchange.size > TOKENS_PER_ARRIVAL * exchange.arrivals for exchange in long)
     fault = "came at once: a proxy or the server holds streams back" if held else ""
-    for one in long:
-        yield Look("streams", one.name, fault)
+    for exchange in long:
+        yield Look("streams", exchange.name, fault)
 
 
 # --- prompts ---
 
 
 def prompts(exchanges: Sequence[Exchange]) -> Iterator[Look]:
-    """The server reads a conversation as our own chat template writes it: token ids, or else their number."""
-    for one in exchanges:
-        if one.answered and one.prompt:
-            yield Look(one.kind, one.name, _misread(one))
+    """Checks that the server reads a conversation as our own chat template writes it."""
+    for exchange in exchanges:
+        if exchange.answered and exchange.prompt:
+            yield Look(exchange.kind, exchange.name, _misread(exchange))
 
 
-def _misread(one: Exchange) -> str | None:
-    want = tuple(one.prompt)
-    count = len(one.prompt_ids) or one.prompt_tokens
+def _misread(exchange: Exchange) -> str | None:
+    """Compares token ids, or their number if the server returns no ids. None if it returns neither."""
+    expected = tuple(exchange.prompt)
+    ids = exchange.prompt_ids
+    count = len(ids) or exchange.prompt_tokens
     if not count:
         return None
-    if count == len(want) and (one.prompt_ids or want) == want:
+    same_ids = ids in ((), expected)
+    if count == len(expected) and same_ids:
         return ""
-    return f"read {count} tokens that are not the {len(want)} of the chat template"
+    return f"read {count} tokens that are not the {len(expected)} of the chat template"
 
 
 # --- greedy ---
 
 
-def is_greedy(one: Exchange) -> bool:
-    """An answer at temperature 0 that no grammar and no parameter changed."""
-    return one.answered and bool(one.token_ids) and one.kind in GREEDY and not one.body.get("stop")
+def is_greedy(exchange: Exchange) -> bool:
+    """Whether this is an answer at temperature 0 that no grammar and no parameter changed."""
+    changed = exchange.kind not in GREEDY or exchange.body.get("stop")
+    return exchange.answered and bool(exchange.token_ids) and not changed
 
 
 def greedy(
-    got: Sequence[Exchange], plain: Sequence[Exchange], exact: bool
+    candidate: Sequence[Exchange], baseline: Sequence[Exchange], exact: bool
 ) -> tuple[list[Look], str]:
-    """No token of a greedy answer is further behind the target's best than rounding explains."""
-    asked = [one for one in got if is_greedy(one)]
-    regrets = {_identity(one): regret(one) for one in asked if one.scores}
-    own = {_identity(one): regret(one) for one in plain if is_greedy(one) and one.scores}
-    limit = EXACT if exact else CERTAIN
-    different = sum(value > NEAR for value in regrets.values())
-    theirs = sum(value > NEAR for value in own.values())
-    if more_often(different, len(regrets), theirs, len(own)):
-        limit = min(limit, NEAR)
-    looks = []
-    for one in asked:
-        fault: str | None = "" if one.scores else None
-        if (behind := regret(one)) > limit:
-            token = _behind(one).index(behind)
-            fault = f"token {token} is {behind:.2f} of {limit:g} nats behind the target's best"
-        looks.append(Look(one.run if one.run in REPEATS else one.kind, one.name, fault))
+    """Checks that no token of a greedy answer is further behind the target's best than rounding explains.
+
+    Returns the looks, and the measured distances in words.
+    """
+    greedy_answers = [exchange for exchange in candidate if is_greedy(exchange)]
+    regrets = _regrets(greedy_answers)
+    baseline_regrets = _regrets(exchange for exchange in baseline if is_greedy(exchange))
+    limit = EXACT_NATS if exact else FAIL_NATS
+    suspects = sum(nats > SUSPECT_NATS for nats in regrets)
+    baseline_suspects = sum(nats > SUSPECT_NATS for nats in baseline_regrets)
+    # more suspects than rounding explains: each of them fails
+    if more_often(suspects, len(regrets), baseline_suspects, len(baseline_regrets)):
+        limit = min(limit, SUSPECT_NATS)
+    looks = [_greedy_look(exchange, limit) for exchange in greedy_answers]
     if not regrets:
         return looks, NO_SCORES
-    rounding = max(own.values(), default=0.0)
-    worst = max(regrets.values())
-    return (
-        looks,
-        f"at most {worst:.2f} of {limit:g} nats behind, without speculation {rounding:.2f}",
-    )
+    rounding = max(baseline_regrets, default=0.0)
+    why = f"at most {max(regrets):.2f} of {limit:g} nats behind, without speculation {rounding:.2f}"
+    return looks, why
 
 
-def _identity(one: Exchange) -> tuple[str, tuple[int, ...]]:
-    return one.key, one.token_ids
+def _regrets(exchanges: Iterable[Exchange]) -> list[float]:
+    """Regrets in nats of the scored answers. Equal answers to one request count once."""
+    distinct = {_identity(exchange): exchange for exchange in exchanges if exchange.scores}
+    return list(map(regret, distinct.values()))
 
 
-def regret(one: Exchange) -> float:
-    """Nats that a token is behind the target's best one at most."""
-    return max(_behind(one), default=0.0)
+def _greedy_look(exchange: Exchange, limit: float) -> Look:
+    """`limit`: nats that a token may be behind."""
+    probe = exchange.run if exchange.run in REPEATS else exchange.kind
+    fault: str | None = "" if exchange.scores else None
+    nats = regret(exchange)
+    if nats > limit:
+        token = _nats_behind(exchange).index(nats)
+        fault = f"token {token} is {nats:.2f} of {limit:g} nats behind the target's best"
+    return Look(probe, exchange.name, fault)
 
 
-def _behind(one: Exchange) -> list[float]:
-    return [score.top[0] - score.chosen for score in one.scores]
+def _identity(exchange: Exchange) -> tuple[str, tuple[int, ...]]:
+    return exchange.key, exchange.token_ids
 
 
-def more_often(mine: int, of: int, theirs: int, among: int, alpha: float = ALPHA) -> bool:
-    """Whether `mine` of `of` are more than `theirs` of `among` explain: Fisher's exact test, one-sided."""
-    total, found = of + among, mine + theirs
-    ways = math.comb(total, found)
-    tail = sum(
-        math.comb(of, k) * math.comb(among, found - k) for k in range(mine, min(of, found) + 1)
-    )
-    return tail / ways < alpha
+def regret(exchange: Exchange) -> float:
+    """Nats by which the worst token is behind the target's best."""
+    return max(_nats_behind(exchange), default=0.0)
+
+
+def _nats_behind(exchange: Exchange) -> list[float]:
+    return [score.top[0] - score.chosen for score in exchange.scores]
+
+
+def more_often(
+    count: int, total: int, baseline_count: int, baseline_total: int, alpha: float = ALPHA
+) -> bool:
+    """Whether `count` of `total` is too many for the baseline's rate: Fisher's exact test, one-sided."""
+    marked = count + baseline_count
+    tail = 0
+    for drawn in range(count, min(total, marked) + 1):
+        ways = math.comb(total, drawn)
+        tail += ways * math.comb(baseline_total, marked - drawn)
+    return tail / math.comb(total + baseline_total, marked) < alpha
 
 
 # --- sampled ---
 
 
-def sampled(got: Sequence[Exchange], plain: Sequence[Exchange]) -> tuple[list[Look], str]:
-    """Answers at a temperature are drawn from the target's distribution; seeds repeat and differ; choices differ."""
-    looks = list(_unsure(got))
-    found = collect(got)
-    if not any(one.scores for one in got):
+def sampled(candidate: Sequence[Exchange], baseline: Sequence[Exchange]) -> tuple[list[Look], str]:
+    """Checks that answers at a temperature are drawn from the target's distribution.
+
+    Seeds must repeat and differ, and choices must differ. Returns the looks, and the evidence in words.
+    """
+    looks = [*_choices(candidate), *_seeds(candidate)]
+    bets = collect(candidate)
+    if not any(exchange.scores for exchange in candidate):
         return looks, NO_SCORES
-    limit, won, theirs = -math.log(ALPHA), mixed(found), mixed(collect(plain))
-    why = (
-        f"log e {won:.1f} of {limit:.1f}, without speculation {theirs:.1f}, "
-        f"a faulty sampler {min(found).faulty:.1f} or more"
-    )
+    limit = -math.log(ALPHA)
+    total = mixed(bets)
+    baseline_total = mixed(collect(baseline))
+    faulty = min(bets).faulty
+    why = f"log e {total:.1f} of {limit:.1f}, without speculation {baseline_total:.1f}, "
+    why += f"a faulty sampler {faulty:.1f} or more"
     for probe in SAMPLERS:
-        bets = [bet for bet in found if bet.probe == probe]
-        best = max(bets, key=lambda bet: bet.won)
-        shown = min(won, best.won)
+        probe_bets = [bet for bet in bets if bet.probe == probe]
+        best = max(probe_bets, key=lambda bet: bet.won)
+        evidence = min(total, best.won)
+        would_show = max(evidence, min(probe_bets).faulty) > limit
         fault: str | None = ""
-        if theirs > limit or max(shown, min(bets).faulty) <= limit:
-            fault = None
-        elif shown > limit:
+        if evidence > limit:
             fault = f"tokens are not drawn from the target's distribution, as with {best.fault}"
+        # a baseline that fails the same test shows that the scores are wrong
+        if baseline_total > limit or not would_show:
+            fault = None
         looks.append(Look(probe, ("sampled", "all"), fault))
     return looks, why
 
 
-def _unsure(exchanges: Sequence[Exchange]) -> Iterator[Look]:
-    """At a high temperature, most choices of one `n` differ, some seed repeats its answer, and seeds differ."""
-    answers = defaultdict[Any, list[tuple[int, ...]]](list)
-    seeds = [one for one in exchanges if one.kind == "seed" and one.token_ids]
-    for one in seeds:
-        answers[one.body["seed"]].append(one.token_ids)
-    for one in exchanges:
-        if one.kind == "n" and one.answered:
-            count, different = len(one.choices), len({*one.choices})
-            wrong = count < one.body["n"] or different <= count // 2
-            fault = f"{different} different choices"
-            yield Look("n", one.name, fault * wrong)
-    repeated = {seed for seed, texts in answers.items() if len({*texts}) < len(texts)}
-    fault = "" if repeated - {None} else "no seed repeats its answer"
+def _choices(exchanges: Sequence[Exchange]) -> Iterator[Look]:
+    """Checks that most choices of a request with `n` differ, at a high temperature."""
+    for exchange in exchanges:
+        if exchange.kind == "n" and exchange.answered:
+            choices = exchange.choices
+            different = len({*choices})
+            fault = ""
+            if len(choices) < exchange.body["n"] or different <= len(choices) // 2:
+                fault = f"{different} different choices"
+            yield Look("n", exchange.name, fault)
+
+
+def _seeds(exchanges: Sequence[Exchange]) -> Iterator[Look]:
+    """Checks that a seed repeats its answer and that seeds differ, at a high temperature."""
+    seeded = [exchange for exchange in exchanges if exchange.kind == "seed" and exchange.token_ids]
+    # if an answer is missing, little is known of the others
+    if len(seeded) != 2 * len(SEEDS):
+        return
+    by_seed = defaultdict[Any, list[tuple[int, ...]]](list)
+    for exchange in seeded:
+        by_seed[exchange.body["seed"]].append(exchange.token_ids)
+    repeated = {seed for seed, texts in by_seed.items() if len({*texts}) < len(texts)}
+    fault = ""
+    if not repeated - {None}:
+        fault = "no seed repeats its answer"
     if None in repeated:
         fault = "answers without a seed are equal"
-    if len({texts[0] for texts in answers.values()}) < 2:
+    if len({texts[0] for texts in by_seed.values()}) < 2:
         fault = "all seeds give one answer"
-    # without one of the answers, little is known of the others
-    for one in seeds if len(seeds) == 2 * len(SEEDS) else ():
-        yield Look("seed", one.name, fault)
+    for exchange in seeded:
+        yield Look("seed", exchange.name, fault)
 
 
 # --- transport ---
@@ -305,248 +379,358 @@ Parts = list[str]  # reasoning, text, calls
 
 
 def transport(exchanges: Sequence[Exchange], known: Sequence[Exchange]) -> Iterator[Look]:
-    """A message, whole or streamed, is what the Kimi parser makes of the tokens."""
+    """Checks that a message, whole or streamed, is what the Kimi parser makes of the tokens.
+
+    `known`: exchanges whose tokens explain a message that comes without its own.
+    """
     raws = defaultdict[str, list[Exchange]](list)
-    for one in known:
-        if one.raw:
-            raws[one.key].append(one)
-    ids = Counter(call["id"] for one in exchanges for call in one.calls)
-    for one in exchanges:
-        if not one.answered:
+    for exchange in known:
+        if exchange.raw:
+            raws[exchange.key].append(exchange)
+    ids = Counter[str]()
+    for exchange in exchanges:
+        ids.update(call["id"] for call in exchange.calls)
+    for exchange in exchanges:
+        if not exchange.answered:
             continue
-        yield Look("finish", one.name, _finish_fault(one))
-        if one.token_ids and one.completion_tokens:
-            wrong = abs(len(one.token_ids) - one.completion_tokens) > 1
-            fault = f"counts {one.completion_tokens} tokens of {len(one.token_ids)}"
-            yield Look("usage", one.name, fault if wrong else "")
-        if "prompt" in one.body:
-            other = bool(one.raw) and one.content.strip() not in one.raw
-            yield Look(one.kind, one.name, "the text is not that of its tokens" if other else "")
+        name = exchange.name
+        yield Look("finish", name, _finish_fault(exchange))
+        if exchange.token_ids and exchange.completion_tokens:
+            yield Look("usage", name, _usage_fault(exchange))
+        if "prompt" in exchange.body:
+            raw = exchange.raw
+            other_text = raw and exchange.content.strip() not in raw
+            fault = "the text is not that of its tokens" if other_text else ""
+            yield Look(exchange.kind, name, fault)
             continue
-        if one.calls:
-            yield Look("ids", one.name, _call_id_fault(one, ids))
-        yield from _message(one, raws[one.key])
+        if exchange.calls:
+            yield Look("ids", name, _call_id_fault(exchange, ids))
+        if exchange.kind in FORMS:
+            yield from _forced_form(exchange)
+        else:
+            yield from _message(exchange, raws[exchange.key])
 
 
-def _finish_fault(one: Exchange) -> str:
-    limit = _limit(one)
-    if one.finish == "length" and 0 < one.size < limit:
-        return f"length after {one.size} of {limit} tokens"
-    if _stopped_late(one):
+def _finish_fault(exchange: Exchange) -> str:
+    limit = _limit(exchange)
+    finish = exchange.finish
+    size = exchange.size
+    if finish == "length" and 0 < size < limit:
+        return f"length after {size} of {limit} tokens"
+    if _stopped_late(exchange):
         return f"stop after {limit} tokens, where the limit ended the answer"
-    if one.calls and one.finish not in ("tool_calls", "length"):
-        return f"{one.finish} after calls"
+    if exchange.calls and finish not in ("tool_calls", "length"):
+        return f"{finish} after calls"
     return ""
 
 
-def _stopped_late(one: Exchange) -> bool:
+def _usage_fault(exchange: Exchange) -> str:
+    """The count may differ by one: a server may leave out the end of turn."""
+    count = exchange.completion_tokens or 0
+    tokens = len(exchange.token_ids)
+    return f"counts {count} tokens of {tokens}" if abs(tokens - count) > 1 else ""
+
+
+def _stopped_late(exchange: Exchange) -> bool:
     """Whether check had to add the end of turn behind the last token that was allowed."""
-    limit = _limit(one)
-    return one.finish == "stop" and one.completion_tokens == limit == len(one.token_ids) - 1
+    tokens = len(exchange.token_ids) - 1
+    return exchange.finish == "stop" and exchange.completion_tokens == _limit(exchange) == tokens
 
 
-def _limit(one: Exchange) -> int:
-    limit: int = one.body.get("max_tokens", 2**31) * one.body.get("n", 1)
+def _limit(exchange: Exchange) -> int:
+    """Tokens that the request allows over all its choices."""
+    body = exchange.body
+    limit: int = body.get("max_tokens", 2**31) * body.get("n", 1)
     return limit
 
 
-def _call_id_fault(one: Exchange, ids: Counter[str]) -> str:
-    """Kimi's own ids count the calls of a conversation, so two answers may share one."""
-    own = [call["id"] for call in one.calls]
-    if one.unindexed:
+def _call_id_fault(exchange: Exchange, ids: Counter[str]) -> str:
+    """`ids`: how often each call id occurs in all answers."""
+    if exchange.unindexed:
         return "fragments of calls without an index"
-    if not all(own) or any(own.count(name) > max(1, one.raw.count(name)) for name in own):
-        return "calls without an id of their own"
-    shared = [name for name in own if ids[name] > 1 and not name.startswith("functions.")]
-    return f"the id {shared[0]} is that of several answers" if shared else ""
+    call_ids = [call["id"] for call in exchange.calls]
+    for call_id in call_ids:
+        if not call_id or call_ids.count(call_id) > max(1, exchange.raw.count(call_id)):
+            return "calls without an id of their own"
+    for call_id in call_ids:
+        # Kimi's ids count the calls of a conversation, so two answers may share one
+        if ids[call_id] > 1 and not call_id.startswith("functions."):
+            return f"the id {call_id} is that of several answers"
+    return ""
 
 
-def _message(one: Exchange, raws: Sequence[Exchange]) -> Iterator[Look]:
-    """Looks at a chat's text, reasoning and calls."""
-    mine, want = _parts(one), _expected(one, raws)
-    cut = one.finish == "length" and one.kind in CUT_SHORT
-    probes = [one.kind]
-    if one.kind in FORMS:
-        probes += ["characters"] * (one.kind == "json")
-        right = FORMS[one.kind](one)
-        shown = right or not cut
-        wanted = "its form"
-    else:
-        right = any(_agrees(mine, parts) for parts in want) or _tied(one, raws)
-        expected = want[0] if want else mine
-        reasoning, text, *calls = expected
-        probes += ["reasoning"] * bool(reasoning) + ["characters"] * (not text.isascii())
-        needed = {"call": calls, "reasoning": reasoning}.get(one.kind, want)
-        shown = bool(want) and not cut and bool(needed or not right)
-        wanted = _shown(expected)
-    fault = "" if right else f"{_shown(mine)} is not {wanted}"
+def _forced_form(exchange: Exchange) -> Iterator[Look]:
+    """Looks at an answer whose form the request forces."""
+    probe = exchange.kind
+    fault: str | None = ""
+    if not _has_form(exchange):
+        fault = f"{_shown(_parts(exchange))} is not its form"
+        if _cut_short(exchange):
+            fault = None
+    yield Look(probe, exchange.name, fault)
+    if probe == "json":
+        yield Look("characters", exchange.name, fault)
+
+
+def _message(exchange: Exchange, raws: Sequence[Exchange]) -> Iterator[Look]:
+    """Looks at a chat's text, reasoning and calls. `raws`: answers to the same prompt with their raw text."""
+    parts = _parts(exchange)
+    candidates = _expected(exchange, raws)
+    expected = parts
+    if candidates:
+        expected = candidates[0]
+    reasoning, text, *calls = expected
+    probes = [exchange.kind]
+    if reasoning:
+        probes.append("reasoning")
+    if not text.isascii():
+        probes.append("characters")
+    # a call or reasoning that did not occur shows nothing
+    occurred = {"call": calls, "reasoning": reasoning}.get(exchange.kind, candidates)
+    same = any(_agrees(parts, candidate) for candidate in candidates)
+    agrees = same or _tied(exchange, raws)
+    fault: str | None = None
+    if candidates and not _cut_short(exchange):
+        if not agrees:
+            fault = f"{_shown(parts)} is not {_shown(expected)}"
+        elif occurred:
+            fault = ""
     for probe in probes:
-        yield Look(probe, one.name, fault if shown else None)
+        yield Look(probe, exchange.name, fault)
 
 
-FORMS: dict[str, Callable[[Exchange], bool]] = {
-    "picture": lambda one: bool(one.content or one.reasoning),
-    "json": lambda one: _object(one) == {"name": _object(one).get("name"), **VALUES},
-    "arguments": lambda one: _parts(one) == ["", "", _call(CALLED["function"])],
-    "spoken": lambda one: _parts(one)[1:] == _parsed(SAID)[1:],
-    "calls": lambda one: _parts(one)[2:4] == 2 * _parsed(SAID)[2:],
-}  # fmt: skip
+# probes whose requests force the form of the answer
+FORMS = ("picture", "json", "arguments", "spoken", "calls")
 # answers that show nothing if they end at the limit
 CUT_SHORT = {"picture", "json", "arguments", "spoken", "call", "follow-up", "stop", "stops"}
 
 
-def _object(one: Exchange) -> dict[str, Any]:
-    """The JSON object that an answer is; {} for other text."""
+def _has_form(exchange: Exchange) -> bool:
+    """Whether the answer has the form that its request forces."""
+    probe = exchange.kind
+    parts = _parts(exchange)
+    forced = _parsed(SAID)
+    if probe == "picture":
+        return bool(exchange.content or exchange.reasoning)
+    if probe == "json":
+        value = _object(exchange)
+        return value == {"name": value.get("name"), **VALUES}
+    if probe == "arguments":
+        call = _call(CALLED["function"])
+        return parts == ["", "", call]
+    if probe == "spoken":
+        return parts[1:] == forced[1:]
+    # calls in a row repeat until the limit
+    return parts[2:4] == 2 * forced[2:]
+
+
+def _cut_short(exchange: Exchange) -> bool:
+    """Whether the answer ended at the limit and therefore shows nothing."""
+    return exchange.finish == "length" and exchange.kind in CUT_SHORT
+
+
+def _object(exchange: Exchange) -> dict[str, Any]:
+    """The answer as a JSON object. {} for other text."""
     try:
-        value = json.loads(one.content)
+        value = json.loads(exchange.content)
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def _expected(one: Exchange, raws: Sequence[Exchange]) -> list[Parts]:
-    """What the message may be: the parse of its own tokens, else of the tokens of any answer to the same prompt."""
-    found = []
-    for raw in [one.raw] if one.raw else [other.raw for other in raws]:
-        parts = _parsed(raw)
-        text = parts[1]
-        ends = [index for word in one.body.get("stop", ()) if (index := text.find(word)) >= 0]
-        found.append([parts[0], text[: min(ends)]] if ends else parts)
-    return found
+def _expected(exchange: Exchange, raws: Sequence[Exchange]) -> list[Parts]:
+    """Parses the message's own tokens, else the tokens of every answer to the same prompt."""
+    sources = [exchange] if exchange.raw else raws
+    messages = []
+    for source in sources:
+        parts = _parsed(source.raw)
+        reasoning, text = parts[:2]
+        stops = exchange.body.get("stop", ())
+        ends = [text.find(stop) for stop in stops if stop in text]
+        if ends:
+            parts = [reasoning, text[: min(ends)]]
+        messages.append(parts)
+    return messages
 
 
 def _parsed(raw: str) -> Parts:
     message = parse_reply(raw, False)
-    calls = [call["function"] for call in message.get("tool_calls", ())]
-    return [message.get("reasoning_content", ""), message["content"] or "", *map(_call, calls)]
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    reasoning = message.get("reasoning_content", "")
+    return [reasoning, message["content"] or "", *map(_call, functions)]
 
 
-def _parts(one: Exchange) -> Parts:
-    return [one.reasoning, one.content, *map(_call, one.calls)]
+def _parts(exchange: Exchange) -> Parts:
+    return [exchange.reasoning, exchange.content, *map(_call, exchange.calls)]
 
 
-def _call(call: Mapping[str, str]) -> str:
-    """`name(arguments)`, the arguments in one spelling of JSON, with the order of their members."""
-    arguments = call["arguments"]
+def _call(function: Mapping[str, str]) -> str:
+    """`name(arguments)`, with the arguments in one spelling of JSON and in their order."""
+    arguments = function["arguments"]
     with suppress(ValueError):
         arguments = json.dumps(json.loads(arguments), ensure_ascii=False)
-    return f"{call['name']}({arguments})"
+    return f"{function['name']}({arguments})"
 
 
-def _agrees(mine: Parts, want: Parts) -> bool:
+def _agrees(parts: Parts, expected: Parts) -> bool:
     """A server may leave out white space at the ends, and add none."""
-    pairs = zip(mine, want, strict=False)
-    same = all(text in other and text.strip() == other.strip() for text, other in pairs)
-    return same and len(mine) == len(want)
+    if len(parts) != len(expected):
+        return False
+    pairs = zip(parts, expected, strict=True)
+    return all(text in other and text.strip() == other.strip() for text, other in pairs)
 
 
 def _shown(parts: Parts) -> str:
     return " ".join(repr(part[:60]) for part in parts if part) or "nothing"
 
 
-def _tied(one: Exchange, raws: Sequence[Exchange]) -> bool:
-    """Without tokens of its own: whether the message parts from an answer to the same prompt at a near-tie."""
-    if one.raw:
+def _tied(exchange: Exchange, raws: Sequence[Exchange]) -> bool:
+    """Whether a message without its tokens leaves an answer to the same prompt at a near-tie."""
+    if exchange.raw:
         return False
-    text = one.reasoning + one.content
-    for other in raws:
-        base = "".join(_parsed(other.raw)[:2])
-        same = len(commonprefix([text, base]))
-        token = len(other.token_ids) * same // max(1, len(base))
-        for score in other.scores[max(0, token - 2) : token + 2]:
-            if sum(value >= score.top[0] - CERTAIN for value in score.top) > 1:
-                return True
+    text = exchange.reasoning + exchange.content
+    return any(_leaves_at_tie(text, other) for other in raws)
+
+
+def _leaves_at_tie(text: str, other: Exchange) -> bool:
+    """Whether `text` parts from the other answer at a token whose best two candidates are close."""
+    other_text = "".join(_parsed(other.raw)[:2])
+    same = len(commonprefix([text, other_text]))
+    # the index of the token is estimated from the index of its character
+    token = len(other.token_ids) * same // max(1, len(other_text))
+    for score in other.scores[max(0, token - 2) : token + 2]:
+        least = score.top[0] - FAIL_NATS
+        close = sum(value >= least for value in score.top)
+        if close > 1:
+            return True
     return False
 
 
 # --- parameters ---
 
 
-def parameters(got: Sequence[Exchange], plain: Sequence[Exchange]) -> Iterator[Look]:
-    """What the plain server honours, this one honours or refuses."""
-    theirs = {one.kind: one for one in plain if one.answered}
-    # what most answers to the same prompt are behind at least, if no parameter leaves the best token alone
-    loose = median([0.0, *(regret(one) for one in got if one.kind == "seed")])
-    yield from _overruns(got)
-    clear = {look.probe for look in _penalties(plain, CLEAR) if not look.fault}
-    for look in _penalties(got, DOUBTFUL):
-        yield look if look.probe in clear or not look.fault else look._replace(fault=None)
-    for one in got:
-        other = theirs.get(one.kind)
-        if one.kind in TRUNCATIONS:  # each leaves the best token alone
-            ignored = regret(one) > CERTAIN
-            shown = bool(one.scores) and loose > CERTAIN
-        elif other and one.answered:
-            ignored = not _kept(one)
-            shown = _kept(other)
-        else:
-            continue
-        yield Look(one.kind, one.name, NO_EFFECT * ignored if shown else None)
+def parameters(candidate: Sequence[Exchange], baseline: Sequence[Exchange]) -> Iterator[Look]:
+    """Checks that a parameter that the baseline server honours is honoured or refused."""
+    baseline_answers = {exchange.kind: exchange for exchange in baseline if exchange.answered}
+    seeds = [regret(exchange) for exchange in candidate if exchange.kind == "seed"]
+    # how far answers to the same prompt stray if no parameter holds them to the best token
+    stray = median([0.0, *seeds])
+    yield from _overruns(candidate)
+    clear = {look.probe for look in _penalties(baseline, CLEAR_P) if not look.fault}
+    for look in _penalties(candidate, DOUBTFUL_P):
+        if look.fault and look.probe not in clear:
+            look = look._replace(fault=None)
+        yield look
+    for exchange in candidate:
+        probe = exchange.kind
+        if probe in TRUNCATIONS:
+            yield Look(probe, exchange.name, _truncation_fault(exchange, stray))
+        elif exchange.answered and probe in baseline_answers:
+            fault = _parameter_fault(exchange, baseline_answers[probe])
+            yield Look(probe, exchange.name, fault)
+
+
+def _truncation_fault(exchange: Exchange, stray: float) -> str | None:
+    """Each truncation allows the best token alone. None if answers without it do not stray either."""
+    if not exchange.scores or stray <= FAIL_NATS:
+        return None
+    return NO_EFFECT if regret(exchange) > FAIL_NATS else ""
+
+
+def _parameter_fault(exchange: Exchange, other: Exchange) -> str | None:
+    """None if the baseline server's answer `other` does not keep to the parameter either."""
+    if not _kept(other):
+        return None
+    return "" if _kept(exchange) else NO_EFFECT
 
 
 def _penalties(exchanges: Sequence[Exchange], alpha: float) -> Iterator[Look]:
-    """More tokens repeat with one sign of a penalty than with the other."""
-    repeats: dict[Name, tuple[int, int]] = {}
-    for one in exchanges:
-        size = len(one.token_ids)
-        if size:
-            repeats[one.name] = size - len({*one.token_ids}), size
-    for kind in PENALTIES:
-        names = (kind, "more"), (kind, "less")
-        more, less = (repeats.get(name) for name in names)
-        if more and less:
-            fault = "" if more_often(*more, *less, alpha) else NO_EFFECT
-            for name in names:
-                yield Look(kind, name, fault)
+    """Checks that more tokens repeat with one sign of a penalty than with the other."""
+    repeats: dict[Name, tuple[int, int]] = {}  # repeated tokens, tokens
+    for exchange in exchanges:
+        ids = exchange.token_ids
+        if ids:
+            size = len(ids)
+            repeats[exchange.name] = size - len({*ids}), size
+    for penalty in PENALTIES:
+        more = (penalty, "more")
+        less = (penalty, "less")
+        if more in repeats and less in repeats:
+            effect = more_often(*repeats[more], *repeats[less], alpha)
+            fault = "" if effect else NO_EFFECT
+            yield Look(penalty, more, fault)
+            yield Look(penalty, less, fault)
 
 
 def _overruns(exchanges: Sequence[Exchange]) -> Iterator[Look]:
-    for one in exchanges:
-        if one.answered:
-            over = f"{one.size} tokens, {_limit(one)} are allowed"
-            right = one.size <= _limit(one) or _stopped_late(one)
-            yield Look("max_tokens", one.name, "" if right else over)
+    """Checks that answers end at max_tokens."""
+    for exchange in exchanges:
+        if exchange.answered:
+            size = exchange.size
+            limit = _limit(exchange)
+            fault = ""
+            if size > limit and not _stopped_late(exchange):
+                fault = f"{size} tokens, {limit} are allowed"
+            yield Look("max_tokens", exchange.name, fault)
 
 
-def _kept(one: Exchange) -> bool:
+def _kept(exchange: Exchange) -> bool:
     """Whether an answer keeps to its parameters."""
-    body, ids = one.body, one.token_ids
-    stops, biased = body.get("stop_token_ids", ()), map(int, body.get("logit_bias", ()))
+    body = exchange.body
+    ids = exchange.token_ids
     long_enough = len(ids) >= body.get("min_tokens", 0) - 1
+    stops = body.get("stop_token_ids", ())
+    biased = map(int, body.get("logit_bias", ()))
     return long_enough and {*ids[:-1]}.isdisjoint(stops) and {*ids}.isdisjoint(biased)
 
 
 # --- acceptance ---
 
 
-def acceptance(got: Sequence[Exchange], floor: float | None) -> tuple[list[Look], str]:
-    """Tokens per step at or above the floor, never the same in each step, and no fewer where the same text comes from a
-    warm cache, in a crowd or after it."""
-    runs = ("ids", "stream")
-    asked = [one for one in got if one.kind == "text" and one.run in runs and one.answered]
-    tokens, steps = _tokens_and_steps(asked)
+def acceptance(candidate: Sequence[Exchange], floor: float | None) -> tuple[list[Look], str]:
+    """Checks that tokens per step reach the floor, vary, and stay as many when a text is repeated.
+
+    Returns the looks, and tokens per step in words. No looks if there are too few steps or no drafts.
+    """
+    texts = [exchange for exchange in candidate if exchange.kind == "text" and exchange.answered]
+    first = [exchange for exchange in texts if exchange.run in ("ids", "stream")]
+    tokens, steps = _tokens_and_steps(first)
     wanted = f", {floor:g} tokens per step are wanted" if floor else ""
     if steps < MIN_STEPS:
         return [], f"{steps} steps are shown, {MIN_STEPS} are needed{wanted}"
     length = tokens / steps
     why = f"{length:.2f} tokens per step{wanted}"
-    low = length < (floor or 0)
-    if not (speculates(asked) or low):
+    faults: dict[str, str | None] = {"floor": ""}
+    if length < (floor or 0):
+        faults["floor"] = why
+    elif not speculates(first):
         return [], f"{why}: no draft was accepted"
-    sizes = Counter(
-        b - a for one in asked for a, b in zip(one.counted, one.counted[1:-1], strict=False)
-    )
-    faults: dict[str, str | None] = {"floor": why if low else ""}
-    first = {_identity(one): one for one in got if one.run == "ids" and one.steps}
-    for run in REPEATS:
-        again = [one for one in got if one.run == run and _identity(one) in first]
-        before = [first[_identity(one)] for one in again]
-        faults[run] = _slower(again, before, KEPT_DRAFTS, MIN_STEPS // 2)
-    long = [one for one in got if one.kind == "long" and one.run == "ids"]
-    faults["long"] = _slower(long, asked, COLLAPSE, COLLAPSE_STEPS)
+    faults |= _repeat_faults(candidate)
+    long = [exchange for exchange in candidate if exchange.kind == "long" and exchange.run == "ids"]
+    faults["long"] = _slower(long, first, COLLAPSED_DRAFTS, COLLAPSE_STEPS)
+    sizes = Counter[int]()
+    for exchange in first:
+        pairs = zip(exchange.counted, exchange.counted[1:-1], strict=False)
+        sizes.update(after - before for before, after in pairs)
     forced = forced_sizes(sizes)
-    faults["forced"] = forced and f"every step brought {forced} tokens"
-    return [Look(probe, ("text", probe), fault) for probe, fault in faults.items()], why
+    faults["forced"] = f"every step brought {forced} tokens" if forced else ""
+    looks = [Look(probe, ("text", probe), fault) for probe, fault in faults.items()]
+    return looks, why
+
+
+def _repeat_faults(candidate: Sequence[Exchange]) -> dict[str, str | None]:
+    """Compares the same texts from a warm cache, in a crowd and after it with their first answers."""
+    first = {}
+    for exchange in candidate:
+        if exchange.run == "ids" and exchange.steps:
+            first[_identity(exchange)] = exchange
+    faults = {}
+    for run in REPEATS:
+        in_run = [exchange for exchange in candidate if exchange.run == run]
+        repeats = [exchange for exchange in in_run if _identity(exchange) in first]
+        earlier = [first[_identity(exchange)] for exchange in repeats]
+        faults[run] = _slower(repeats, earlier, KEPT_DRAFTS, MIN_STEPS // 2)
+    return faults
 
 
 def speculates(exchanges: Sequence[Exchange]) -> bool:
@@ -556,32 +740,47 @@ def speculates(exchanges: Sequence[Exchange]) -> bool:
 
 
 def _tokens_and_steps(exchanges: Iterable[Exchange]) -> tuple[int, int]:
-    """(tokens, steps) of the answers that show their steps; the first token comes from the prefill."""
-    stepped = [one for one in exchanges if one.steps and one.size > 1]
-    return sum(one.size - 1 for one in stepped), sum(one.steps or 0 for one in stepped)
+    """(tokens, steps) of the answers that show their steps. The first token comes from the prefill."""
+    tokens = 0
+    total = 0
+    for exchange in exchanges:
+        steps = exchange.steps
+        if steps and exchange.size > 1:
+            tokens += exchange.size - 1
+            total += steps
+    return tokens, total
 
 
 def forced_sizes(sizes: Counter[int]) -> str:
-    """`2 or 3` where steps brought no other number of tokens, never one alone; "" for a drafter that drafts. The end of
-    an answer cuts a step, so that rare sizes do not count."""
-    common = {size for size, count in sizes.items() if count >= max(1, RARE * sizes.total())}
-    forced = sizes.total() >= MIN_STEPS and 1 not in common and len(common) <= 2
-    return " or ".join(map(str, sorted(common))) if forced else ""
+    """`2 or 3` if steps brought no other number of tokens, never one alone. "" for a drafter that drafts.
+
+    `sizes`: how many steps brought each number of tokens.
+    """
+    total = sizes.total()
+    # the end of an answer cuts a step, so rare sizes do not count
+    least = max(1, RARE_STEP_SHARE * total)
+    common = sorted(size for size, count in sizes.items() if count >= least)
+    if total < MIN_STEPS or 1 in common or len(common) > 2:
+        return ""
+    return " or ".join(map(str, common))
 
 
 def _slower(
-    now: Sequence[Exchange], before: Sequence[Exchange], kept: float, least: int
+    repeats: Sequence[Exchange], earlier: Sequence[Exchange], kept: float, min_steps: int
 ) -> str | None:
-    """A fault where a step accepted fewer drafts than `kept` of those before, and beyond chance. None for fewer than
-    `least` steps."""
-    tokens, steps = _tokens_and_steps(now)
-    tokens_before, steps_before = _tokens_and_steps(before)
-    if min(steps, steps_before) < least:
+    """A fault if a step accepted fewer drafts than `kept` of the earlier ones, beyond chance.
+
+    None below `min_steps` steps.
+    """
+    tokens, steps = _tokens_and_steps(repeats)
+    earlier_tokens, earlier_steps = _tokens_and_steps(earlier)
+    if min(steps, earlier_steps) < min_steps:
         return None
-    length, earlier = tokens / steps, tokens_before / steps_before
-    fell = length - 1 < kept * (earlier - 1)
-    if fell and more_often(steps, tokens, steps_before, tokens_before):
-        return f"{length:.2f} tokens per step, {earlier:.2f} for the first short texts"
+    length = tokens / steps
+    earlier_length = earlier_tokens / earlier_steps
+    fell = length - 1 < kept * (earlier_length - 1)
+    if fell and more_often(steps, tokens, earlier_steps, earlier_tokens):
+        return f"{length:.2f} tokens per step, {earlier_length:.2f} for the first short texts"
     return ""
 
 
@@ -590,43 +789,49 @@ def _slower(
 
 @dataclass(frozen=True, kw_only=True)
 class CheckVerdict:
-    """`word` is SAFE, NOT SAFE or NOT PROVEN; `line` says why in one sentence."""
+    """The verdict over all rows. `accepted`: names of rows that may stay unmeasured."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[GateRow, ...]
     accepted: frozenset[str] = frozenset()
 
     @property
-    def missing(self) -> list[Row]:
+    def missing(self) -> list[GateRow]:
         """Unmeasured rows that the user does not accept as such."""
-        return [
-            row for row in self.rows if row.status == "unmeasured" and row.name not in self.accepted
-        ]
+        unmeasured = [row for row in self.rows if row.status == "unmeasured"]
+        return [row for row in unmeasured if row.name not in self.accepted]
 
     @property
     def word(self) -> str:
+        """SAFE, NOT SAFE or NOT PROVEN."""
         if any(row.faults for row in self.rows):
             return "NOT SAFE"
         return "NOT PROVEN" if self.missing else "SAFE"
 
     @property
     def line(self) -> str:
+        """The verdict and its reasons in one sentence."""
         rows = [row for row in self.rows if row.faults] or self.missing
         if rows:
-            none = "too little was seen"
-            reasons = [f"{row.name}: {(*row.faults, row.why or none)[0]}" for row in rows]
+            reasons = []
+            for row in rows:
+                causes = [*row.faults, row.why or "too little was seen"]
+                reasons.append(f"{row.name}: {causes[0]}")
             return f"{self.word}: {'; '.join(reasons)}"
-        rest = [row.name for row in self.rows if row.status == "unmeasured"]
-        left = f"; not measured: {', '.join(rest)}" if rest else ""
-        return f"SAFE: the same output as without speculation{left}"
+        line = "SAFE: the same output as without speculation"
+        unmeasured = [row.name for row in self.rows if row.status == "unmeasured"]
+        if unmeasured:
+            line += f"; not measured: {', '.join(unmeasured)}"
+        return line
 
 
-def coverage(got: Sequence[Exchange], rows: Sequence[Row]) -> str:
-    """What a verdict is about: kinds of faults, and lengths."""
-    absent = [f"{probe} ({reason})" for probe, reason in not_asked(got).items()]
-    missing = sum(len(row.unmeasured) for row in rows)
-    prompt = max(len(one.prompt) for one in got)
-    answer = max(one.size for one in got)
-    covered = len(KINDS) - missing - len(absent)
+def coverage(candidate: Sequence[Exchange], rows: Sequence[GateRow]) -> str:
+    """Says what a verdict covers: kinds of faults, and lengths in tokens."""
+    skipped = not_asked(candidate)
+    absent = [f"{probe} ({reason})" for probe, reason in skipped.items()]
+    unmeasured = sum(len(row.unmeasured) for row in rows)
+    covered = len(KINDS) - unmeasured - len(absent)
+    prompt = max(len(exchange.prompt) for exchange in candidate)
+    answer = max(exchange.size for exchange in candidate)
     lengths = f"prompts up to {prompt:,} tokens, answers up to {answer:,}"
-    left = ", ".join([*absent, NEVER_ASKED])
-    return f"covered: {covered} of {len(KINDS)} kinds of faults, {lengths}; not asked: {left}"
+    left_out = ", ".join([*absent, NEVER_ASKED])
+    return f"covered: {covered} of {len(KINDS)} kinds of faults, {lengths}; not asked: {left_out}"

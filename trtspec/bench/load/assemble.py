@@ -1,4 +1,4 @@
-"""results.json from what was measured on each endpoint, with every finding on it."""
+"""Makes results.json of what was measured on each endpoint, with every finding."""
 
 from __future__ import annotations
 
@@ -40,49 +40,58 @@ from trtspec.client.servers import TurnCounts, all_counts
 from trtspec.client.text_quality import OutputQuality, judge_run
 from trtspec.errors import Problem, Severity, listed
 
-ENOUGH_ANSWERS = 16  # of a run, in whose quarters waiting is compared
-WIDE = 0.1  # half an interval over its value: more is too few questions to judge by
-SHORT_PROMPT = 256  # tokens; up to here one length
-LATE_MINUTE = 4  # the minutes from here on are one
+MIN_RATED_ANSWERS = 16  # of a run whose quarters are compared for waiting
+MAX_HALF_INTERVAL = 0.1  # share of the value; a wider interval has too few questions
+SHORT_PROMPT = 256  # tokens; shorter prompts are one slice
+LATE_MINUTE = 4  # later minutes are one slice
 Findings = Iterator[tuple[str, Severity, str]]  # code, severity, message
 
 
 def assemble(targets: Sequence[MeasuredEndpoint]) -> BenchResults:
-    """The first endpoint is the one that the results are about."""
-    described = [describe_target(target) for target in targets]
+    """Returns the results of a run. They are about the first endpoint."""
+    first, *others = endpoints = [describe_target(target) for target in targets]
+    problems: list[Problem] = []
+    for target in targets:
+        problems += find_problems(target)
+    workload = targets[0].workload
     return BenchResults(
-        **vars(described[0]),
-        workload=targets[0].workload.describe(),
-        endpoints={endpoint.name: endpoint for endpoint in described[1:]},
-        speedups=speedups(described),
-        problems=[problem for target in targets for problem in find_problems(target)],
+        **vars(first),
+        workload=workload.describe(),
+        endpoints={endpoint.name: endpoint for endpoint in others},
+        speedups=speedups(endpoints),
+        problems=problems,
     )
 
 
 def describe_target(target: MeasuredEndpoint) -> EndpointResult:
-    """One endpoint: pooled acceptance over all levels, by category, and one entry per level."""
-    answers, pooled, by_itself = (
-        target.answers(),
-        counts_of(target.rounds),
-        counts_of(target.category_rounds),
-    )
-    workload = target.workload
-    levels = [[run for run in target.rounds if run.level == level] for level in workload.levels]
+    """Returns one endpoint: acceptance over all levels and by category, and one entry per level."""
+    answers = answers_of(target.rounds)
+    by_name: dict[str, list[Answer]] = {}
+    for answer in answers:
+        by_name.setdefault(answer.category, []).append(answer)
+    rounds = target.rounds
+    levels = []
+    speeds: list[QuestionSpeed] = []
+    for level in target.workload.levels:
+        level_rounds = [run for run in rounds if run.level == level]
+        levels.append(describe_level(level_rounds))
+        speeds += question_speeds(level_rounds)
+    pooled = counts_of(rounds)
+    separate = counts_of(target.category_rounds)
+    summary = summarize(pooled or separate)
+    quality = {name: quality_of(group) for name, group in by_name.items()}
     return EndpointResult(
-        **vars(summarize(pooled or by_itself)),
+        **vars(summary),
         name=target.name,
         url=target.url,
         server=target.server,
-        categories=by_category(by_itself or pooled),
+        categories=by_category(separate or pooled),
         degeneration=quality_of(answers),
-        quality={
-            name: quality_of([answer for answer in answers if answer.category == name])
-            for name in dict.fromkeys(answer.category for answer in answers)
-        },
-        concurrency=[describe_level(rounds) for rounds in levels],
+        quality=quality,
+        concurrency=levels,
         turns_detail=pooled,
-        questions_detail=[speed for rounds in levels for speed in question_speeds(rounds)],
-        slices=slices_of(target.rounds),
+        questions_detail=speeds,
+        slices=slices_of(rounds),
     )
 
 
@@ -90,20 +99,26 @@ def counts_of(rounds: Sequence[Round]) -> list[TurnCounts]:
     return [count for run in rounds for count in run.counts]
 
 
+def answers_of(rounds: Sequence[Round]) -> list[Answer]:
+    return [answer for run in rounds for answer in run.answers]
+
+
 def describe_level(rounds: Sequence[Round]) -> LevelResult:
-    """The results of one endpoint at one load, over all its rounds."""
-    counts, level = counts_of(rounds), rounds[0].level
-    numbers = sorted({run.number for run in rounds})
+    """Returns the results of one endpoint at one load, over all its rounds."""
+    level = rounds[0].level
+    # a resumed round has several entries of one number
+    by_number: dict[int, list[Round]] = {}
+    for run in rounds:
+        by_number.setdefault(run.number, []).append(run)
+    rates = [round(total_rate(runs), 3) for _, runs in sorted(by_number.items())]
+    summary = summarize(counts_of(rounds))
     return LevelResult(
-        **vars(summarize(counts)),
+        **vars(summary),
         concurrency=level.concurrency,
         rate=level.rate,
         throughput=throughput(rounds),
-        rounds=[
-            round(total_rate([run for run in rounds if run.number == number]), 3)
-            for number in numbers
-        ],
-        degeneration=quality_of([answer for run in rounds for answer in run.answers]),
+        rounds=rates,
+        degeneration=quality_of(answers_of(rounds)),
     )
 
 
@@ -112,25 +127,34 @@ def quality_of(answers: Sequence[Answer]) -> OutputQuality:
 
 
 def throughput(rounds: Sequence[Round]) -> Throughput:
-    """Rates over the rounds of one level."""
-    asked = [answer for run in rounds for answer in run.answers]
-    answers, wall = good(asked), sum(run.seconds for run in rounds)
+    """Returns the rates over the rounds of one level."""
+    asked = answers_of(rounds)
+    answers = good(asked)
+    seconds = sum(run.seconds for run in rounds)
     tokens = sum(answer.completion_tokens for answer in answers)
-    times = [[when for when, _ in answer.chunks] for answer in answers]
+    token_gaps = [gap for gap in map(inter_token, answers) if gap is not None]
+    chunk_gaps: list[float] = []
+    for answer in answers:
+        times = [when for when, _ in answer.chunks]
+        chunk_gaps += np.diff(times).tolist()
     return Throughput(
         requests=len(asked),
         errors=len(asked) - len(answers),
         output_tokens=tokens,
-        wall_s=round(wall, 4),
-        tokens_per_s=round(tokens / wall, 3) if wall else None,
+        wall_s=round(seconds, 4),
+        tokens_per_s=_rate(tokens, seconds),
         ttft_s=first_tokens(answers),
-        inter_token_s=spread_of([gap for a in answers if (gap := inter_token(a)) is not None]),
-        itl_s=spread_of([float(gap) for chunks in times for gap in np.diff(chunks)]),
+        inter_token_s=spread_of(token_gaps),
+        itl_s=spread_of(chunk_gaps),
     )
 
 
+def _rate(tokens: int, seconds: float) -> float | None:
+    return round(tokens / seconds, 3) if seconds else None
+
+
 def slices_of(rounds: Sequence[Round]) -> list[SliceResult]:
-    """Answers by prompt length, by its reused share and by the minute of their round, where the server tells."""
+    """Groups answers by the minute of their round, and by prompt length and its reused share if the server tells."""
     groups: dict[tuple[str, int], list[Answer]] = defaultdict(list)
     for run in rounds:
         answers = good(run.answers)
@@ -138,138 +162,149 @@ def slices_of(rounds: Sequence[Round]) -> list[SliceResult]:
         for answer in answers:
             minute = 1 + int((answer.started - began) // 60)
             groups[BY_MINUTE, min(minute, LATE_MINUTE)].append(answer)
-            prompt, reused = answer.prompt_tokens, answer.cached_tokens
+            prompt = answer.prompt_tokens
+            reused = answer.cached_tokens
             if prompt:
+                # the next power of two
                 bound = 1 << (prompt - 1).bit_length()
                 groups[BY_LENGTH, max(bound, SHORT_PROMPT)].append(answer)
             if prompt and reused is not None:
-                groups[BY_REUSE, 25 * (4 * reused // prompt)].append(answer)
+                quarters = 4 * reused // prompt
+                groups[BY_REUSE, 25 * quarters].append(answer)
     return [slice_of(by, value, answers) for (by, value), answers in sorted(groups.items())]
 
 
 def slice_of(by: str, value: int, answers: Sequence[Answer]) -> SliceResult:
-    """Acceptance is unknown here for a server that keeps only totals."""
+    """Returns one slice. A server that keeps only totals tells no acceptance of it."""
     seconds = sum(answer.finished - answer.started for answer in answers)
     tokens = sum(answer.completion_tokens for answer in answers)
+    summary = summarize(all_counts(answers, []))
     return SliceResult(
-        **vars(summarize(all_counts(answers, []))),
+        **vars(summary),
         by=by,
         value=value,
         answers=len(answers),
-        tokens_per_s=round(tokens / seconds, 3) if seconds else None,
+        tokens_per_s=_rate(tokens, seconds),
         ttft_s=first_tokens(answers),
     )
 
 
 def first_tokens(answers: Sequence[Answer]) -> LatencySpread | None:
-    """Seconds from each request to its first token."""
-    return spread_of([a.first_token - a.started for a in answers if a.first_token is not None])
+    """Returns the seconds from each request to its first token."""
+    waits = [
+        answer.first_token - answer.started for answer in answers if answer.first_token is not None
+    ]
+    return spread_of(waits)
 
 
 def spread_of(values: Sequence[float]) -> LatencySpread | None:
     if not values:
         return None
-    p50, p99 = np.percentile(values, [50, 99])
-    return LatencySpread(*(round(float(value), 5) for value in (np.mean(values), p50, p99)))
+    figures = [np.mean(values), *np.percentile(values, [50, 99])]
+    return LatencySpread(*(round(float(figure), 5) for figure in figures))
 
 
 def question_speeds(rounds: Sequence[Round]) -> list[QuestionSpeed]:
-    """One entry per conversation of a load that came to its end."""
+    """Returns one entry per conversation of a load that came to its end."""
     groups: dict[tuple[int, str], list[Answer]] = defaultdict(list)
     for run in rounds:
         for answer in run.answers:
             groups[run.number, answer.question].append(answer)
-    return [
-        QuestionSpeed(
-            level=rounds[0].level.label,
+    speeds = []
+    for (number, question), answers in groups.items():
+        seconds = sum(answer.finished - answer.started for answer in answers)
+        tokens = sum(answer.completion_tokens for answer in answers)
+        level = rounds[0].level
+        speed = QuestionSpeed(
+            level=level.label,
             question=question,
             category=answers[0].category,
-            tokens=sum(answer.completion_tokens for answer in answers),
-            seconds=round(sum(answer.finished - answer.started for answer in answers), 6),
+            tokens=tokens,
+            seconds=round(seconds, 6),
             round=number,
         )
-        for (number, question), answers in groups.items()
-        if not any(answer.error for answer in answers)
-    ]
+        if not any(answer.error for answer in answers):
+            speeds.append(speed)
+    return speeds
 
 
 def speedups(endpoints: Sequence[EndpointResult]) -> list[SpeedUp]:
-    """At each level where both wrote sound output: endpoints that speculate over those that do not; where all do, or
-    none, the others over the second."""
-    plain = [endpoint for endpoint in endpoints if not endpoint.speculates]
-    bases = plain if 0 < len(plain) < len(endpoints) else list(endpoints[1:2])
+    """Returns the gain of endpoints that speculate over plain ones, at each level with sound output of both.
+
+    If all speculate, or none, the others are compared with the second.
+    """
+    bases = [endpoint for endpoint in endpoints if not endpoint.speculates]
+    if len(bases) in (0, len(endpoints)):
+        bases = list(endpoints[1:2])
     names = {base.name for base in bases}
-    pairs = product(endpoints[0].concurrency, endpoints, bases)
-    found = [
-        speed_up([of], [base], level.label) for level, of, base in pairs if of.name not in names
-    ]
-    return [up for up in found if up is not None]
+    faster = [endpoint for endpoint in endpoints if endpoint.name not in names]
+    pairs = product(endpoints[0].concurrency, faster, bases)
+    gains = [speed_up([endpoint], [base], level.label) for level, endpoint, base in pairs]
+    return [gain for gain in gains if gain is not None]
 
 
-# --- findings: the gate judges servers; these name what a figure cannot say ---
+# --- findings: the gate judges servers, findings judge the figures ---
 
 
 def find_problems(target: MeasuredEndpoint) -> list[Problem]:
-    """What makes the figures of one endpoint worth less than they look."""
-    counts = counts_of(target.rounds)
-    found = [
-        *in_answers(target.answers()),
-        *without_acceptance(
-            target.server.kind, counts or counts_of(target.category_rounds), target.unmeasured
-        ),
-        *in_counts(counts, target.answers()),
+    """Returns what makes the figures of one endpoint worth less than they look."""
+    rounds = target.rounds
+    answers = answers_of(rounds)
+    pooled = counts_of(rounds)
+    counts = pooled or counts_of(target.category_rounds)
+    findings = [
+        *in_answers(answers),
+        *without_acceptance(target.server.kind, counts, target.unmeasured),
+        *in_counts(pooled, answers),
         *in_request(target.limits, target.workload.parameters()),
-        *too_few(counts or counts_of(target.category_rounds)),
-        *overloaded(target.rounds),
-        *underfilled(target.rounds),
+        *too_few(counts),
+        *overloaded(rounds),
+        *underfilled(rounds),
     ]
-    return [Problem(code, severity, target.name, message) for code, severity, message in found]
+    return [Problem(code, severity, target.name, message) for code, severity, message in findings]
 
 
 def in_answers(answers: Sequence[Answer]) -> Findings:
-    """Failed requests, degenerate output, and answers that a proxy between server and user holds back."""
+    """Finds failed requests, degenerate output, and answers that a proxy holds back."""
     errors = [answer.error for answer in answers if answer.error]
     if errors:
         message = f"{len(errors)} of {len(answers)} requests failed; the first said: {errors[0]}"
         yield "TS-BENCH-ERRORS", "error", message
-    verdict = quality_of(answers)
-    if verdict.degenerate:
-        yield "TS-BENCH-DEGENERATE", "warning", f"{verdict.words}: loops flatter every drafter"
-    long = [a for a in answers if not a.error and a.completion_tokens >= 2 * TOKENS_PER_ARRIVAL]
-    sizes = [a.completion_tokens / max(1, len({when for when, _ in a.chunks})) for a in long]
+    quality = quality_of(answers)
+    if quality.degenerate:
+        yield "TS-BENCH-DEGENERATE", "warning", f"{quality.words}: loops flatter every drafter"
+    sizes = []  # tokens of an arrival
+    for answer in good(answers):
+        tokens = answer.completion_tokens
+        arrivals = {when for when, _ in answer.chunks}
+        if tokens >= 2 * TOKENS_PER_ARRIVAL:
+            sizes.append(tokens / max(1, len(arrivals)))
     if sizes and min(sizes) > TOKENS_PER_ARRIVAL:
         message = (
-            f"{len(long)} answers arrive in chunks of {median(sizes):.0f} tokens: time to first token and between "
+            f"{len(sizes)} answers arrive in chunks of {median(sizes):.0f} tokens: time to first token and between "
             "tokens are not the server's"
         )
         yield "TS-BENCH-BUFFERED", "warning", message
 
 
 def without_acceptance(
-    kind: str, counts: Sequence[TurnCounts], unmeasured: Sequence[str]
+    server_kind: str, counts: Sequence[TurnCounts], unmeasured: Sequence[str]
 ) -> Findings:
-    """That acceptance is not measured, in whole or in part. `unmeasured`: why."""
-    code, start = (
-        "TS-BENCH-NO-ACCEPTANCE",
-        f"acceptance is {'measured in part' if counts else 'not measured'}",
-    )
+    """Finds that acceptance is not measured, in whole or in part. `unmeasured`: why."""
+    code = "TS-BENCH-NO-ACCEPTANCE"
     if unmeasured:
-        yield code, "warning", f"{start}: {listed(unmeasured)}"
+        extent = "measured in part" if counts else "not measured"
+        yield code, "warning", f"acceptance is {extent}: {listed(unmeasured)}"
     elif not counts:
-        message = (
-            f"the server ({kind}) reports nothing about speculation: acceptance is not measured"
-        )
-        yield code, "info", message
+        nothing = f"the server ({server_kind}) reports nothing about speculation"
+        yield code, "info", f"{nothing}: acceptance is not measured"
 
 
 def in_counts(counts: Sequence[TurnCounts], answers: Sequence[Answer]) -> Findings:
-    """Drafts of which the target accepts none; acceptance that a server makes up; counters around a run that hold
-    requests of others."""
-    steps, drafted = (
-        sum(count.steps for count in counts),
-        sum(count.drafted or 0 for count in counts),
-    )
-    # a head drafts in every step; prompt lookup drafts now and then, and may honestly find nothing
+    """Finds drafts that are never accepted, made-up acceptance, and counters that hold other requests."""
+    steps = sum(count.steps for count in counts)
+    drafted = sum(count.drafted or 0 for count in counts)
+    # a head drafts in every step; prompt lookup drafts now and then, and may honestly accept nothing
     if drafted >= max(steps, MIN_STEPS) and not any(count.accepted for count in counts):
         message = (
             f"{drafted} tokens were drafted and none was accepted: the head does not belong to this target, or the "
@@ -277,33 +312,42 @@ def in_counts(counts: Sequence[TurnCounts], answers: Sequence[Answer]) -> Findin
         )
         yield "TS-BENCH-NOTHING-ACCEPTED", "error", message
     histogram = add_histograms(count.histogram for count in counts) or []
-    each = forced_sizes(Counter({place + 1: count for place, count in enumerate(histogram)}))
-    if (
-        each and not quality_of(answers).degenerate
-    ):  # on a loop a drafter may yield the same in each step
-        message = f"every step brought {each} tokens over {sum(histogram)} steps: the output is corrupt, the speed too"
+    # a step brings its accepted drafts and the bonus token
+    sizes = Counter(dict(enumerate(histogram, 1)))
+    forced = forced_sizes(sizes)
+    # on a loop a drafter may yield the same in each step
+    if forced and not quality_of(answers).degenerate:
+        over = f"{forced} tokens over {sum(histogram)} steps"
+        message = f"every step brought {over}: the output is corrupt, the speed too"
         yield "TS-BENCH-FORCED-ACCEPTANCE", "error", message
-    pooled = [count for count in counts if count.answers > 1 and count.drafted and count.steps]
-    tokens, verified, asked, surplus = (
-        sum(getattr(count, key) for count in pooled)
-        for key in ("tokens", "steps", "answers", "surplus")
-    )
-    drafts = sum(count.drafted or 0 for count in pooled) / max(1, verified)
-    reason = ""
-    if tokens < verified:
-        reason = f"{verified} steps for {tokens} tokens in {asked} answers"
-    elif surplus > asked * drafts:
-        reason = f"{surplus} more accepted drafts than {asked} answers can leave behind"
+    reason = _disagreement(counts)
     if reason:
         yield "TS-BENCH-COUNTERS", "error", f"the counters and the answers disagree: {reason}"
 
 
+def _disagreement(counts: Sequence[TurnCounts]) -> str:
+    """Why the counters around runs cannot belong to their answers. "" if they can."""
+    pooled = [count for count in counts if count.answers > 1 and count.drafted and count.steps]
+    tokens = sum(count.tokens for count in pooled)
+    steps = sum(count.steps for count in pooled)
+    answers = sum(count.answers for count in pooled)
+    surplus = sum(count.surplus for count in pooled)
+    drafted = sum(count.drafted or 0 for count in pooled)
+    draft_len = drafted / max(1, steps)
+    if tokens < steps:
+        return f"{steps} steps for {tokens} tokens in {answers} answers"
+    # an answer leaves behind the drafts of one step at most
+    if surplus > answers * draft_len:
+        return f"{surplus} more accepted drafts than {answers} answers can leave behind"
+    return ""
+
+
 def in_request(limits: RequestLimits, asked: Mapping[str, Any]) -> Findings:
-    """Parameters with which the answers are not what was asked for: those that this release drops or refuses under
-    speculation, and ignore_eos."""
-    for key, what in (("ignored", "ignores"), ("refused", "refuses")):
-        if named := sorted(set(asked) & set(limits.get(key, ()))):
-            message = f"this release {what} {', '.join(named)} under speculation"
+    """Finds parameters that this release ignores or refuses under speculation, and ignore_eos."""
+    for key, verb in (("ignored", "ignores"), ("refused", "refuses")):
+        names = sorted(set(asked) & set(limits.get(key, ())))
+        if names:
+            message = f"this release {verb} {', '.join(names)} under speculation"
             yield "TS-BENCH-PARAMETER", "warning", message
     if asked.get("ignore_eos"):
         message = "ignore_eos makes the model write past its own end: acceptance there is not that of real answers"
@@ -311,53 +355,54 @@ def in_request(limits: RequestLimits, asked: Mapping[str, Any]) -> Findings:
 
 
 def too_few(counts: Sequence[TurnCounts]) -> Findings:
-    """An acceptance length that is too uncertain to judge by."""
-    summary, found = summarize(counts), length_ratio(counts)
+    """Finds an acceptance length that is too uncertain to judge by."""
+    summary = summarize(counts)
     length = summary.acceptance_length
-    certain = found is not None and found.high / found.value - 1 <= WIDE
-    if length is None or certain or not per_question(counts):
+    if length is None or not per_question(counts):
         return
-    between = f" ({found.words})" if found else ""
-    message = f"{summary.questions} questions are too few to judge by: acceptance length {length:.2f}{between}"
+    message = (
+        f"{summary.questions} questions are too few to judge by: acceptance length {length:.2f}"
+    )
+    interval = length_ratio(counts)
+    if interval is not None:
+        if interval.high / interval.value - 1 <= MAX_HALF_INTERVAL:
+            return
+        message += f" ({interval.words})"
     yield "TS-BENCH-FEW-STEPS", "info", message
 
 
 def overloaded(rounds: Sequence[Round]) -> Findings:
-    """A request rate that the server cannot keep: waiting grows with the length of the run. One finding is enough."""
+    """Finds the first request rate that the server cannot keep: waiting grows during the run."""
     for run in rounds:
-        ordered = sorted(
-            (a for a in run.answers if not a.error and a.first_token), key=lambda a: a.started
-        )
-        if run.level.rate is None or len(ordered) < ENOUGH_ANSWERS:
+        answers = [answer for answer in good(run.answers) if answer.first_token]
+        if run.level.rate is None or len(answers) < MIN_RATED_ANSWERS:
             continue
-        waits = [a.first_token - a.started for a in ordered]  # type: ignore[operator]
-        quarter = len(ordered) // 4
-        first, last = median(waits[:quarter]), median(waits[-quarter:])
-        mean = sum(a.finished - a.started for a in ordered) / len(ordered)
+        answers.sort(key=lambda answer: answer.started)
+        waits = [(answer.first_token or 0.0) - answer.started for answer in answers]
+        seconds = sum(answer.finished - answer.started for answer in answers)
+        mean = seconds / len(answers)
+        quarter = len(waits) // 4
+        first = median(waits[:quarter])
+        last = median(waits[-quarter:])
         if last > 2 * first and last - first > 0.1 * mean:
-            message = (
-                f"{run.level.rate:g} requests/s are more than it serves: the time to the first token grew from "
-                f"{1000 * first:.0f} to {1000 * last:.0f} ms during the run"
-            )
+            growth = f"from {1000 * first:.0f} to {1000 * last:.0f} ms during the run"
+            excess = f"{run.level.rate:g} requests/s are more than it serves"
+            message = f"{excess}: the time to the first token grew {growth}"
             yield "TS-BENCH-OVERLOAD", "warning", message
             return
 
 
 def underfilled(rounds: Sequence[Round]) -> Findings:
-    """The highest load that a round had too few conversations to reach; one finding is enough."""
-    asked: dict[tuple[int, int], set[str]] = defaultdict(
-        set
-    )  # by load and round: a resumed round has several parts
+    """Finds the highest load that a round had too few conversations to reach."""
+    # by load and round, because a resumed round has several entries
+    asked: dict[tuple[int, int], set[str]] = defaultdict(set)
     for run in rounds:
         if run.level.rate is None:
-            asked[run.level.concurrency, run.number] |= {answer.question for answer in run.answers}
-    missed = [
-        (load, len(questions)) for (load, _), questions in asked.items() if len(questions) < load
-    ]
+            questions = {answer.question for answer in run.answers}
+            asked[run.level.concurrency, run.number] |= questions
+    counts = [(load, len(questions)) for (load, _), questions in asked.items()]
+    missed = [(load, count) for load, count in counts if count < load]
     if missed:
-        message = (
-            "concurrency {}: a round had {} questions, so that no more were ever in flight".format(
-                *max(missed)
-            )
-        )
+        load, count = max(missed)
+        message = f"concurrency {load}: a round had {count} questions, so that no more were ever in flight"
         yield "TS-BENCH-FEW-QUESTIONS", "info", message

@@ -25,8 +25,10 @@ RESUME_REMEDY = "give the URLs and options that it was started with, or start ov
 
 @dataclass(frozen=True)
 class LoadLevel:
-    """One load: `concurrency` conversations in flight, or with `rate` so many new ones per second and no `concurrency`.
-    `category`: its questions are those of one category."""
+    """One load: `concurrency` conversations in flight, or `rate` new ones per second with `concurrency` 0.
+
+    `category`: the only category that is asked. "" for all.
+    """
 
     concurrency: int
     rate: float | None = None
@@ -39,10 +41,11 @@ class LoadLevel:
 
 @dataclass(frozen=True)
 class Round:
-    """What one process asked of one endpoint in a round of a load; a resumed round has several.
+    """The answers of one endpoint to one process in a round of a load. A resumed round has several.
 
-    `seconds` of wall time. `counts`: speculation in its answers.
-    `complete`: False if the process ended before all were answered."""
+    `seconds`: wall time. `counts`: speculation in its answers. `complete`: False if the process ended before all were
+    answered.
+    """
 
     level: LoadLevel
     number: int
@@ -54,7 +57,7 @@ class Round:
 
 @dataclass(frozen=True)
 class AnswerRecord:
-    """A line of the journal: a process begins (without a round), an answer, or the end of a round (with `counts`)."""
+    """A line of the journal: the begin of a process (no `round`), an answer, or the end of a round (`counts`)."""
 
     round: str = ""
     segment: Count = 0
@@ -64,23 +67,24 @@ class AnswerRecord:
 
 
 class RunJournal:
-    """The journal of a run; without a path it keeps nothing. `segment` counts the processes that worked on it."""
+    """The journal of a run. It keeps nothing without a path. `segment`: earlier processes that worked on the run."""
 
     def __init__(self, path: Path | None, header: Mapping[str, Any], restart: bool = False) -> None:
-        self.journal = (
-            Journal(path, dict(header), restart=restart, remedy=RESUME_REMEDY) if path else None
-        )
+        self.journal = None
+        if path:
+            self.journal = Journal(path, dict(header), restart=restart, remedy=RESUME_REMEDY)
         self._thread = ThreadPoolExecutor(1)
         self._written: list[Future[None]] = []
-        # entries by round (endpoint, label of the load and number), and by the process that wrote them
+        # by name of the round, and by the process that wrote the entries
         self.stored: dict[str, dict[int, list[AnswerRecord]]] = {}
         self.segment = 0
 
     def answered_by(self, servers: Mapping[str, DetectedServer]) -> None:
-        """Reads what earlier processes recorded. Raises UsageError if other servers gave those answers."""
+        """Reads the records of earlier processes. Raises UsageError if other servers gave those answers."""
         if self.journal is None:
             return
-        self.journal.answered_by({name: server.identity for name, server in servers.items()})
+        identities = {name: server.identity for name, server in servers.items()}
+        self.journal.answered_by(identities)
         for entry in self.journal.entries(AnswerRecord).values():
             if entry.round:
                 segments = self.stored.setdefault(entry.round, {})
@@ -90,60 +94,61 @@ class RunJournal:
         self._write(f"begin {self.segment}")
 
     def record(self, round_name: str, answer: Answer, origin: float) -> None:
-        """One complete answer of a round; its times are kept from `origin`, the beginning of the round."""
-        fields = asdict(answer) | {
-            "started": answer.started - origin,
-            "finished": answer.finished - origin,
-        }
-        fields["chunks"] = [[round(when - origin, 6), size] for when, size in answer.chunks]
+        """Writes one complete answer of a round. Its times count from `origin`, the beginning of the round."""
+        fields = asdict(answer)
+        fields["started"] = answer.started - origin
+        fields["finished"] = answer.finished - origin
+        chunks = [[round(when - origin, 6), size] for when, size in answer.chunks]
+        fields["chunks"] = chunks
         self._write_of(round_name, f"{answer.question}|{answer.turn}", answer=fields)
 
-    def end(self, round_name: str, found: Round) -> None:
-        """A round came to its end. Raises TrtspecError if the journal could not be written."""
-        counts = [asdict(count) for count in found.counts]
-        self._write_of(round_name, "end", seconds=found.seconds, counts=counts)
-        written, self._written = self._written, []
+    def end(self, round_name: str, ended: Round) -> None:
+        """Writes the end of a round. Raises TrtspecError if the journal could not be written."""
+        counts = [asdict(count) for count in ended.counts]
+        self._write_of(round_name, "end", seconds=ended.seconds, counts=counts)
+        written = self._written
+        self._written = []
         for future in written:
             future.result()
 
     def rounds(self, round_name: str, level: LoadLevel, number: int) -> list[Round]:
-        """What each earlier process recorded of a round: answers without an error, with times from its beginning."""
+        """Returns the records of each earlier process: answers without an error, with times from its beginning."""
         rounds = []
         for _, entries in sorted(self.stored.get(round_name, {}).items()):
             answers = good([entry.answer for entry in entries if entry.answer is not None])
             if not answers:
                 continue
-            end = next((entry for entry in entries if entry.counts is not None), None)
-            if end is None:  # the process was killed
-                seconds = max(answer.finished for answer in answers)
-                killed = Round(level, number, answers, seconds, complete=False)
-                rounds.append(killed)
-            else:
-                counts = end.counts or []
-                rounds.append(Round(level, number, answers, end.seconds, counts))
+            # a process that was killed left no end
+            seconds = max(answer.finished for answer in answers)
+            stored = Round(level, number, answers, seconds, complete=False)
+            for entry in entries:
+                if entry.counts is not None:
+                    stored = Round(level, number, answers, entry.seconds, entry.counts)
+                    break
+            rounds.append(stored)
         return rounds
 
     def __enter__(self) -> RunJournal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """A journal without a single answer is removed: there is nothing to continue."""
         self._thread.shutdown(wait=True)
         if self.journal:
+            # without a single answer there is nothing to continue
             if not any("answer" in entry for entry in self.journal.done.values()):
                 self.journal.path.unlink(missing_ok=True)
             self.journal.close()
 
     def _write_of(self, round_name: str, key: str, **fields: Any) -> None:
-        self._write(
-            f"{round_name}|{self.segment}|{key}", round=round_name, segment=self.segment, **fields
-        )
+        full_key = f"{round_name}|{self.segment}|{key}"
+        self._write(full_key, round=round_name, segment=self.segment, **fields)
 
     def _write(self, key: str, **fields: Any) -> None:
         if self.journal:
-            self._written.append(self._thread.submit(self.journal.record, key, **fields))
+            future = self._thread.submit(self.journal.record, key, **fields)
+            self._written.append(future)
 
 
 def good(answers: Sequence[Answer]) -> list[Answer]:
-    """Those without an error; `--resume` asks the others again."""
+    """Returns the answers without an error. `--resume` asks the others again."""
     return [answer for answer in answers if not answer.error]

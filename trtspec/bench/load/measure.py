@@ -1,4 +1,4 @@
-"""`bench`: the load on one or several endpoints.
+"""The load of `bench` on one or several endpoints.
 
 Several endpoints are loaded one at a time, round by round and in rotating order, so that a noisy machine disturbs all
 of them alike.
@@ -39,8 +39,82 @@ from trtspec.client.client import (
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.report import Bar
 
+
+async def measure(
+    urls: dict[str, str],
+    workload: BenchWorkload,
+    model: str | None = None,
+    *,
+    journal: RunJournal | None = None,
+    bar: Bar | None = None,
+    limits: Callable[[servers.DetectedServer], RequestLimits] = lambda server: {},
+    earlier: Mapping[str, servers.DetectedServer] | None = None,
+) -> list[MeasuredEndpoint]:
+    """Puts the load on every endpoint of `urls` and returns what was measured.
+
+    Raises TrtspecError if a server does not answer or refuses every request.
+
+    Args:
+        urls: By name. The results are about the first.
+        model: The name to ask for, if a server lists several.
+        limits: Called for each server before the first request.
+        earlier: The server of each earlier result that this run is shown with, by option.
+    """
+    journal = journal or RunJournal(None, {})
+    bar = bar or Bar()
+    async with AsyncExitStack() as stack:
+        targets = []
+        connections = OPEN_CONNECTIONS if workload.rates else workload.max_in_flight
+        for name, url in urls.items():
+            client = await stack.enter_async_context(new_client(url, connections, workload.limit_s))
+            server = await servers.detect_server(client, model)
+            sampled = bool(workload.sampling.temperature or workload.dataset.recorded)
+            refuse_other_server(server, earlier or {}, sampled)
+            target = MeasuredEndpoint(
+                name, url, client, server, workload, journal, bar, limits(server)
+            )
+            target.refuse_deadly()
+            targets.append(target)
+        journal.answered_by({target.name: target.server for target in targets})
+        # servers that keep only totals are asked once more by category
+        passes = [len(workload.levels) + target.server.adapter.around_runs for target in targets]
+        bar.show(0, workload.turns * sum(passes))
+        for target in targets:
+            bar.say(f"{target.name}: warming up")
+            # a killed run may have left requests behind
+            target.restless = journal.segment > 0
+            await target.warm_up()
+        await _measure_levels(targets)
+        for target in targets:
+            answers = target.answers()
+            if answers and not good(answers):
+                reason = str(answers[0].error)
+                failed = f"all {len(answers)} requests to {target.name} failed"
+                by_hand = "look at the server's log; send one request by hand (curl)"
+                raise TrtspecError(
+                    f"{failed}; the first said: {reason}", remedy_for(reason, by_hand)
+                )
+            await target.ask_by_category()
+    return targets
+
+
+async def _measure_levels(targets: Sequence[MeasuredEndpoint]) -> None:
+    """In each round every endpoint answers the same questions, in rotating order."""
+    workload = targets[0].workload
+    questions = list(enumerate(workload.dataset.questions))
+    rounds = min(workload.rounds, len(questions))
+    for level in workload.levels:
+        for number in range(rounds):
+            first = number % len(targets)
+            for target in [*targets[first:], *targets[:first]]:
+                target.rounds += await target.round(level, number, questions[number::rounds])
+        for target in targets:
+            target.announce(level)
+
+
 WARMUP_TOKENS = 16
-BENCH_OWNED = {  # keys of a request that options set and every figure states
+# keys of a request that options set and every figure states
+BENCH_OWNED = {
     **OWNED,
     "messages": "give `dataset`",
     "prompt": "give `dataset`",
@@ -54,7 +128,7 @@ THINKING_OWNED = dict.fromkeys(
     "leave `thinking` out and set it in `extra_body` with the rest",
 )
 OPEN_CONNECTIONS = 4096  # at a given rate the server decides how many are in flight
-Ask = tuple[int, Question]  # a question with its place in the workload, which makes its seed
+Ask = tuple[int, Question]  # a question with its index in the workload, which makes its seed
 Converse = Callable[[int, Question], Coroutine[Any, Any, None]]  # asks a question to its last turn
 # request parameters that a server's release handles badly under speculation: "end_engine", "ignored", "refused"
 RequestLimits = Mapping[str, Sequence[str]]
@@ -62,9 +136,12 @@ RequestLimits = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class BenchWorkload:
-    """What is asked: all questions of `dataset` at each level, in `rounds` equal parts. Levels are `concurrency`, or
-    where set `rates` (conversations per second). `recorded_times`: at the times of the rows, `rates` being theirs.
-    `system`: a message before every question."""
+    """All questions of `dataset` at each level, in `rounds` equal parts.
+
+    Levels are `rates` (conversations per second) if any, else `concurrency`. `recorded_times`: conversations begin at
+    the times of the rows, whose rate is in `rates`. `system`: a message before every question. `warmup`: questions
+    before the first level, None for as many as are in flight. `limit_s`: seconds of one answer.
+    """
 
     dataset: Dataset
     sampling: RequestSampling
@@ -79,7 +156,8 @@ class BenchWorkload:
     limit_s: float | None = None
 
     def __post_init__(self) -> None:
-        refuse_owned(self.extra_body, BENCH_OWNED | (THINKING_OWNED if self.thinking else {}))
+        owned = BENCH_OWNED | THINKING_OWNED if self.thinking else BENCH_OWNED
+        refuse_owned(self.extra_body, owned)
         if self.system is not None and self.dataset.recorded:
             raise UsageError("recorded requests have their own messages", "leave out `system`")
 
@@ -90,8 +168,8 @@ class BenchWorkload:
         return [LoadLevel(concurrency) for concurrency in self.concurrency]
 
     @property
-    def most(self) -> int:
-        """The highest number of conversations that are meant to be in flight, for warm-up."""
+    def max_in_flight(self) -> int:
+        """The highest number of conversations in flight. 1 with rates, which set none."""
         return 1 if self.rates else max(self.concurrency)
 
     @property
@@ -100,25 +178,27 @@ class BenchWorkload:
         return sum(question.requests for question in self.dataset.questions)
 
     def times(self, asked: Sequence[Ask], rate: float, number: int) -> NDArray[np.float64]:
-        """Seconds at which the conversations of a round begin: as recorded, else those of a Poisson process."""
+        """Returns the seconds at which the conversations of a round begin: as recorded, or as a Poisson process."""
         if self.recorded_times:
-            times = np.array([question.sent_ms for _, question in asked], dtype=np.float64)
+            sent_ms = [question.sent_ms for _, question in asked]
+            times = np.array(sent_ms, dtype=np.float64)
             return (times - times.min()) / 1000
         # a Poisson process has exponential gaps
         rng = np.random.default_rng((self.sampling.seed, number))
         return np.cumsum(rng.exponential(1 / rate, size=len(asked)))
 
     def body(self) -> dict[str, Any]:
-        """What is merged into every request."""
+        """Returns the fields that are merged into every request."""
+        level = self.thinking
         thinking: dict[str, Any] = {}
-        if self.thinking in ("on", "off"):
-            thinking = {"chat_template_kwargs": {"thinking": self.thinking == "on"}}
-        elif self.thinking:
-            thinking = {"reasoning_effort": self.thinking}
+        if level in ("on", "off"):
+            thinking["chat_template_kwargs"] = {"thinking": level == "on"}
+        elif level:
+            thinking["reasoning_effort"] = level
         return thinking | self.extra_body
 
     def parameters(self) -> dict[str, Any]:
-        """Parameters that any request has: of recorded ones those that are set."""
+        """Returns the parameters that any request sets, recorded ones included."""
         parameters: dict[str, Any] = {}
         for body in self.dataset.recorded:
             for key, value in body.items():
@@ -127,102 +207,37 @@ class BenchWorkload:
         return parameters | self.body()
 
     def describe(self) -> Workload:
+        """Returns the workload as results.json states it."""
+        dataset = self.dataset
+        concurrency = [] if self.rates else list(self.concurrency)
         return Workload(
-            dataset=self.dataset.name,
-            dataset_sha256=self.dataset.sha256,
-            licence=self.dataset.licence,
-            questions=len(self.dataset.questions),
+            dataset=dataset.name,
+            dataset_sha256=dataset.sha256,
+            licence=dataset.licence,
+            questions=len(dataset.questions),
             turns=self.turns,
             template="the server's chat template",
             thinking=self.thinking,
             system=self.system,
-            concurrency=[] if self.rates else list(self.concurrency),
+            concurrency=concurrency,
             rates=list(self.rates),
             rounds=self.rounds,
             **asdict(self.sampling),
             limit_s=self.limit_s,
             extra_body=self.body(),
-            recorded=bool(self.dataset.recorded),
+            recorded=bool(dataset.recorded),
             recorded_times=self.recorded_times,
         )
 
 
-async def measure(
-    urls: dict[str, str],
-    workload: BenchWorkload,
-    model: str | None = None,
-    *,
-    journal: RunJournal | None = None,
-    bar: Bar | None = None,
-    limits: Callable[[servers.DetectedServer], RequestLimits] = lambda server: {},
-    earlier: Mapping[str, servers.DetectedServer] | None = None,
-) -> list[MeasuredEndpoint]:
-    """Puts the load on every endpoint of `urls` (the first is the one the results are about).
-
-    `limits` is asked before anything is sent; `earlier` holds the server of each earlier result that this run is shown
-    with. Raises TrtspecError when a server does not answer or refuses every request.
-    """
-    journal, bar = journal or RunJournal(None, {}), bar or Bar()
-    async with AsyncExitStack() as stack:
-        targets = []
-        for name, url in urls.items():
-            most = OPEN_CONNECTIONS if workload.rates else workload.most
-            client = await stack.enter_async_context(new_client(url, most, workload.limit_s))
-            server = await servers.detect_server(client, model)
-            sampled = bool(workload.sampling.temperature or workload.dataset.recorded)
-            refuse_other_server(server, earlier or {}, sampled)
-            target = MeasuredEndpoint(
-                name, url, client, server, workload, journal, bar, limits(server)
-            )
-            if deadly := sorted(
-                set(workload.parameters()) & set(target.limits.get("end_engine", ()))
-            ):
-                message = (
-                    f"{', '.join(deadly)}: under speculation such a request ends the engine "
-                    f"of {name} for everybody"
-                )
-                raise UsageError(message, "leave it out of every request, or use a later release")
-            targets.append(target)
-        journal.answered_by({target.name: target.server for target in targets})
-        for target in targets:
-            target.restless = journal.segment > 0  # a killed run may have left requests behind
-        # servers that keep only totals are asked once more by category
-        times = [len(workload.levels) + target.server.adapter.around_runs for target in targets]
-        bar.show(0, workload.turns * sum(times))
-        for target in targets:
-            bar.say(f"{target.name}: warming up")
-            await target.warm_up()
-        asked = list(enumerate(workload.dataset.questions))
-        rounds = min(workload.rounds, len(asked))
-        # in each round every endpoint answers the same questions, in rotating order
-        for level in workload.levels:
-            for number in range(rounds):
-                first = number % len(targets)
-                for target in [*targets[first:], *targets[:first]]:
-                    target.rounds += await target.round(level, number, asked[number::rounds])
-            for target in targets:
-                found = [run for run in target.rounds if run.level == level]
-                failed = sum(bool(answer.error) for run in found for answer in run.answers)
-                trouble = f", {failed} requests failed" if failed else ""
-                bar.say(f"{target.name}, {level.label}: {total_rate(found):.1f} tokens/s{trouble}")
-        for target in targets:
-            if (answers := target.answers()) and not good(answers):
-                reason = str(answers[0].error)
-                message = (
-                    f"all {len(answers)} requests to {target.name} failed; the first said: {reason}"
-                )
-                by_hand = "look at the server's log; send one request by hand (curl)"
-                raise TrtspecError(message, remedy_for(reason, by_hand))
-            await target.ask_by_category()
-    return targets
-
-
 @dataclass
 class MeasuredEndpoint:
-    """One endpoint under load and everything measured on it. `journal` keeps every answer, `bar` counts them.
+    """One endpoint under load and everything measured on it.
 
-    `category_rounds`: each category by itself, of a server that keeps only totals. `unmeasured`: why acceptance is not
-    measured, or only in part."""
+    `journal` keeps every answer, `bar` counts them. `category_rounds`: each category by itself, for a server that keeps
+    only totals. `unmeasured`: why acceptance is not measured, or only in part. `restless`: the server may still work
+    for requests that were given up.
+    """
 
     name: str
     url: str
@@ -235,65 +250,88 @@ class MeasuredEndpoint:
     rounds: list[Round] = field(default_factory=list)
     category_rounds: list[Round] = field(default_factory=list)
     unmeasured: list[str] = field(default_factory=list)
-    restless: bool = False  # it may still be at work for requests that were given up
+    restless: bool = False
 
     def answers(self) -> list[Answer]:
-        return [answer for run in self.rounds for answer in run.answers]
+        """Returns the answers of all rounds."""
+        answers = []
+        for run in self.rounds:
+            answers += run.answers
+        return answers
+
+    def refuse_deadly(self) -> None:
+        """Raises UsageError for a request parameter that would end the engine."""
+        parameters = set(self.workload.parameters())
+        deadly = sorted(parameters.intersection(self.limits.get("end_engine", ())))
+        if deadly:
+            message = (
+                f"{', '.join(deadly)}: under speculation such a request ends the engine "
+                f"of {self.name} for everybody"
+            )
+            raise UsageError(message, "leave it out of every request, or use a later release")
+
+    def announce(self, level: LoadLevel) -> None:
+        """Shows the output tokens per second of a level, and how many requests failed."""
+        rounds = [run for run in self.rounds if run.level == level]
+        failed = sum(bool(answer.error) for run in rounds for answer in run.answers)
+        line = f"{self.name}, {level.label}: {total_rate(rounds):.1f} tokens/s"
+        if failed:
+            line += f", {failed} requests failed"
+        self.bar.say(line)
 
     async def warm_up(self) -> None:
-        """Short answers at the highest concurrency, not counted: first-use costs are not what users see."""
-        count = self.workload.most if self.workload.warmup is None else self.workload.warmup
-        first = [
-            replace(question, turns=question.turns[:1], body=None)
-            for question in self.workload.dataset.questions[:count]
-        ]
-        sampling = self.workload.sampling
-        short = replace(sampling, max_tokens=min(WARMUP_TOKENS, sampling.max_tokens))
+        """Asks for short answers at the highest concurrency, not counted: users see no first-use costs."""
+        workload = self.workload
+        concurrency = workload.max_in_flight
+        count = concurrency if workload.warmup is None else workload.warmup
+        questions = workload.dataset.questions[:count]
+        short_questions = [replace(item, turns=item.turns[:1], body=None) for item in questions]
+        tokens = min(WARMUP_TOKENS, workload.sampling.max_tokens)
+        short = replace(workload.sampling, max_tokens=tokens)
 
-        async def one(place: int, question: Question) -> None:
-            async for answer in self.converse(question, place, short):
+        async def converse(index: int, question: Question) -> None:
+            async for answer in self.converse(question, index, short):
                 self.restless |= bool(answer.error)
 
-        await closed_loop(one, list(enumerate(first)), self.workload.most)
+        await closed_loop(converse, list(enumerate(short_questions)), concurrency)
 
     async def ask_by_category(self) -> None:
         """Asks a server that keeps only totals, as vLLM does, all questions once more, category by category."""
-        if not any(
-            count.source == servers.FROM_COUNTERS for run in self.rounds for count in run.counts
-        ):
+        sources = set()
+        for run in self.rounds:
+            sources |= {count.source for count in run.counts}
+        if servers.FROM_COUNTERS not in sources:
             return
-        questions = self.workload.dataset.questions
-        for category in dict.fromkeys(question.category for question in questions):
+        categories: dict[str, list[Ask]] = {}
+        for index, question in enumerate(self.workload.dataset.questions):
+            categories.setdefault(question.category, []).append((index, question))
+        for category, asked in categories.items():
             self.bar.say(f"{self.name} keeps totals alone: {category} once more by itself")
-            asked = [
-                (place, question)
-                for place, question in enumerate(questions)
-                if question.category == category
-            ]
-            self.category_rounds += await self.round(
-                LoadLevel(self.workload.most, category=category), 0, asked
-            )
+            level = LoadLevel(self.workload.max_in_flight, category=category)
+            self.category_rounds += await self.round(level, 0, asked)
 
     async def round(self, level: LoadLevel, number: int, asked: Sequence[Ask]) -> list[Round]:
-        """What earlier processes recorded of a round, then what is still to be asked."""
-        found, said = list[Round](), dict[str, list[str]]()
+        """Reads what earlier processes recorded of a round, then asks the rest."""
         name = f"{self.name}|{level.label}|{number}"
+        rounds = []
+        texts: dict[str, list[str]] = {}  # recorded answers by question
         for stored in self.journal.rounds(name, level, number):
-            counts = stored.counts or servers.all_counts(stored.answers, self.unmeasured)
+            answers = stored.answers
+            counts = stored.counts or servers.all_counts(answers, self.unmeasured)
             if not (counts or stored.complete) and await self.counters():
-                where = f"{len(stored.answers)} answers of {level.label}, round {number + 1}"
-                self.unmeasured.append(f"{where} were read before an interruption")
-            found.append(replace(stored, counts=counts))
-            for answer in sorted(stored.answers, key=lambda answer: answer.turn):
-                said.setdefault(answer.question, []).append(answer.text)
+                part = f"{len(answers)} answers of {level.label}, round {number + 1}"
+                self.unmeasured.append(f"{part} were read before an interruption")
+            rounds.append(replace(stored, counts=counts))
+            for answer in sorted(answers, key=lambda answer: answer.turn):
+                texts.setdefault(answer.question, []).append(answer.text)
                 self.bar.advance(1)
-        # a conversation resumes behind its last recorded answer
-        left = [
-            (place, question)
-            for place, question in asked
-            if len(said.get(question.id, ())) < question.requests
-        ]
-        return [*found, await self.ask(name, level, number, left, said)] if left else found
+        unfinished = []
+        for index, question in asked:
+            if len(texts.get(question.id, ())) < question.requests:
+                unfinished.append((index, question))
+        if unfinished:
+            rounds.append(await self.ask(name, level, number, unfinished, texts))
+        return rounds
 
     async def ask(
         self,
@@ -301,78 +339,96 @@ class MeasuredEndpoint:
         level: LoadLevel,
         number: int,
         asked: Sequence[Ask],
-        said: Mapping[str, list[str]],
+        texts: Mapping[str, list[str]],
     ) -> Round:
-        """The load itself, with the server's counters around it where answers do not report speculation. `said`: texts
-        of the first turns of conversations that resume, by question."""
-        answers, sampling = list[Answer](), self.workload.sampling
+        """Puts the load on the server, and reads its counters around it.
+
+        `texts`: recorded answers of conversations that resume, by question.
+        """
+        answers: list[Answer] = []
         before = await self.counters(settled=self.restless)
         began = time.perf_counter()
 
-        async def one(place: int, question: Question) -> None:
-            async for answer in self.converse(question, place, sampling, said.get(question.id, ())):
+        async def converse(index: int, question: Question) -> None:
+            recorded = texts.get(question.id, ())
+            sampling = self.workload.sampling
+            async for answer in self.converse(question, index, sampling, recorded):
                 answers.append(answer)
                 self.journal.record(name, answer, began)
                 self.bar.advance(1)
 
         if level.rate is None:
-            await closed_loop(one, asked, level.concurrency)
+            await closed_loop(converse, asked, level.concurrency)
         else:
-            await open_loop(one, asked, self.workload.times(asked, level.rate, number))
+            times = self.workload.times(asked, level.rate, number)
+            await open_loop(converse, asked, times)
         seconds = time.perf_counter() - began
         after = await self.counters()
         counts = servers.all_counts(answers, self.unmeasured)
         answered = good(answers)
-        failed = len(answers) - len(answered)
-        self.restless = failed > 0
+        self.restless = len(answered) < len(answers)
         if before and after and answered and not counts:
-            if failed:  # its counters hold what it did for them, and nobody knows how much that was
-                where = f"{failed} of {len(answers)} answers of {level.label}, round {number + 1}"
-                self.unmeasured.append(
-                    f"{where} failed, and the server counts all requests together"
-                )
-            else:
-                tokens = sum(answer.completion_tokens for answer in answered)
-                pooled = servers.counts_between(
-                    before, after, level.category or "all", tokens, self.unmeasured
-                )
-                questions = len({answer.question for answer in answered})
-                counts = [without_surplus(pooled, len(answered), questions)] if pooled else []
-        found = Round(level, number, answers, seconds, counts)
-        self.journal.end(name, found)
-        return found
+            counts = self._counts_between(before, after, Round(level, number, answers, seconds))
+        measured = Round(level, number, answers, seconds, counts)
+        self.journal.end(name, measured)
+        return measured
+
+    def _counts_between(
+        self, before: servers.Counters, after: servers.Counters, run: Round
+    ) -> list[servers.TurnCounts]:
+        """The speculation of a round by the server's counters. [] if it is not known."""
+        level = run.level
+        count = len(run.answers)
+        answered = good(run.answers)
+        failed = count - len(answered)
+        # the counters hold the work for failed requests, and nobody knows how much that was
+        if failed:
+            part = f"{failed} of {count} answers of {level.label}, round {run.number + 1}"
+            reason = f"{part} failed, and the server counts all requests together"
+            self.unmeasured.append(reason)
+            return []
+        tokens = sum(answer.completion_tokens for answer in answered)
+        category = level.category or "all"
+        pooled = servers.counts_between(before, after, category, tokens, self.unmeasured)
+        questions = {answer.question for answer in answered}
+        return [without_surplus(pooled, len(answered), len(questions))] if pooled else []
 
     async def counters(self, settled: bool = False) -> servers.Counters | None:
-        """A reading of its speculation counters, as `servers.read_counters`."""
+        """Reads the server's speculation counters, as `servers.read_counters` does."""
         return await servers.read_counters(self.client, self.server, self.unmeasured, settled)
 
     async def converse(
-        self, question: Question, place: int, sampling: RequestSampling, said: Sequence[str] = ()
+        self, question: Question, index: int, sampling: RequestSampling, texts: Sequence[str] = ()
     ) -> AsyncIterator[Answer]:
-        """The answers to the turns of one question as they come, each asked with the model's own earlier answers, of
-        which `said` holds the first; stops at the first error."""
+        """Yields the answers to the turns of one question. Stops at the first error.
+
+        Each turn is asked with the model's answers to the earlier ones. `texts`: answers that are known already.
+        """
+        workload = self.workload
+        model = self.server.model
         messages: list[dict[str, Any]] = []
-        if self.workload.system is not None:
-            messages.append({"role": "system", "content": self.workload.system})
+        if workload.system is not None:
+            messages.append({"role": "system", "content": workload.system})
         for turn in range(question.requests):
             messages += question.request(turn)
-            if turn < len(said):
-                messages.append({"role": "assistant", "content": said[turn]})
+            if turn < len(texts):
+                messages.append({"role": "assistant", "content": texts[turn]})
                 continue
             if question.body:
-                body = {**question.body, "model": self.server.model}
+                body = {**question.body, "model": model}
             else:
-                body = chat_body(self.server.model, messages, sampling, place)
+                body = chat_body(model, messages, sampling, index)
                 if question.tools:
                     body["tools"] = list(question.tools)
+            path = RAW if "prompt" in body else CHAT
             answer = await stream_answer(
                 self.client,
-                body | self.workload.body(),
+                body | workload.body(),
                 question.id,
                 question.category,
                 turn,
-                path=RAW if "prompt" in body else CHAT,
-                limit_s=self.workload.limit_s,
+                path=path,
+                limit_s=workload.limit_s,
             )
             yield answer
             if answer.error:
@@ -381,12 +437,13 @@ class MeasuredEndpoint:
 
 
 async def closed_loop(converse: Converse, asked: Sequence[Ask], concurrency: int) -> None:
-    """Asks all questions with `concurrency` of them in flight; a slot that ends takes the next one at once."""
+    """Asks all questions with `concurrency` of them in flight. A slot that ends takes the next one at once."""
     queue = list(asked)[::-1]
 
     async def slot() -> None:
         while queue:
-            await converse(*queue.pop())
+            index, question = queue.pop()
+            await converse(index, question)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(min(concurrency, len(asked))):
@@ -396,32 +453,36 @@ async def closed_loop(converse: Converse, asked: Sequence[Ask], concurrency: int
 async def open_loop(converse: Converse, asked: Sequence[Ask], times: Iterable[float]) -> None:
     """Begins conversations at these times, in seconds from now."""
     began = time.perf_counter()
+    schedule = sorted(zip(times, asked, strict=True), key=itemgetter(0))
     async with asyncio.TaskGroup() as group:
-        for when, (place, question) in sorted(zip(times, asked, strict=True), key=itemgetter(0)):
-            await asyncio.sleep(max(0.0, began + when - time.perf_counter()))
-            group.create_task(converse(place, question))
+        for when, (index, question) in schedule:
+            passed = time.perf_counter() - began
+            await asyncio.sleep(max(0.0, when - passed))
+            group.create_task(converse(index, question))
 
 
 def total_rate(rounds: Sequence[Round]) -> float:
-    """Output tokens over wall time of one round, which may have been resumed."""
-    tokens = sum(a.completion_tokens for run in rounds for a in run.answers if not a.error)
-    return tokens / max(sum(run.seconds for run in rounds), 1e-9)
+    """Returns output tokens over wall time of one round, which may have been resumed."""
+    tokens = sum(answer.completion_tokens for run in rounds for answer in good(run.answers))
+    seconds = sum(run.seconds for run in rounds)
+    return tokens / max(seconds, 1e-9)
 
 
 def refuse_other_server(
     server: servers.DetectedServer, earlier: Mapping[str, servers.DetectedServer], sampled: bool
 ) -> None:
-    """Raises UsageError if an earlier result is another model's, or its sampled requests drew drafts in another way."""
-    for where, other in earlier.items():
+    """Raises UsageError if an earlier result is another model's, or drew its drafts in another way.
+
+    `earlier`: by option. `sampled`: whether drafts are drawn at random.
+    """
+    for option, other in earlier.items():
         if other.model != server.model:
-            message = f"{where} holds figures of the model {other.model}, and this server serves {server.model}"
-            raise UsageError(
-                message,
-                "compare runs of one model; `model` names another one that the server lists",
-            )
-        drawn = (other.draft_sampling, server.draft_sampling)
-        if sampled and None not in drawn and drawn[0] != drawn[1]:
-            message = f"{where} drew {drawn[0]} drafts, and this server draws {drawn[1]} ones"
-            raise UsageError(
-                message, "compare runs with the same draft sampling, or at temperature 0"
-            )
+            message = f"{option} holds figures of the model {other.model}, and this server serves {server.model}"
+            remedy = "compare runs of one model; `model` names another one that the server lists"
+            raise UsageError(message, remedy)
+        earlier_mode = other.draft_sampling
+        mode = server.draft_sampling
+        if sampled and None not in (earlier_mode, mode) and earlier_mode != mode:
+            message = f"{option} drew {earlier_mode} drafts, and this server draws {mode} ones"
+            remedy = "compare runs with the same draft sampling, or at temperature 0"
+            raise UsageError(message, remedy)

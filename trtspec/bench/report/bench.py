@@ -1,7 +1,7 @@
-"""The report of `bench`: its sentence, its figures, its sections and their tables. Terminal and page show the same
-tables, each within 80 columns.
+"""The report of `bench`: its sentence, its figures, its sections and their tables.
 
-Acceptance on degenerate output is blank, and no speed-up is made of it.
+Terminal and page show the same tables, each within 80 columns. Acceptance on degenerate output is blank, and no
+speed-up is made of it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trtspec.bench.report.page import Figure, Plot, Section, Value, plot, render
+from trtspec.bench.report.page import Figure, Page, Plot, Section, Value, plot
 from trtspec.bench.results import (
     BY_LENGTH,
     BY_MINUTE,
@@ -22,7 +22,7 @@ from trtspec.bench.results import (
     Workload,
     user_speed,
 )
-from trtspec.bench.statistics import LEAST_RUNS
+from trtspec.bench.statistics import MIN_EARLIER_RUNS
 from trtspec.checkpoint.published import known_head
 from trtspec.report import Table
 
@@ -34,183 +34,200 @@ PER_QUESTION = (
 )
 
 
+def bench_html(results: BenchResults) -> str:
+    """Returns the page of a run."""
+    server = results.server
+    page = Page(
+        f"trtspec bench: {server.model} on {server.kind}",
+        sentence(results),
+        figures(results),
+        sections(results),
+        subtitle=workload_line(results),
+        created=results.created,
+        versions=results.versions,
+    )
+    return page.html()
+
+
 def subject(results: BenchResults) -> EndpointResult:
-    """The endpoint that the sentence is about: the first that speculates, else the first."""
+    """Returns the endpoint of the sentence: the first that speculates, else the first."""
     return next((endpoint for endpoint in results.all if endpoint.speculates), results)
 
 
 def sentence(results: BenchResults) -> str:
-    """The result in one sentence: its figures with their ranges, on what."""
-    about = subject(results)
-    parts = [
-        f"{one.value} {one.label}{f' ({one.range})' if one.range else ''}"
-        for one in figures(results)
-    ]
-    if about.degenerate():
+    """Returns the result in one sentence: its figures with their ranges, and the workload."""
+    endpoint = subject(results)
+    parts = []
+    for figure in figures(results):
+        part = f"{figure.value} {figure.label}"
+        parts.append(f"{part} ({figure.range})" if figure.range else part)
+    if endpoint.degenerate():
         parts.append("no figure of acceptance, because the output is degenerate")
-    what = f"on {results.workload.questions} questions of {results.workload.dataset}"
-    return (
-        f"{about.name}: {', '.join(parts) or 'nothing was measured'}, {what}, {condition(results)}."
-    )
+    measured = ", ".join(parts) or "nothing was measured"
+    work = results.workload
+    questions = f"on {work.questions} questions of {work.dataset}"
+    return f"{endpoint.name}: {measured}, {questions}, {condition(results)}."
 
 
 def figures(results: BenchResults) -> list[Figure]:
-    """What the sentence says and the top of the page shows: speed-up, acceptance, speed of a user at the first load."""
-    about, at = subject(results), results.concurrency[0].label
-    ups = [up for up in results.speedups if up.of == about.name][:1]
-    found = [
-        Figure(f"{up.ratio.value:.2f}", up.ratio.words, f"times as fast as {up.over} at {up.level}")
-        for up in ups
-    ]
-    if about.speculates and not about.degenerate():
-        ends = about.acceptance_length_interval
+    """Returns the figures of the sentence: speed-up, acceptance, speed of a user at the first load."""
+    endpoint = subject(results)
+    label = results.concurrency[0].label
+    shown = []
+    gains = [gain for gain in results.speedups if gain.of == endpoint.name]
+    for gain in gains[:1]:
+        ratio = gain.ratio
+        times = f"times as fast as {gain.over} at {gain.level}"
+        shown.append(Figure(f"{ratio.value:.2f}", ratio.words, times))
+    if endpoint.speculates and not endpoint.degenerate():
+        ends = endpoint.acceptance_length_interval
         between = "{:.2f} to {:.2f}".format(*ends) if ends else ""
-        found.append(Figure(number(about.acceptance_length), between, "tokens per step"))
-    if user := user_speed(about, at):
-        between = f"{user.low:,.1f} to {user.high:,.1f}"
-        found.append(Figure(f"{user.value:,.1f}", between, f"tokens/s for a user at {at}"))
-    return found
+        shown.append(Figure(number(endpoint.acceptance_length), between, "tokens per step"))
+    speed = user_speed(endpoint, label)
+    if speed:
+        between = f"{speed.low:,.1f} to {speed.high:,.1f}"
+        shown.append(Figure(f"{speed.value:,.1f}", between, f"tokens/s for a user at {label}"))
+    return shown
 
 
 def sections(results: BenchResults) -> list[Section]:
-    speculating = [endpoint for endpoint in results.all if endpoint.speculates]
-    where, work = condition(results), results.workload
-    acceptance = [acceptance_table(endpoint, work) for endpoint in speculating]
+    """Returns speed, acceptance, draft length, comparison and findings, in the order of the page."""
+    conditions = condition(results)
 
     def titled(*tables: Table) -> list[Table]:
-        """Tables that have rows, each with the conditions of its figures in the title."""
-        return [replace(table, title=f"{table.title}, {where}") for table in tables if table.rows]
+        """Adds the conditions of the figures to the titles, and drops empty tables."""
+        filled = [table for table in tables if table.rows]
+        return [replace(table, title=f"{table.title}, {conditions}") for table in filled]
 
+    speeds = titled(speedup_table(results), *speed_tables(results))
+    speed = Section(title="Speed", plots=[speed_plot(results)], tables=speeds)
+    speculating = [endpoint for endpoint in results.all if endpoint.speculates]
+    caption = f"Tokens per step by category, {conditions}, with 95 % intervals."
+    by_category = [acceptance_table(endpoint, results.workload) for endpoint in speculating]
+    tables = titled(
+        card_table(results),
+        *by_category,
+        position_table(speculating),
+        slice_table(results, BY_LENGTH, "tokens up to"),
+        slice_table(results, BY_REUSE, "% from"),
+        slice_table(results, BY_MINUTE, "from minute"),
+    )
+    bars = category_plot(speculating, caption)
+    text = quality_line(results)
+    acceptance = Section(title="Acceptance", text=text, plots=[bars], tables=tables)
+    choice = results.draft_choice
+    comparison = results.comparison
+    lengths = titled(draft_table(choice)) if choice else ()
+    changes = titled(comparison_table(comparison)) if comparison else ()
     return [
-        Section(
-            title="Speed",
-            plots=[speed_plot(results)],
-            tables=titled(speedup_table(results), *speed_tables(results)),
-        ),
-        Section(
-            title="Acceptance",
-            text=quality_line(results),
-            plots=[
-                category_plot(
-                    speculating, f"Tokens per step by category, {where}, with 95 % intervals."
-                )
-            ],
-            tables=titled(
-                card_table(results),
-                *acceptance,
-                position_table(speculating),
-                slice_table(results, BY_LENGTH, "tokens up to"),
-                slice_table(results, BY_REUSE, "% from"),
-                slice_table(results, BY_MINUTE, "from minute"),
-            ),
-        ),
-        Section(
-            title="Draft length",
-            tables=titled(draft_table(results.draft_choice)) if results.draft_choice else (),
-        ),
-        Section(
-            title="Comparison",
-            tables=titled(comparison_table(results.comparison)) if results.comparison else (),
-        ),
+        speed,
+        acceptance,
+        Section(title="Draft length", tables=lengths),
+        Section(title="Comparison", tables=changes),
         Section(title="Findings", problems=results.problems),
     ]
 
 
-def bench_html(results: BenchResults) -> str:
-    return render(
-        f"trtspec bench: {results.server.model} on {results.server.kind}",
-        sentence(results),
-        figures(results),
-        sections(results),
-        about=workload_line(results),
-        created=results.created,
-        versions=results.versions,
-    )
-
-
 def speed_plot(results: BenchResults) -> Plot:
-    """Tokens per second of a user by load; empty for one load."""
+    """Returns tokens per second of a user by load. The plot of one load is empty."""
     series: dict[str, dict[str, Value]] = {}
-    for endpoint in results.all if len(results.concurrency) > 1 else ():
+    for endpoint in results.all:
         for level in endpoint.concurrency:
-            if user := user_speed(endpoint, level.label):
+            speed = user_speed(endpoint, level.label)
+            if speed and len(results.concurrency) > 1:
                 speeds = series.setdefault(endpoint.name, {})
-                speeds[level.label] = user.value, user.low, user.high
+                speeds[level.label] = (speed.value, speed.low, speed.high)
     caption = f"Tokens/s for a user by load, {condition(results)}, with 95 % intervals."
     return plot(caption, "tokens/s", series, baseline=0.0)
 
 
 def category_plot(endpoints: Sequence[EndpointResult], caption: str) -> Plot:
-    series: dict[str, dict[str, Value]] = {
-        endpoint.name: {
-            name: (group.acceptance_length, *(group.acceptance_length_interval or (None, None)))
-            for name, group in endpoint.groups.items()
-            if group.acceptance_length is not None and not endpoint.degenerate(name)
-        }
-        for endpoint in endpoints
-    }
-    series = {name: values for name, values in series.items() if values}
+    """Returns tokens per step by category, without degenerate output."""
+    series: dict[str, dict[str, Value]] = {}
+    for endpoint in endpoints:
+        for name, group in endpoint.groups.items():
+            length = group.acceptance_length
+            if length is None or endpoint.degenerate(name):
+                continue
+            low, high = group.acceptance_length_interval or (None, None)
+            series.setdefault(endpoint.name, {})[name] = (length, low, high)
     return plot(caption, "tokens per step", series, baseline=1.0)
 
 
+# --- figures in words ---
+
+
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
-    """A figure, or an em dash where there is none."""
+    """Returns a figure, or an em dash for None."""
     return DASH if value is None else f"{value:,.{digits}f}{unit}"
 
 
-def interval(value: float | None, low_high: Sequence[float] | None, digits: int = 2) -> str:
-    if value is None or not low_high:
+def interval(value: float | None, ends: Sequence[float] | None, digits: int = 2) -> str:
+    """Returns a figure with the ends of its interval, if it has one."""
+    if value is None or not ends:
         return number(value, digits)
-    return f"{value:,.{digits}f} ({low_high[0]:,.{digits}f} to {low_high[1]:,.{digits}f})"
+    low, high = ends
+    return f"{value:,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
 
 
 def median_ms(spread: LatencySpread | None) -> str:
+    """Returns the median in milliseconds, or an em dash."""
     return number(1000 * spread.p50 if spread else None, 1)
 
 
 def condition(results: BenchResults) -> str:
-    """Part of every figure's name: the temperature, how drafts were drawn above 0, whether the model thinks, and the
-    beginning of its system prompt."""
-    work, mode = results.workload, results.server.draft_sampling
-    drawn = (
-        f" ({f'{mode} drafts' if mode else 'how drafts are drawn is not reported'})"
-        if work.temperature or work.recorded
-        else ""
-    )
-    thinking = f", thinking {work.thinking}" if work.thinking else ""
-    system = f', system prompt "{work.system:.24}"' if work.system else ""
-    sampling = "sampled as recorded" if work.recorded else f"temperature {work.temperature:g}"
-    return f"{sampling}{drawn}{thinking}{system}"
+    """Returns the conditions that belong to the name of every figure.
+
+    The temperature, how drafts were drawn above 0, whether the model thinks, and the beginning of its system prompt.
+    """
+    work = results.workload
+    recorded = work.recorded
+    temperature = work.temperature
+    words = "sampled as recorded" if recorded else f"temperature {temperature:g}"
+    if temperature or recorded:
+        mode = results.server.draft_sampling
+        drawn = f"{mode} drafts" if mode else "how drafts are drawn is not reported"
+        words += f" ({drawn})"
+    if work.thinking:
+        words += f", thinking {work.thinking}"
+    if work.system:
+        words += f', system prompt "{work.system:.24}"'
+    return words
 
 
 def workload_line(results: BenchResults) -> str:
-    """One sentence: server, data set, load and sampling of this benchmark."""
-    work, version = results.workload, results.server.version
-    return (
-        f"{results.server.model} at {results.url}{f' (version {version})' if version else ''}; dataset {work.dataset} "
-        f"(sha256 {work.dataset_sha256[:12]}), {work.questions} questions at load "
-        f"{work.loads}, {condition(results)}, {work.budget}, {work.template}, seed "
-        f"{work.seed}"
-    )
+    """Returns one sentence: server, data set, load and sampling of this benchmark."""
+    work = results.workload
+    version = results.server.version
+    server = f"{results.server.model} at {results.url}"
+    if version:
+        server += f" (version {version})"
+    dataset = f"dataset {work.dataset} (sha256 {work.dataset_sha256[:12]})"
+    load = f"{work.questions} questions at load {work.loads}"
+    sampling = f"{condition(results)}, {work.budget}, {work.template}, seed {work.seed}"
+    return f"{server}; {dataset}, {load}, {sampling}"
 
 
 def quality_line(endpoint: EndpointResult) -> str:
-    """One sentence on the output itself; printed wherever acceptance is."""
+    """Returns one sentence on the output itself, which is printed wherever acceptance is."""
     quality = endpoint.degeneration
-    bad = "DEGENERATE OUTPUT, acceptance on it says little: "
-    return f"{bad if quality.degenerate else 'output: '}{quality.words}"
+    bad = "DEGENERATE OUTPUT, acceptance on it says little"
+    return f"{bad if quality.degenerate else 'output'}: {quality.words}"
+
+
+# --- tables ---
 
 
 def acceptance_table(endpoint: EndpointResult, workload: Workload) -> Table:
     """By category and for all: N, acceptance length with its interval, and NVIDIA's mean over questions."""
     rows = []
     for name, group in endpoint.groups.items():
-        cells = [
-            interval(group.acceptance_length, group.acceptance_length_interval),
-            number(group.per_question_mean),
-        ]
-        counts = [name, str(group.questions), number(group.steps, 0)]
-        rows.append([*counts, *([BLANK] * 2 if endpoint.degenerate(name) else cells)])
+        length = interval(group.acceptance_length, group.acceptance_length_interval)
+        mean = number(group.per_question_mean)
+        if endpoint.degenerate(name):
+            length = mean = BLANK
+        counts = [str(group.questions), number(group.steps, 0)]
+        rows.append([name, *counts, length, mean])
     note = (
         f"{workload.dataset}, {workload.budget}; source: {endpoint.source}. Acceptance length = 1 + "
         f"accepted / steps, 95 % interval over questions; {PER_QUESTION}. Blank: degenerate output."
@@ -222,37 +239,47 @@ def acceptance_table(endpoint: EndpointResult, workload: Workload) -> Table:
 
 
 def card_table(results: BenchResults) -> Table:
-    """What was published of the card's head on this data set, beside what was measured; no rows without a card."""
-    about, rows = subject(results), []
-    record = known_head(results.card) if results.card else None
-    for published in record.acceptance if record is not None else ():
-        for name, figure in published.of(results.workload.dataset.partition(":")[0]).items():
-            group = None if about.degenerate(name) else about.groups.get(name)
-            measured = getattr(group, published.mean, None)
-            apart = DASH if measured is None else f"{measured - figure:+.2f}"
-            drafts = str(published.draft_len)
-            rows.append([name, number(figure), number(measured), apart, drafts, published.protocol])
+    """The published acceptance of the card's head on this data set, beside the measured. No rows without a card."""
+    rows: list[list[str]] = []
+    card = results.card
+    record = known_head(card) if card else None
+    dataset, _, _ = results.workload.dataset.partition(":")
+    records = record.acceptance if record else ()
+    for published in records:
+        for name, figure in published.of(dataset).items():
+            measured = _measured(subject(results), name, published.mean)
+            difference = DASH if measured is None else f"{measured - figure:+.2f}"
+            cells = [name, number(figure), number(measured), difference]
+            rows.append([*cells, str(published.draft_len), published.protocol])
     note = "Tokens per step; those of NVIDIA's cards are means over questions."
     columns = ["category", "published", "measured", "difference", "drafts", "published by"]
-    return Table(f"Published of {results.card}", columns, rows, note, frozenset({0, 5}))
+    return Table(f"Published of {card}", columns, rows, note, frozenset({0, 5}))
+
+
+def _measured(endpoint: EndpointResult, category: str, mean: str) -> float | None:
+    """The field `mean` of a category. None if it was not asked, or its output is degenerate."""
+    if endpoint.degenerate(category):
+        return None
+    return getattr(endpoint.groups.get(category), mean, None)
 
 
 def slice_table(results: BenchResults, by: str, column: str) -> Table:
-    """Acceptance and speed by one property of answers, endpoints beside each other; no rows if all answers share it."""
-    parts = [(part, endpoint) for endpoint in results.all for part in endpoint.slices]
-    parts = sorted((pair for pair in parts if pair[0].by == by), key=lambda pair: pair[0].value)
+    """Acceptance and speed by one property of answers, by endpoint. No rows if all answers share it."""
+    rows_by_value: dict[int, list[list[str]]] = {}
+    for endpoint in results.all:
+        for part in endpoint.slices:
+            if part.by != by:
+                continue
+            length = interval(part.acceptance_length, part.acceptance_length_interval)
+            if endpoint.degenerate():
+                length = BLANK
+            row = [f"{part.value:,}", endpoint.name, str(part.answers), number(part.steps, 0)]
+            row += [length, number(part.tokens_per_s, 1), median_ms(part.ttft_s)]
+            rows_by_value.setdefault(part.value, []).append(row)
     rows = []
-    for part, endpoint in parts if len({part.value for part, _ in parts}) > 1 else ():
-        length = interval(part.acceptance_length, part.acceptance_length_interval)
-        rows.append([
-            f"{part.value:,}",
-            endpoint.name,
-            str(part.answers),
-            number(part.steps, 0),
-            BLANK if endpoint.degenerate() else length,
-            number(part.tokens_per_s, 1),
-            median_ms(part.ttft_s),
-        ])  # fmt: skip
+    if len(rows_by_value) > 1:
+        for _, value_rows in sorted(rows_by_value.items()):
+            rows += value_rows
     note = (
         f"All loads. Per user = output tokens over the time from request to end. {DASH}: the server counts all answers "
         "together."
@@ -263,43 +290,40 @@ def slice_table(results: BenchResults, by: str, column: str) -> Table:
 
 def position_table(endpoints: Sequence[EndpointResult]) -> Table:
     """Share of steps that accepted the draft at each position."""
-    reported = [
-        endpoint for endpoint in endpoints if endpoint.cumulative and not endpoint.degenerate()
-    ]
-    depth = max((len(endpoint.cumulative or ()) for endpoint in reported), default=0)
-    rows = [
-        [endpoint.name, words, *map(number, shares or ()), *([BLANK] * (depth - len(shares or ())))]
-        for endpoint in reported
-        for words, shares in (
-            ("of all steps", endpoint.cumulative),
-            ("once reached", endpoint.conditional),
-        )
-    ]
-    columns = ["endpoint", "accepted", *map(str, range(1, depth + 1))]
+    rows: list[list[str]] = []
+    for endpoint in endpoints:
+        if endpoint.cumulative and not endpoint.degenerate():
+            cumulative = map(number, endpoint.cumulative)
+            conditional = map(number, endpoint.conditional or ())
+            rows.append([endpoint.name, "of all steps", *cumulative])
+            rows.append([endpoint.name, "once reached", *conditional])
+    width = max(map(len, rows), default=2)
+    rows = [row + [BLANK] * (width - len(row)) for row in rows]
+    positions = range(1, width - 1)
+    columns = ["endpoint", "accepted", *map(str, positions)]
     return Table("Acceptance by draft position", columns, rows, "", frozenset({0, 1}))
 
 
 def speed_tables(results: BenchResults) -> list[Table]:
     """Rates and latencies of every endpoint at every load."""
-    rates, latencies = list[list[str]](), list[list[str]]()
-    levels = [(endpoint, level) for endpoint in results.all for level in endpoint.concurrency]
-    for endpoint, level in levels:
-        speed, user = level.throughput, user_speed(endpoint, level.label)
-        first, where = speed.ttft_s, [endpoint.name, level.load]
-        length = BLANK if level.degeneration.degenerate else number(level.acceptance_length)
-        rates.append([
-            *where,
-            number(speed.tokens_per_s, 1),
-            interval(user.value, (user.low, user.high), 1) if user else BLANK,
-            length,
-        ])  # fmt: skip
-        latencies.append([
-            *where,
-            median_ms(first),
-            number(1000 * first.p99 if first else None, 1),
-            median_ms(speed.inter_token_s),
-            median_ms(speed.itl_s),
-        ])  # fmt: skip
+    rates: list[list[str]] = []
+    latencies: list[list[str]] = []
+    for endpoint in results.all:
+        for level in endpoint.concurrency:
+            speed = level.throughput
+            load = [endpoint.name, level.load]
+            user = user_speed(endpoint, level.label)
+            per_user = interval(user.value, (user.low, user.high), 1) if user else BLANK
+            length = number(level.acceptance_length)
+            if level.degeneration.degenerate:
+                length = BLANK
+            tokens = number(speed.tokens_per_s, 1)
+            rates.append([*load, tokens, per_user, length])
+            first = speed.ttft_s
+            first_p99 = number(1000 * first.p99 if first else None, 1)
+            tpot = median_ms(speed.inter_token_s)
+            itl = median_ms(speed.itl_s)
+            latencies.append([*load, median_ms(first), first_p99, tpot, itl])
     note = (
         "load = conversations in flight, or new ones per second (/s). tokens/s of all users together, over whole "
         "rounds; per user = output tokens over the time from request to end, with its 95 % interval over questions. "
@@ -318,58 +342,55 @@ def speed_tables(results: BenchResults) -> list[Table]:
 
 
 def speedup_table(results: BenchResults) -> Table:
-    rows = [
-        [
-            f"{up.of} over {up.over}",
-            up.level,
-            number(up.ratio.value, 2, "x"),
-            up.ratio.words,
-        ]
-        for up in results.speedups
-    ]
+    """Speed-ups over the servers that do not speculate, at each load."""
+    rows = []
+    for gain in results.speedups:
+        pair = f"{gain.of} over {gain.over}"
+        ratio = gain.ratio
+        times = number(ratio.value, 2, "x")
+        rows.append([pair, gain.level, times, ratio.words])
     note = "Output tokens/s of a user, paired by question, with the 95 % interval"
-    for up in results.speedups[:1]:
-        note += f" over {up.covered}"
-        note += "; another launch can differ by more." if up.launches == 1 else "."
+    for gain in results.speedups[:1]:
+        end = "; another launch can differ by more." if gain.launches == 1 else "."
+        note += f" over {gain.covered}{end}"
     columns = ["endpoints", "load", "times as fast", "range"]
     return Table("Speed-up", columns, rows, note, frozenset({0, 1}))
 
 
 def comparison_table(comparison: Comparison) -> Table:
     """`--compare`: new over old."""
-    rows = [
-        [
-            f.figure,
-            number(f.ratio, 3),
-            DASH if f.low is None else f"{f.low:.3f} to {f.high:.3f}",
-            f"{f.units} {f.paired_by}s" if f.units else DASH,
-            f.verdict,
-        ]
-        for f in comparison.figures
-    ]
+    rows = []
+    for figure in comparison.figures:
+        low = figure.low
+        count = figure.units
+        between = DASH if low is None else f"{low:.3f} to {figure.high:.3f}"
+        units = f"{count} {figure.paired_by}s" if count else DASH
+        ratio = number(figure.ratio, 3)
+        rows.append([figure.figure, ratio, between, units, figure.verdict])
+    percent = 100 * comparison.confidence
+    limit = 1 - comparison.max_regression
     note = (
-        f"Intervals of {100 * comparison.confidence:.1f} % each, so that equal runs raise an alarm in at most 5 % of "
-        f"comparisons; a regression lies wholly below {1 - comparison.max_regression:g}. Speed is judged from "
-        f"{LEAST_RUNS} earlier runs on; here {comparison.runs}."
+        f"Intervals of {percent:.1f} % each, so that equal runs raise an alarm in at most 5 % of "
+        f"comparisons; a regression lies wholly below {limit:g}. Speed is judged from "
+        f"{MIN_EARLIER_RUNS} earlier runs on; here {comparison.runs}."
     )
     columns = ["figure", "new / old", "interval", "over", "verdict"]
     return Table(f"This run over {comparison.old['name']}", columns, rows, note, frozenset({0, 4}))
 
 
 def draft_table(choice: DraftChoice) -> Table:
-    """`--choose-draft`: every length at every load, and what is proposed."""
-    rows = [
-        [
-            str(load.concurrency),
-            str(length.draft_len),
-            number(length.acceptance_length),
-            number(length.tokens_per_s, 1),
-            f"{length.of_best.value:.2f} ({length.of_best.words})" if length.of_best else "fastest",
-            "proposed" if length.draft_len == load.best else "",
-        ]
-        for load in choice.loads
-        for length in load.lengths
-    ]
+    """`--choose-draft`: every length at every load, and the proposal."""
+    rows = []
+    for load in choice.loads:
+        for length in load.lengths:
+            drafts = length.draft_len
+            ratio = length.of_best
+            of_best = f"{ratio.value:.2f} ({ratio.words})" if ratio else "fastest"
+            proposed = "proposed" if drafts == load.best else ""
+            accepted = number(length.acceptance_length)
+            per_user = number(length.tokens_per_s, 1)
+            row = [str(load.concurrency), str(drafts), accepted, per_user]
+            rows.append([*row, of_best, proposed])
     note = f"Proposed: trtspec build-config TARGET --head HEAD --draft-len {choice.draft_len}."
     if choice.draft_len == 0:
         note = "No drafts at all are fastest: serve without the head."
