@@ -94,7 +94,7 @@ class Content:
 
 
 def _has_hole(chunk: Bytes, begin: int, row_bytes: int) -> bool:
-    """Whether MIN_HOLE_BYTES or more bytes in a row are zero, other than whole matrix rows.
+    """Whether MIN_HOLE_BYTES consecutive bytes or more are zero, other than whole matrix rows.
 
     `begin`: offset of the chunk in its tensor.
     """
@@ -173,7 +173,9 @@ def content_problems(findings: Findings) -> list[Problem]:
         if names:
             problems.append(grouped(code, names, what=summary))
     if unused:
-        summary = "linears of experts that are entirely zero, as those of experts that are never used"
+        summary = (
+            "linears of experts that are entirely zero, as those of experts that are never used"
+        )
         problems.append(grouped(ALL_ZERO, unused, "warning", summary))
     return problems
 

@@ -196,10 +196,7 @@ class NativePacker:
         self.kernel = kernel
         self.weight_scales = weight_scales
         self._make_other = other
-        if weight_scales == "mse":
-            size = kernel.searches_bytes()
-        else:
-            size = kernel.tables_bytes()
+        size = kernel.searches_bytes() if weight_scales == "mse" else kernel.tables_bytes()
         # An anonymous map begins as zeros, and only the pages that are written take memory.
         self._tables = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
 
@@ -363,7 +360,7 @@ def open_kernel(path: Path) -> ctypes.CDLL:
 
 def proof_of(packer: Packer) -> str:
     """SHA-256 of what a packer makes of 8,192 values of every magnitude, in BF16 and in INT4."""
-    # A multiplier of Knuth scatters the bits, and gives the same numbers on every machine.
+    # Knuth's multiplier scatters the bits, and gives the same numbers on every machine.
     bits = np.arange(8192, dtype=np.uint32) * np.uint32(2654435761)
     exponents = np.arange(107, 139, dtype=np.uint32)[:, None] << 7
     sign_and_mantissa = bits.reshape(32, 256) >> 16 & 0x807F

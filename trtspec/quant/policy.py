@@ -203,5 +203,7 @@ def _refuse_other_source(path: Path, metadata: dict[str, Any], checkpoint: Check
     changed = [name for key, name in MODEL.items() if measured_on.get(key) != source[key]]
     if changed:
         other = metadata.get("source")
-        text = f"{path.name} was measured on another source ({other}): {' and '.join(changed)} differ"
+        text = (
+            f"{path.name} was measured on another source ({other}): {' and '.join(changed)} differ"
+        )
         raise UsageError(text, REMEDY)
