@@ -57,7 +57,7 @@ class Acceptance:
 
     def length(self, drafts: int, decay: Decay | None = None) -> float:
         """Tokens per verification step with `drafts` drafts, bonus token included."""
-        if drafts == 0:
+        if not drafts:
             return 1.0
         if self.length_at is not None and self.length_at[1] == drafts:
             return self.length_at[0]

@@ -102,12 +102,12 @@ def refusals(
     """
     capability = None
     gpu_name = ""
-    if gpu is not None:
+    if gpu:
         capability = gpu.compute_capability
         gpu_name = gpu.name.upper()
     problems = []
     refused = format_refusal(model, capability, gpu_name)
-    if refused is not None:
+    if refused:
         problems.append(refused)
     problems += layout_refusals(model, tp_size, ep_size or 1, attention_dp)
     limit = model.max_position_embeddings

@@ -98,7 +98,7 @@ def memory(
     kv_dtype = model.quant.kv_cache or "bf16"
     token_bytes = kv_elements_per_token(model, head, layout) * KV_ELEMENT_BYTES[kv_dtype]
     head_bytes = 0.0
-    if head is not None:
+    if head:
         head_bytes = 2 * head_parameters(head) / layout.attention_tp
     tokens_beyond = max(0, max_num_tokens - RESERVE_TOKENS)
     activations = tokens_beyond * model.hidden_size * ACTIVATION_BYTES

@@ -233,17 +233,16 @@ class Kernels:
 
     def has(self, moe_layout: str, attention_ranks: int, ranks: int) -> bool:
         """Whether all kernels of such a layout were measured."""
-        if moe_layout not in self.experts[self.routing]:
-            return False
-        if f"tp{attention_ranks}" not in self.tables["mla_decode"]:
-            return False
-        if ranks == 1:
-            return True
+        has_moe = moe_layout in self.experts[self.routing]
+        has_attention = f"tp{attention_ranks}" in self.tables["mla_decode"]
+        # The links of another GPU do not count for the exchange of tokens with attention DP, which
+        # takes other kernels between trays.
         if attention_ranks < ranks:
-            # The links of another GPU do not count for the exchange of tokens with attention DP,
-            # which takes other kernels between trays.
-            return self.tables["allreduce"].row(ranks) is not None
-        return allreduce_row(self.tables, ranks) is not None
+            allreduce = self.tables["allreduce"].row(ranks)
+        else:
+            allreduce = allreduce_row(self.tables, ranks)
+        has_collectives = ranks == 1 or allreduce is not None
+        return has_moe and has_attention and has_collectives
 
     def moe(self, layout: str, tokens: int) -> float:
         """The routed experts of one layer on one rank, for `tokens` tokens of the whole group."""
@@ -265,8 +264,8 @@ class Kernels:
             cache_bytes: bytes of a cache element. The tables are for an FP8 cache, and a larger
                 element takes that many times as long to read.
         """
-        rows = tokens * HEADS // max(1, sequences) // ranks
-        tiles = max(1, -(-rows // QUERY_TILE))
+        queries_per_tile = max(1, sequences) * ranks * QUERY_TILE
+        tiles = max(1, -(-tokens * HEADS // queries_per_tile))
         table = self.tables["mla_decode"][f"tp{ranks}"]
         projections = interpolate_twice(table, EMPTY_CONTEXT, tokens)
         empty = interpolate_twice(table, EMPTY_CONTEXT, sequences)
