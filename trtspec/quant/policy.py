@@ -86,8 +86,8 @@ class Policy:
             patterns.update(self.exclude_vision)
         for template in self.exclude:
             template = template.replace("{prefix}", spec.family.prefix)
-            slot = next((slot for slot in layers_of_slot if slot in template), None)
-            if slot is None:
+            slot = next((slot for slot in layers_of_slot if slot in template), "")
+            if not slot:
                 patterns.add(template)
                 continue
             for layer in layers_of_slot[slot]:
@@ -99,8 +99,9 @@ def _fill_layer(template: str, slot: str, layer: int, num_layers: int) -> str:
     """The template with the layer's number in place of the slot."""
     # `layers.1*` would also match layers 10 to 19, so a star right behind the number becomes `.*`.
     matches_others = layer > 0 and layer * 10 < num_layers
-    if matches_others and template.endswith(f"{slot}*"):
-        return template.replace(f"{slot}*", f"{layer}.*")
+    starred = f"{slot}*"
+    if matches_others and template.endswith(starred):
+        return template.replace(starred, f"{layer}.*")
     return template.replace(slot, str(layer))
 
 
@@ -117,7 +118,7 @@ def default_policy(spec: ModelSpec, name: str) -> Policy:
     """
     published = known_target(name)
     release = spec.version
-    if published is not None:
+    if published:
         release = published.family
     for policy in map(load_policy, load_yaml("policies.yaml")["policies"]):
         if release in policy.releases:

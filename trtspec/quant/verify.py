@@ -235,9 +235,9 @@ class _Reread:
         """A linear of the source as packers take it."""
         format, parts = stored_weight(self.source.tensors, name)
         rows = read_rows(partial(read_bytes, self.source_reader), format, parts)
-        if format.is_plain and rows.dtype != "BF16":
-            return decoded_rows(rows, self.packers[0])
-        return packable_rows(rows, self.packers[0])
+        is_other_float = format.is_plain and rows.dtype != "BF16"
+        convert = decoded_rows if is_other_float else packable_rows
+        return convert(rows, self.packers[0])
 
     def _add_quantized(self, name: str) -> None:
         """Compares a linear with its source: valid scales, rounding error, and bytes."""
