@@ -287,7 +287,8 @@ def input_points(stream: LayerStream, index: int) -> dict[str, list[str]]:
     for source in layer_layout(stream.spec, index):
         if source.role not in NO_LINEARS:
             point = source.parameter.removesuffix(".weight")
-            points[point] = [name.removesuffix(".weight") for name in source.names]
+            linears = [name.removesuffix(".weight") for name in source.names]
+            points[point] = linears
     return points
 
 
@@ -350,7 +351,7 @@ class ObservedExperts(nn.Module):
         self.tokens_per_expert = torch.zeros(len(experts.down), dtype=torch.int64)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """As `Experts.forward`: x [tokens, H], ids and weights [tokens, k] -> [tokens, H]."""
+        """Computes `Experts.forward`: x [tokens, H], ids and weights [tokens, k] -> [tokens, H]."""
         self.observe("mlp.experts.gate_up", x)
         count = len(self.tokens_per_expert)
         self.tokens_per_expert += torch.bincount(ids.flatten().cpu(), minlength=count)

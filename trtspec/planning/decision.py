@@ -161,7 +161,7 @@ class RankedPlan:
 
     @property
     def trust(self) -> str:
-        """What the speed rests on."""
+        """The basis of the speed."""
         return "memory alone" if self.point is None else self.point.trust
 
     @property

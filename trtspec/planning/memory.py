@@ -54,7 +54,7 @@ class Memory:
 
     @property
     def free(self) -> float:
-        """What weights, head and reserve leave. Negative if they do not fit."""
+        """Bytes that weights, head and reserve leave. Negative if they do not fit."""
         return self.capacity - self.weights_total - self.head - self.reserve
 
     @property

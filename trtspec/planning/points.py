@@ -79,7 +79,7 @@ class Setting:
         return list(range(longest + 1))
 
     def trust(self, concurrency: int, drafts: int) -> str:
-        """What the speed-up of a point rests on.
+        """The basis of a point's speed-up.
 
         EXTRAPOLATED: beyond the measured draft length, the head's context, or what was published
         for any head of the target.

@@ -81,7 +81,7 @@ class Content:
         self.seen += len(chunk)
 
     def findings(self) -> Findings:
-        """What is wrong with the bytes so far. A bias may be all zero."""
+        """Faults of the bytes so far, by code. A bias may be all zero."""
         name = self.info.name
         if self.all_zero:
             return [] if name.endswith("bias") else [(ALL_ZERO, name)]

@@ -100,10 +100,10 @@ class Conversion:
         )
         publisher = policy.source.partition(",")[0]
         deviations = []
-        for subject, descriptions, published, chosen in choices:
+        for subject, titles, published, chosen in choices:
             if chosen != published:
-                text = f"{subject}: {descriptions[chosen]}; "
-                deviations.append(f"{text}{publisher} has them {descriptions[published]}")
+                text = f"{subject}: {titles[chosen]}; {publisher} has them {titles[published]}"
+                deviations.append(text)
         return deviations
 
     @cached_property  # read for the progress after each tensor

@@ -40,7 +40,7 @@ from trtspec.quant.convert import (
     thread_count,
     weight_class,
 )
-from trtspec.quant.plan import Conversion, ConversionOptions, ShardPlan, prepare
+from trtspec.quant.plan import Conversion, ConversionOptions, ShardPlan, Weight, prepare
 from trtspec.quant.policy import KV_CACHES, WEIGHT_SCALES, Policy
 from trtspec.report import (
     Bar,
@@ -223,7 +223,9 @@ def _findings(conversion: Conversion, records: dict[str, Record]) -> Findings:
     zeros = {name for code, name in findings if code == ALL_ZERO}
     digests = []
     for plan in conversion.plans:
-        weights = [weight for group in plan.groups for weight in group.weights]
+        weights = list[Weight]()
+        for group in plan.groups:
+            weights += group.weights
         for weight, digest in zip(weights, records[plan.shard]["read"], strict=True):
             part = weight.parts[0]
             is_matrix = len(part.shape) == 2 and part.nbytes >= MIN_REPEATED_BYTES
@@ -234,15 +236,17 @@ def _findings(conversion: Conversion, records: dict[str, Record]) -> Findings:
 
 def _size(conversion: Conversion) -> dict[str, Any]:
     """The fields of QuantizeSize."""
-    actions = [weight.action for plan in conversion.plans for weight in plan.weights]
+    actions = Counter[str]()
+    for plan in conversion.plans:
+        actions.update(weight.action for weight in plan.weights)
     return {
         "output": str(conversion.output),
         "policy": conversion.policy.name,
         "weight_scales": conversion.weight_scales,
         "deviations": conversion.deviations,
-        "quantized": actions.count("quantize"),
-        "decoded": actions.count("decode"),
-        "copied": actions.count("copy"),
+        "quantized": actions["quantize"],
+        "decoded": actions["decode"],
+        "copied": actions["copy"],
         "bytes_in": conversion.bytes_in,
         "bytes_out": conversion.bytes_out,
     }
@@ -276,7 +280,9 @@ def _finish(
     output = conversion.output
     source = conversion.checkpoint.path
     if list(records) != ["model.safetensors"]:
-        weight_map = {name: plan.shard for plan in conversion.plans for name in plan.layout()}
+        weight_map: dict[str, str] = {}
+        for plan in conversion.plans:
+            weight_map |= dict.fromkeys(plan.layout(), plan.shard)
         write_index(output, weight_map, conversion.bytes_out)
     carried = carried_names(source)
     carry_files(source, output, carried)
