@@ -54,18 +54,13 @@ def dequantize_int4(
     step = max(1, DECODE_CHUNK // columns)
     for start in range(0, rows, step):
         chunk = slice(start, start + step)
-        codes = _nibbles(packed[chunk])[:, :columns]
-        values = codes.sub_(8).to(torch.bfloat16).view(grouped_shape)
+        # Each byte spreads over the two bytes of an int16, the low nibble first.
+        wide = packed[chunk].to(torch.int16)
+        codes = wide.bitwise_or_(wide << 4).bitwise_and_(0x0F0F).view(torch.int8)
+        values = codes[:, :columns].sub_(8).to(torch.bfloat16).view(grouped_shape)
         scale = weight_scale[chunk].unsqueeze(-1)
         torch.mul(values, scale, out=result[chunk].view(grouped_shape))
     return result
-
-
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [n, b] -> int8 [n, 2b], low nibble first."""
-    # Each byte spreads over the two bytes of an int16.
-    wide = packed.to(torch.int16)
-    return wide.bitwise_or_(wide << 4).bitwise_and_(0x0F0F).view(torch.int8)
 
 
 def dequantize_fp8_block(weight: torch.Tensor, weight_scale_inv: torch.Tensor) -> torch.Tensor:
