@@ -97,7 +97,9 @@ def quantize_checkpoint(
         hashes = recorded_hashes(checkpoint.path)
         for plan, record in convert_shards(conversion, remaining, threads, hashes, bar):
             journal.record(plan.shard, **record)
-        records = {plan.shard: journal.done[plan.shard] for plan in conversion.plans}
+        records: dict[str, Record] = {
+            plan.shard: journal.done[plan.shard] for plan in conversion.plans
+        }
         result = _summary(conversion, records)
         _finish(conversion, records, result, header)
     seconds = round(time.monotonic() - start, 3)
