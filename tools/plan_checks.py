@@ -261,7 +261,7 @@ def agentic(data: dict[str, Any]) -> list[str]:
             group["target"], group["head"], gpu, Layout(4), group["isl"] + group["osl"] // 2
         )
         for concurrency, published_rate in zip(group["concurrency"], row, strict=True):
-            ours = 1e6 * group["acceptance"] / found.whole(concurrency, 3)
+            ours = 1e6 * group["acceptance"] / found.speculative_step(concurrency, 3)
             cells = (
                 gpu.upper(),
                 str(concurrency),

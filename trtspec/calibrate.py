@@ -1,9 +1,10 @@
-"""Activation scales for NVFP4 from real text: ModelOpt's quantizers on a target that runs one layer at a time.
+"""Activation scales for NVFP4 from real text: ModelOpt's quantizers, one layer of the target at a time.
 
-What is measured is what `mtq.quantize` with its `max` algorithm measures on the whole model: the largest |x| that each
-quantized linear reads, while nothing is quantized yet. Linears that read the same input share one scale (gate and up,
-q_a and kv_a), and so do all experts of a layer for each of their two inputs, as ModelOpt's export makes them. An expert
-that no calibration token reached therefore has its layer's scale, and is counted.
+What is measured is what `mtq.quantize` with its `max` algorithm measures on the whole model: the
+largest |x| that each quantized linear reads, while nothing is quantized yet. Linears that read the
+same input share one scale (gate and up, q_a and kv_a). So do all experts of a layer for each of
+their two inputs, as ModelOpt's export makes them. An expert that no calibration token reached
+therefore has its layer's scale, and is counted.
 """
 
 from __future__ import annotations
@@ -50,11 +51,13 @@ from trtspec.report import (
     write_json,
 )
 
-MIN_TOKENS = 2
-NO_LINEARS = ("norms", "router", "router bias")  # roles of what reads no input, and of routers
+MIN_TOKENS = 2  # of a text
+# Roles of parameters that read no input, and of routers.
+NO_LINEARS = ("norms", "router", "router bias")
 FORMAT_VERSION = 3  # raised when the same options would give other scales
 STATES_SHARE = 0.5  # of the free memory for hidden states; others are read back from disk
 FORWARD_TOKENS = 4096  # texts of equal length run together up to this many tokens
+LOAD_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,48 @@ class CalibrationOptions:
     dtype: torch.dtype | None = None
 
 
+def calibrate_checkpoint(
+    source: Path,
+    data: Path,
+    output: Path,
+    policy: Policy | None,
+    options: CalibrationOptions = CalibrationOptions(),
+    output_options: OutputOptions = OutputOptions(),
+    bar: Bar = Bar(),
+) -> CalibrationResult:
+    """Measures activation scales of `source` on `data`. A dry run writes nothing.
+
+    After a kill the same call resumes with the layer that it stopped in, and writes the same file
+    as an uninterrupted run. Checks headers, data, options, disk and permissions before the first
+    layer. Raises TrtspecError or UsageError.
+
+    Args:
+        data: rows of text or conversations.
+        output: safetensors file with `<hub name of the linear>.input_scale`.
+        policy: None for the policy of the source's release.
+        bar: shows the layers that are done.
+    """
+    start = time.monotonic()
+    calibration = prepare(source, data, output, policy, options)
+    with calibration.stream:
+        if output_options.dry_run:
+            return _estimate(calibration, calibration.work.check(output_options))
+        with calibration.work.claim(calibration.header, output_options) as journal:
+            resumed = _measure(calibration, journal, bar)
+            layers = list(journal.done.values())
+            _finish(calibration, layers)
+        return _result(calibration, layers, resumed, start)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CalibrationResult:
-    """What was measured, or with `dry_run` what a run would read, hold and write; None: not part of that answer.
-    `unreached`: by layer, the experts that no token was given; `dead_inputs` were always zero; `input_scale`: min,
-    median and max."""
+    """What was measured, or for a dry run what a run would take. None: not part of that answer.
+
+    Args:
+        unreached: by layer, the experts that no token was routed to.
+        dead_inputs: inputs that were always zero.
+        input_scale: min, median and max of the scales.
+    """
 
     output: str
     policy: str
@@ -101,7 +141,7 @@ class CalibrationResult:
 
 @dataclass(frozen=True)
 class Calibration:
-    """One request, checked: nothing has been written yet. `linears` are those that the policy quantizes."""
+    """A checked request: nothing has been written yet. `linears`: those that become NVFP4."""
 
     stream: LayerStream
     policy: Policy
@@ -114,38 +154,48 @@ class Calibration:
 
     @cached_property
     def header(self) -> dict[str, Any]:
-        """What the journal is begun with: all that decides the scales."""
+        """The journal's header: everything that decides the scales."""
         options = {
-            "policy": {"name": self.policy.name, "quantize": list(self.policy.quantize)},
+            "policy": {"name": self.policy.name, "quantize": self.policy.quantize},
             "samples": self.options.samples,
             "seq_len": self.options.seq_len,
             "dtype": str(self.stream.dtype).removeprefix("torch."),
             "device": self.options.device.partition(":")[0],
             "format_version": FORMAT_VERSION,
         }
-        data = hashlib.sha256(repr(self.texts).encode()).hexdigest()
+        data_digest = hashlib.sha256(repr(self.texts).encode()).hexdigest()
         checkpoint = self.stream.checkpoint
         source = identity(checkpoint) | commit_record(checkpoint.path)
-        return {"source": source, "options": options, "data": data}
+        return {"source": source, "options": options, "data": data_digest}
 
     @property
     def work(self) -> OutputDirectory:
-        """Journal and states of a run that is not finished, beside the output; two layers' states at the most."""
+        """Directory beside the output with journal and states of a run that is not finished.
+
+        It holds the states of two layers at most.
+        """
         return OutputDirectory.beside(self.output, "calibrate", 2 * self.states().bytes)
+
+    @property
+    def provenance_path(self) -> Path:
+        return self.output.with_name(f"{self.output.name}.provenance.json")
 
     @property
     def tokens(self) -> int:
         return sum(len(text) for text in self.texts)
 
     def states(self) -> States:
-        """Hidden states of all texts, in memory up to the budget; each layer's are kept in the work directory."""
+        """Hidden states of all texts, in memory up to the budget.
+
+        The states of each layer are kept in the work directory.
+        """
         budget = STATES_SHARE * machine.free_memory()
         directory = OutputDirectory.beside(self.output, "calibrate").path
         size = (self.stream.spec.hidden_size, self.stream.dtype)
         return States(self.batches, *size, budget=budget, directory=directory, durable=True)
 
-    def result(self, **more: Any) -> CalibrationResult:
-        """What a run and a dry run both tell, and `more`."""
+    def result(self, **fields: Any) -> CalibrationResult:
+        """The result of a run or of a dry run, whose own fields are `fields`."""
         return CalibrationResult(
             output=str(self.output),
             policy=self.policy.name,
@@ -155,47 +205,23 @@ class Calibration:
             tokens=self.tokens,
             layers=self.stream.num_layers,
             linears=len(self.linears),
-            **more,
+            **fields,
         )
-
-
-def calibrate_checkpoint(
-    source: Path,
-    data: Path,
-    output: Path,
-    policy: Policy | None,
-    options: CalibrationOptions = CalibrationOptions(),
-    again: OutputOptions = OutputOptions(),
-    bar: Bar = Bar(),
-) -> CalibrationResult:
-    """Writes `output`, safetensors with `<hub name of the linear>.input_scale`; a dry run writes nothing.
-
-    Run again after a kill it resumes with the layer that it stopped in, and the file is the one that an uninterrupted
-    run writes. `bar` shows the layers that are done. Raises TrtspecError or UsageError before the first layer for
-    what the source's headers, the data, the options, disk and permissions can tell.
-    """
-    start = time.monotonic()
-    calibration = prepare(source, data, output, policy, options)
-    with calibration.stream:
-        if again.dry_run:
-            return _what_a_run_takes(calibration, calibration.work.check(again))
-        with calibration.work.claim(calibration.header, again) as journal:
-            resumed = _measure(calibration, journal, bar)
-            layers = list(journal.done.values())
-            _finish(calibration, layers)
-        return _result(calibration, layers, resumed, start)
 
 
 def prepare(
     source: Path, data: Path, output: Path, policy: Policy | None, options: CalibrationOptions
 ) -> Calibration:
-    """Opens source and data and checks them against policy and options. `policy` None: that of the source's release."""
+    """Opens source and data, and checks them against policy and options.
+
+    Raises TrtspecError or UsageError. `policy` None: the policy of the source's release.
+    """
     stream = LayerStream(
         source,
         activation="decoded",
         dtype=options.dtype or default_dtype(options.device),
         device=options.device,
-        threads=min(8, torch.get_num_threads()),
+        threads=min(LOAD_THREADS, torch.get_num_threads()),
     )
     policy = policy or default_policy(stream.spec, source_name(stream.checkpoint.path))
     linears = {
@@ -204,9 +230,8 @@ def prepare(
         if part.role in policy.quantize
     }
     texts = read_texts(data, KimiTokenizer(source), options.samples, options.seq_len)
-    return Calibration(
-        stream, policy, linears, texts, equal_length_batches(texts), output, options, data
-    )
+    batches = equal_length_batches(texts)
+    return Calibration(stream, policy, linears, texts, batches, output, options, data)
 
 
 def read_texts(
@@ -214,13 +239,14 @@ def read_texts(
 ) -> list[tuple[int, ...]]:
     """The first `samples` renderings of `data` (see `render`) as token ids, each cut to `seq_len`.
 
-    Texts of fewer than 2 tokens and rows that cannot be rendered are passed over. Raises UsageError naming the row
-    that is no conversation, or when nothing is left.
+    Skips texts of fewer than 2 tokens, and rows that cannot be rendered. Raises UsageError naming
+    the row if a row is not a conversation, or if no text is left.
     """
     refused: list[UsageError] = []
     renderings = _renderings(data, tokenizer, refused)
-    found = (tuple(rendering.tokens[:seq_len]) for rendering in renderings)
-    texts = list(itertools.islice((ids for ids in found if len(ids) >= MIN_TOKENS), samples))
+    texts_cut = (tuple(rendering.tokens[:seq_len]) for rendering in renderings)
+    long_enough = (ids for ids in texts_cut if len(ids) >= MIN_TOKENS)
+    texts = list(itertools.islice(long_enough, samples))
     if not texts:
         raise refused[0] if refused else UsageError(f"{data} holds no text", REMEDY)
     if refused:
@@ -231,6 +257,7 @@ def read_texts(
 def _renderings(
     data: Path, tokenizer: KimiTokenizer, refused: list[UsageError]
 ) -> Iterator[Rendering]:
+    """Renders each row. Appends the error of a row that cannot be rendered to `refused`."""
     for conversation in read_conversations(data):
         try:
             yield from render(conversation, tokenizer)
@@ -239,74 +266,62 @@ def _renderings(
 
 
 def equal_length_batches(texts: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """int64 [B, T] without padding, which would be calibrated on: texts of one length together, short ones first."""
+    """int64 [B, T]: texts of one length together, short ones first.
+
+    There is no padding, because it would be calibrated on.
+    """
     batches: list[Tensor] = []
     for length, group in itertools.groupby(sorted(texts, key=len), len):
-        rows, step = list(group), max(1, FORWARD_TOKENS // length)
-        batches += [torch.tensor(rows[begin : begin + step]) for begin in range(0, len(rows), step)]
+        rows = list(group)
+        step = max(1, FORWARD_TOKENS // length)
+        for begin in range(0, len(rows), step):
+            batches.append(torch.tensor(rows[begin : begin + step]))
     return batches
 
 
 def input_points(stream: LayerStream, index: int) -> dict[str, list[str]]:
-    """Linears of decoder layer `index`, as the model fuses them -> hub names of those that read its input."""
-    return {
-        source.parameter.removesuffix(".weight"): [
-            name.removesuffix(".weight") for name in source.names
-        ]
-        for source in layer_layout(stream.spec, index)
-        if source.role not in NO_LINEARS
-    }
+    """Input points of decoder layer `index` -> hub names of the linears that read the input.
 
-
-class ObservedExperts(nn.Module):
-    """Routed experts whose two inputs are observed, and the tokens of each expert counted."""
-
-    def __init__(self, experts: Experts, observe: Callable[[str, Tensor], None]) -> None:
-        super().__init__()
-        self.experts, self.observe = experts, observe
-        self.tokens_per_expert = torch.zeros(len(experts.down), dtype=torch.int64)
-
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """As `Experts.forward`: x [tokens, H], ids and weights [tokens, k] -> [tokens, H]."""
-        self.observe("mlp.experts.gate_up", x)
-        count = len(self.tokens_per_expert)
-        self.tokens_per_expert += torch.bincount(ids.flatten().cpu(), minlength=count)
-        return dispatch(x, ids, weights, count, self.one_expert)
-
-    def one_expert(self, expert: int, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, self.experts.gate_up[expert]).chunk(2, -1)
-        active = F.silu(gate) * up
-        self.observe("mlp.experts.down", active)
-        return F.linear(active, self.experts.down[expert])
+    A point is a linear as the model fuses it, which may be several linears of the checkpoint.
+    """
+    points = {}
+    for source in layer_layout(stream.spec, index):
+        if source.role not in NO_LINEARS:
+            point = source.parameter.removesuffix(".weight")
+            linears = [name.removesuffix(".weight") for name in source.names]
+            points[point] = linears
+    return points
 
 
 class LayerObserver:
-    """The quantizers of one decoder layer: put on before its first batch, read after its last."""
+    """The quantizers of one decoder layer: attached before its first batch, read after its last."""
 
     def __init__(self, calibration: Calibration, index: int, layer: DecoderLayer) -> None:
-        observers = dict[str, InputObserver]()
+        observers: dict[str, InputObserver] = {}
         for point, modules in input_points(calibration.stream, index).items():
-            quantized = [module for module in modules if module in calibration.linears]
-            if quantized:
-                observers[point] = InputObserver(quantized[0])
-        self.observers, self.experts = observers, None
+            linear = next((name for name in modules if name in calibration.linears), None)
+            if linear:
+                observers[point] = InputObserver(linear)
+        self.observers = observers
+        self.experts: ObservedExperts | None = None
 
-        def see(
-            point: str, x: Tensor
-        ) -> None:  # no method: the experts would hold their observer, which holds them
+        # As a method it would make the experts hold this object, which holds them.
+        def see(point: str, x: Tensor) -> None:
             if point in observers:
                 observers[point].see(x)
 
-        attention, mlp = layer.self_attn, layer.mlp
+        mlp = layer.mlp
         if isinstance(mlp, MoE):
             assert isinstance(mlp.experts, Experts)
-            mlp.experts = self.experts = ObservedExperts(mlp.experts, see)
+            self.experts = ObservedExperts(mlp.experts, see)
+            mlp.experts = self.experts
+        attention = layer.self_attn
         for point in observers:
             if point.startswith("mlp.experts."):
                 continue
             module = layer.get_submodule(point)
             if module is attention.kv_b_proj:
-                # its product is folded into the queries, so its input is seen at its source
+                # Its product is folded into the queries, so its input is seen at its source.
                 attention.kv_a_layernorm.register_forward_hook(
                     lambda _, __, x, point=point: see(point, x)
                 )
@@ -314,63 +329,86 @@ class LayerObserver:
                 module.register_forward_pre_hook(lambda _, args, point=point: see(point, args[0]))
 
     def record(self) -> dict[str, Any]:
-        """For the journal: input_scale by point, points that were always zero, experts without a token."""
-        scales, dead = {}, []
+        """For the journal: input_scale by point, points always zero, experts without a token."""
+        scales = {}
+        dead = []
         for point, observer in self.observers.items():
-            scales[point], alive = observer.finish()
-            dead += [] if alive else [point]
-        tokens: list[int] = (
-            self.experts.tokens_per_expert.tolist() if self.experts is not None else []
-        )
-        return {
-            "scales": scales,
-            "dead": dead,
-            "unreached": [e for e, count in enumerate(tokens) if not count],
-        }
+            scales[point], was_nonzero = observer.finish()
+            if not was_nonzero:
+                dead.append(point)
+        unreached: list[int] = []
+        if self.experts:
+            unreached = (self.experts.tokens_per_expert == 0).nonzero().flatten().tolist()
+        return {"scales": scales, "dead": dead, "unreached": unreached}
+
+
+class ObservedExperts(nn.Module):
+    """Routed experts whose two inputs are observed, and the tokens of each expert counted."""
+
+    def __init__(self, experts: Experts, observe: Callable[[str, Tensor], None]) -> None:
+        super().__init__()
+        self.experts = experts
+        self.observe = observe
+        self.tokens_per_expert = torch.zeros(len(experts.down), dtype=torch.int64)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Computes `Experts.forward`: x [tokens, H], ids and weights [tokens, k] -> [tokens, H]."""
+        self.observe("mlp.experts.gate_up", x)
+        count = len(self.tokens_per_expert)
+        self.tokens_per_expert += torch.bincount(ids.flatten().cpu(), minlength=count)
+        return dispatch(x, ids, weights, count, self.run_expert)
+
+    def run_expert(self, expert: int, x: Tensor) -> Tensor:
+        """The output of one expert for its tokens x [n, H] -> [n, H]."""
+        gate, up = F.linear(x, self.experts.gate_up[expert]).chunk(2, -1)
+        active = F.silu(gate) * up
+        self.observe("mlp.experts.down", active)
+        return F.linear(active, self.experts.down[expert])
 
 
 def _measure(calibration: Calibration, journal: Journal, bar: Bar) -> int:
-    """Runs the layers that the journal lacks; returns how many it had."""
-    stream, total = calibration.stream, calibration.stream.num_layers
+    """Runs the layers that the journal lacks. Returns how many it had."""
+    stream = calibration.stream
+    total = stream.num_layers
+    batches = calibration.batches
     with calibration.states() as states:
         first = len(journal.done)
-        if 0 < first < total and not states.restore(journal.done[f"layer {first - 1}"]["states"]):
-            first = 0  # what the last recorded layer left is damaged
+        if 0 < first < total:
+            states_record = journal.done[f"layer {first - 1}"]["states"]
+            if not states.restore(states_record):
+                first = 0  # the states of the last recorded layer are damaged
         bar.show(first, total)
         if first == 0:
-            stream.embed(calibration.batches, states)
-        observers: dict[int, LayerObserver] = {}  # of the layer that runs, whose experts it holds
+            stream.embed(batches, states)
+        # The observer of the layer that runs. It holds the layer's experts.
+        observers: dict[int, LayerObserver] = {}
 
         def on_layer(index: int, layer: DecoderLayer) -> None:
             observers[index] = LayerObserver(calibration, index, layer)
 
         def after_layer(index: int) -> None:
-            journal.record(f"layer {index}", **observers.pop(index).record(), states=states.record)
+            record = observers.pop(index).record()
+            journal.record(f"layer {index}", **record, states=states.record)
             states.drop_older()
             bar.show(index + 1, total)
 
-        stream.run(
-            calibration.batches, states, first=first, on_layer=on_layer, after_layer=after_layer
-        )
+        stream.run(batches, states, first=first, on_layer=on_layer, after_layer=after_layer)
     return first
 
 
 def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
-    """provenance.json, then the file, then the work directory's end: a kill in between leaves a run that resumes."""
+    """Writes provenance.json, then the scales, then removes the work directory.
+
+    A kill in between leaves a run that resumes.
+    """
     output = calibration.output
     for pattern in (f".{output.name}.*.partial", f".{output.name}.provenance.json.*.tmp"):
         for path in output.parent.glob(pattern):  # a killed run's half-written file
             path.unlink()
-    tensors = {
-        f"{name}.input_scale": torch.tensor(scale)
-        for name, scale in _scales(calibration, layers).items()
-    }
-    header, checkpoint, spec = (
-        calibration.header,
-        calibration.stream.checkpoint,
-        calibration.stream.spec,
-    )
-    about = {
+    header = calibration.header
+    checkpoint = calibration.stream.checkpoint
+    spec = calibration.stream.spec
+    metadata = {
         "command": "calibrate",
         "options": header["options"],
         "data": header["data"],
@@ -383,46 +421,46 @@ def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
         "modelopt": versions().get("nvidia-modelopt"),
     }
     source = {"path": str(checkpoint.path), **header["source"]}
-    kept = [{key: layer[key] for key in ("scales", "dead", "unreached")} for layer in layers]
-    text = {"name": calibration.data.name, "sha256": header["data"]}
-    record = provenance("calibrate", source, header["options"], data=text, layers=kept)
-    write_json(_provenance_path(output), record)
-    write_shard(output, tensors, {"format": "pt", METADATA_KEY: json.dumps(about, sort_keys=True)})
+    measured = [{key: layer[key] for key in ("scales", "dead", "unreached")} for layer in layers]
+    data = {"name": calibration.data.name, "sha256": header["data"]}
+    record = provenance("calibrate", source, header["options"], data=data, layers=measured)
+    write_json(calibration.provenance_path, record)
+    scales = _scales(calibration, layers)
+    tensors = {f"{linear}.input_scale": torch.tensor(scale) for linear, scale in scales.items()}
+    metadata_text = json.dumps(metadata, sort_keys=True)
+    write_shard(output, tensors, {"format": "pt", METADATA_KEY: metadata_text})
     calibration.work.finish()
-
-
-def _provenance_path(output: Path) -> Path:
-    return output.with_name(f"{output.name}.provenance.json")
 
 
 def _scales(calibration: Calibration, layers: list[dict[str, Any]]) -> dict[str, float]:
     """Hub name of every quantized linear -> its input scale."""
-    found: dict[str, float] = {}
+    scales: dict[str, float] = {}
     for index, layer in enumerate(layers):
         points = input_points(calibration.stream, index)
         for point, scale in layer["scales"].items():
-            found |= {module: scale for module in points[point] if module in calibration.linears}
-    return found
+            scales |= {module: scale for module in points[point] if module in calibration.linears}
+    return scales
 
 
 def _result(
     calibration: Calibration, layers: list[dict[str, Any]], resumed: int, start: float
 ) -> CalibrationResult:
+    """The result of a run that began at `start` (monotonic seconds)."""
     scales = list(_scales(calibration, layers).values())
     spec = calibration.stream.spec
-    unreached = {
-        str(index): layer["unreached"] for index, layer in enumerate(layers) if layer["unreached"]
-    }
+    moe_layers = spec.num_hidden_layers - spec.first_k_dense_replace
+    unreached = {}
+    dead_inputs = []
+    for index, layer in enumerate(layers):
+        dead_inputs += [f"layer {index} {point}" for point in layer["dead"]]
+        if layer["unreached"]:
+            unreached[str(index)] = layer["unreached"]
     return calibration.result(
         sha256=file_sha256(calibration.output),
-        experts=spec.n_routed_experts * (spec.num_hidden_layers - spec.first_k_dense_replace),
+        experts=spec.n_routed_experts * moe_layers,
         experts_unreached=sum(len(ids) for ids in unreached.values()),
         unreached=unreached,
-        dead_inputs=[
-            f"layer {index} {point}"
-            for index, layer in enumerate(layers)
-            for point in layer["dead"]
-        ],
+        dead_inputs=dead_inputs,
         input_scale={"min": min(scales), "median": statistics.median(scales), "max": max(scales)},
         layers_resumed=resumed,
         seconds=round(time.monotonic() - start, 3),
@@ -430,17 +468,21 @@ def _result(
     )
 
 
-def _what_a_run_takes(calibration: Calibration, resumes: bool) -> CalibrationResult:
-    stream, states = calibration.stream, calibration.states()
-    layer_bytes = max(
-        map(stream.layer_bytes, {0, stream.num_layers - 1})
-    )  # one that is dense, one with experts
+def _estimate(calibration: Calibration, resumes: bool) -> CalibrationResult:
+    """The result of a dry run."""
+    stream = calibration.stream
+    states = calibration.states()
+    # The first layer is dense, the last has experts.
+    layer_bytes = max(map(stream.layer_bytes, {0, stream.num_layers - 1}))
+    memory_bytes = (1 + stream.load_ahead) * layer_bytes
+    if states.in_memory:
+        memory_bytes += states.bytes
     return calibration.result(
         layer_bytes=layer_bytes,
         states_bytes=states.bytes,
-        memory_bytes_estimate=(1 + stream.load_ahead) * layer_bytes
-        + (states.bytes if states.in_memory else 0),
-        disk_bytes=2 * states.bytes,  # read while those of the next layer are written
+        memory_bytes_estimate=memory_bytes,
+        # States are read while those of the next layer are written.
+        disk_bytes=2 * states.bytes,
         free_bytes=machine.free_disk(calibration.output.parent),
         resumes=resumes,
         dry_run=True,

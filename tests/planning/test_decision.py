@@ -131,7 +131,7 @@ def test_targets_are_met_with_the_best_throughput() -> None:
     best = decision.best
     assert best is not None and best.tpot_ms is not None and best.ttft_ms is not None
     assert best.tpot_ms <= 8 and best.ttft_ms <= 500
-    meeting = [row for row in decision.able if row.meets and row.trust == "measured"]
+    meeting = [row for row in decision.servable if row.meets_limits and row.trust == "measured"]
     assert (
         best.tokens_per_s == max(row.tokens_per_s or 0 for row in meeting) and best.concurrency > 1
     )
@@ -168,7 +168,7 @@ def test_lengths_that_cannot_be_told_apart_are_the_shortest() -> None:
         words = (NVFP4, "--head", HEAD, "--acceptance", f"{length}@3", "--gpus", gpus, "--gpu", gpu)
         words = (*words, "--max-draft", "8")
         decision, _ = decided(*words, "--concurrency", "1,2,4,8,16,32,64")
-        for row in decision.able:
+        for row in decision.servable:
             if row.point is not None:  # attention DP over two trays
                 rates = [point.decode_rate or 0 for point in row.plan.at(row.concurrency)]
                 assert (row.point.decode_rate or 0) >= 0.995 * max(rates)
@@ -191,7 +191,7 @@ def test_trust_and_range() -> None:
 
 def test_a_layout_whose_speed_is_not_known_gets_no_command() -> None:
     decision, printed = decided(NVFP4, "--gpu", "b200", "--gpus", "16", "--concurrency", "64")
-    assert decision.best is None and decision.able and "speed is not known" in printed
+    assert decision.best is None and decision.servable and "speed is not known" in printed
     assert printed_command(printed) is None
     _, printed = decided(NVFP4, "--gpu", "gb200", "--gpus", "8")
     assert "--nodes 2" in (printed_command(printed) or "")

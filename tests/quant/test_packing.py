@@ -20,7 +20,7 @@ from trtspec.machine import check_device
 from trtspec.quant import native, nvfp4
 from trtspec.quant.convert import choose_packer
 from trtspec.quant.decode import TorchPacker, dequantize_fp8_block
-from trtspec.quant.native import NativePacker, Packer, Rows, Scaling, prepared
+from trtspec.quant.native import NativePacker, Packer, Rows, Scaling, packable_rows
 
 NEEDS_COMPILER = pytest.mark.skipif(
     not any(map(shutil.which, native.COMPILERS)), reason="no C compiler here"
@@ -34,7 +34,7 @@ def kernel_for(march: list[str], directory: Path) -> ctypes.CDLL:
     subprocess.run(
         [compiler, *flags, *march, "-o", directory / "kernel.so", native.SOURCE], check=True
     )
-    return native._open(directory / "kernel.so")
+    return native.open_kernel(directory / "kernel.so")
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def packed(
     packer: Packer, rows: Rows, amax: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     count, columns = rows.shape
-    rows = prepared(rows, packer)
+    rows = packable_rows(rows, packer)
     target = (
         torch.empty(count, columns // 2, dtype=torch.uint8),
         torch.empty(count, columns // 16, dtype=torch.uint8),
@@ -88,7 +88,7 @@ def assert_modelopts_bytes(rows: Rows, packer: Packer, amax: float | None = None
     packer.decode(rows, bits.numpy().view("u2"))
     assert torch.equal(bits, weight.view(torch.int16))
     largest = float(weight.abs().amax())
-    assert packer.amax(prepared(rows, packer)) == largest
+    assert packer.amax(packable_rows(rows, packer)) == largest
     scale_2 = nvfp4.scale_2_of(torch.tensor(largest if amax is None else amax))
     tensor, scale, _ = NVFP4QTensor.quantize(weight.clone(), 16, weights_scaling_factor_2=scale_2)
     codes, scales, zeros = packed(packer, rows, amax)
@@ -132,7 +132,7 @@ def test_any_int4_codes_and_scales(portable, codes, bits):
         if TorchPacker().decoded(rows).isfinite().all():
             assert_modelopts_bytes(rows, packer)
         else:
-            assert packer.amax(prepared(rows, packer)) == float("inf")
+            assert packer.amax(packable_rows(rows, packer)) == float("inf")
 
 
 @NEEDS_COMPILER
@@ -162,7 +162,7 @@ def test_fp8_blocks(portable, shape):
         assert_modelopts_bytes(rows, packer)
     parts["weight"].view(torch.uint8)[3, 5] = 0x7F
     assert all(
-        not torch.isfinite(torch.tensor(packer.amax(prepared(rows, packer))))
+        not torch.isfinite(torch.tensor(packer.amax(packable_rows(rows, packer))))
         for packer in packers()
     )
 
@@ -178,7 +178,7 @@ def test_what_is_not_finite_is_seen(portable, bad):
             rows_of(WeightFormat.BF16, weight),
             rows_of(WeightFormat.INT4, parts["weight_packed"], parts["weight_scale"]),
         ):
-            assert not torch.isfinite(torch.tensor(packer.amax(prepared(rows, packer))))
+            assert not torch.isfinite(torch.tensor(packer.amax(packable_rows(rows, packer))))
 
 
 @NEEDS_COMPILER

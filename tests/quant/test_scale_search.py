@@ -113,7 +113,7 @@ def test_a_tensor_of_zeros_keeps_scales_of_one():
         packed, scale = torch.ones(2, 16, dtype=torch.uint8), torch.empty(2, 2, dtype=torch.uint8)
         rows = rows_of(WeightFormat.BF16, torch.zeros(2, 32).bfloat16())
         zeros = packer.pack(rows, Scaling.of(0.0), packed.numpy(), scale.numpy())
-        assert zeros == 4 and bool((scale == nvfp4.ONE).all()) and not bool(packed.any())
+        assert zeros == 4 and bool((scale == nvfp4.CODE_OF_ONE).all()) and not bool(packed.any())
 
 
 def test_the_order_of_the_sum_is_torchs():

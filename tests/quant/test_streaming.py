@@ -173,7 +173,7 @@ def test_dead_weights_get_positive_scales_and_are_reported(tmp_path, out, new_ta
 
 def test_dry_run_writes_nothing_and_tells_the_size(out, new_target):
     source = new_target(format="fp8-block", layers=3)
-    plan = quantize_checkpoint(source, out, K26, again=OutputOptions(dry_run=True))
+    plan = quantize_checkpoint(source, out, K26, output_options=OutputOptions(dry_run=True))
     assert not out.exists()
     done = quantize_checkpoint(source, out, K26)
     same = (
@@ -228,7 +228,10 @@ def test_changed_options_or_source_are_refused_until_restart(out, new_target):
         )
     assert "`restart`" in caught.value.remedy
     assert (
-        quantize_checkpoint(source, out, K25, again=OutputOptions(restart=True)).shards_resumed == 0
+        quantize_checkpoint(
+            source, out, K25, output_options=OutputOptions(restart=True)
+        ).shards_resumed
+        == 0
     )
     shard = source / "model-00001-of-00002.safetensors"
     size = shard.stat().st_size
@@ -262,7 +265,7 @@ def test_force_replaces_a_conversion_and_nothing_else(tmp_path, new_target):
         UsageError,
         match=r"holds .*config.json, .* and \d+ more, which `trtspec quantize` did not write",
     ):
-        quantize_checkpoint(source, foreign, K26, again=OutputOptions(force=True))
+        quantize_checkpoint(source, foreign, K26, output_options=OutputOptions(force=True))
     assert before == {path.name: path.read_bytes() for path in foreign.iterdir()}
     out, other = tmp_path / "out", make_target(tmp_path / "in2", layers=2, shards=3, seed=1)
     quantize_checkpoint(other, out, K25)
@@ -272,17 +275,17 @@ def test_force_replaces_a_conversion_and_nothing_else(tmp_path, new_target):
         with pytest.raises(
             UsageError, match=r"holds adapter.safetensors, which `trtspec quantize` did not write"
         ):
-            quantize_checkpoint(source, out, K26, again=again)
+            quantize_checkpoint(source, out, K26, output_options=again)
     assert (out / "adapter.safetensors").read_bytes() == b"mine" and len(
         Checkpoint.open(other).shards
     ) == 3
     (out / "adapter.safetensors").unlink()
-    quantize_checkpoint(source, out, K26, again=OutputOptions(force=True))
+    quantize_checkpoint(source, out, K26, output_options=OutputOptions(force=True))
     assert len(Checkpoint.open(out).shards) == 2 and len(list(out.glob("*.safetensors"))) == 2
     (out / "adapter.safetensors").write_bytes(b"mine")
     for again in (OutputOptions(), OutputOptions(restart=True)):
         with pytest.raises(UsageError, match="also holds adapter.safetensors"):
-            quantize_checkpoint(source, out, K26, again=again)
+            quantize_checkpoint(source, out, K26, output_options=again)
     assert (out / "adapter.safetensors").read_bytes() == b"mine"
 
 
@@ -295,7 +298,7 @@ def test_two_runs_at_once_are_refused(out, new_target):
         fcntl.flock(stream, fcntl.LOCK_EX)
         for restart in (False, True):
             with pytest.raises(UsageError, match="another run is writing"):
-                quantize_checkpoint(source, out, K26, again=OutputOptions(restart=restart))
+                quantize_checkpoint(source, out, K26, output_options=OutputOptions(restart=restart))
     assert weights(out)
 
 

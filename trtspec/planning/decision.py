@@ -1,9 +1,8 @@
-"""From the plans of all layouts to one choice: every layout at every concurrency ranked, within the user's targets, and
-the `trtspec build-config` command of the best.
+"""From the plans of all layouts to one choice, and the `trtspec build-config` command of the best.
 
-Rows rank by tokens/s of the whole server: those that meet the targets first, of these the ones that are not
-extrapolated. Nothing is recommended that the cache does
-not hold or that TensorRT-LLM refuses (`layout.refusals`).
+Every layout at every concurrency is ranked by tokens/s of the whole server. Plans that meet the
+user's limits rank first, and of these the plans that are not extrapolated. Nothing is recommended
+that the cache does not hold or that TensorRT-LLM refuses (`layout.refusals`).
 """
 
 from __future__ import annotations
@@ -25,10 +24,67 @@ from trtspec.planning.points import (
 )
 
 
+def decide(layouts: list[Layout], setting: Setting) -> Decision:
+    """Plans each layout at each concurrency and ranks the plans."""
+    plans = [plan_layout(layout, setting) for layout in layouts]
+    rows = []
+    refused = []
+    for plan in plans:
+        reason = next(iter(route_refusals(plan.layout, setting)), None)
+        if reason:
+            refused.append(reason)
+        for concurrency in setting.workload.concurrency:
+            point = plan.best(concurrency) if plan.points else None
+            rows.append(RankedPlan(plan, concurrency, point, reason))
+    rows.sort(key=_rank, reverse=True)
+    if len(refused) < len(plans):
+        refused = []
+    return Decision(setting, plans, rows, refused)
+
+
 @dataclass(frozen=True)
-class Row:
-    """One layout at one concurrency. `point` is None where no kernels were measured; `refused` says why TensorRT-LLM
-    does not run it."""
+class Decision:
+    """The ranked plans, best first. `refused`: why no layout can be served, else empty."""
+
+    setting: Setting
+    plans: list[LayoutPlan]
+    rows: list[RankedPlan]
+    refused: list[Problem]
+
+    @property
+    def chosen(self) -> LayoutPlan:
+        """The plan of the best row. If there is none: of the first layout."""
+        best = self.best
+        return best.plan if best else self.plans[0]
+
+    @property
+    def fits(self) -> bool:
+        return any(plan.fits for plan in self.plans)
+
+    @property
+    def servable(self) -> list[RankedPlan]:
+        """The rows that could be served, best first."""
+        return [row for row in self.rows if row.is_servable]
+
+    @property
+    def best(self) -> RankedPlan | None:
+        """None if nothing can be served, if its speed is not known, or if nothing meets the limits."""
+        first = next(iter(self.servable), None)
+        if first and first.point and first.meets_limits:
+            return first
+        return None
+
+    def of_concurrency(self, concurrency: int) -> RankedPlan | None:
+        """The best servable row of a concurrency."""
+        return next((row for row in self.servable if row.concurrency == concurrency), None)
+
+
+@dataclass(frozen=True)
+class RankedPlan:
+    """One layout at one concurrency.
+
+    `point` is None if no kernels were measured. `refused`: why TensorRT-LLM does not run it.
+    """
 
     plan: LayoutPlan
     concurrency: int
@@ -36,183 +92,173 @@ class Row:
     refused: Problem | None = None
 
     @property
+    def setting(self) -> Setting:
+        return self.plan.setting
+
+    @property
     def layout(self) -> Layout:
         return self.plan.layout
 
     @property
-    def held(self) -> bool:
-        """Whether the cache holds this many requests."""
-        return self.plan.memory.sequences(self.plan.setting.workload.tokens) >= self.concurrency
+    def max_sequences(self) -> int:
+        """Requests that the cache holds."""
+        return self.plan.memory.sequences(self.setting.workload.tokens)
+
+    @property
+    def fits_cache(self) -> bool:
+        return self.max_sequences >= self.concurrency
+
+    @property
+    def is_servable(self) -> bool:
+        return self.fits_cache and self.refused is None
 
     @property
     def stall_ms(self) -> float:
-        """What the prompt of one request keeps all others from decoding; ranks with attention DP prefill at once."""
+        """How long the prompt of one request keeps all others from decoding.
+
+        Ranks with attention DP prefill their prompts at once.
+        """
         assert self.plan.steps is not None
-        together = min(self.concurrency, self.layout.caches)
-        return self.plan.steps.prefill(self.plan.setting.workload.isl, together) / 1000 / together
+        at_once = min(self.concurrency, self.layout.caches)
+        prefill_us = self.plan.steps.prefill(self.setting.workload.isl, at_once)
+        return prefill_us / 1000 / at_once
 
     @property
     def tpot_ms(self) -> float | None:
-        """Mean time per output token: the decode step, and the prompts of the other requests, each of which stops it
-        once per answer."""
+        """Mean time per output token. None if the rate is not known.
+
+        It is the decode step, and the prompts of the other requests, each of which stops the step
+        once per answer.
+        """
         if self.point is None or self.point.decode_rate is None:
             return None
-        return (
-            1000 / self.point.decode_rate
-            + (self.concurrency - 1) * self.stall_ms / self.plan.setting.workload.osl
-        )
+        stalls_ms = (self.concurrency - 1) * self.stall_ms / self.setting.workload.osl
+        return 1000 / self.point.decode_rate + stalls_ms
 
     @property
     def ttft_ms(self) -> float | None:
-        """Mean time to the first token: the step that runs, the prompts that wait before (M/D/1 queue), the prompt."""
+        """Mean time to the first token. None if the rate is not known.
+
+        It is the step under way, the prompts that wait before (an M/D/1 queue), and the prompt.
+        """
         if self.point is None or self.tpot_ms is None or self.plan.steps is None:
             return None
-        alone = self.plan.steps.prefill(self.plan.setting.workload.isl) / 1000
-        busy = (
-            (self.concurrency - 1)
-            * self.stall_ms
-            / (self.plan.setting.workload.osl * self.tpot_ms + alone)
-        )
-        return self.point.step_ms + self.stall_ms * busy / (2 * (1 - busy)) + alone
+        workload = self.setting.workload
+        prompt_ms = self.plan.steps.prefill(workload.isl) / 1000
+        request_ms = workload.osl * self.tpot_ms + prompt_ms
+        utilization = (self.concurrency - 1) * self.stall_ms / request_ms
+        waiting_ms = self.stall_ms * utilization / (2 * (1 - utilization))
+        return self.point.step_ms + waiting_ms + prompt_ms
 
     @property
     def tokens_per_s(self) -> float | None:
         """Output tokens per second of the whole server, prompts included in the time."""
         if self.ttft_ms is None or self.tpot_ms is None:
             return None
-        osl = self.plan.setting.workload.osl
-        return 1000 * self.concurrency * osl / (self.ttft_ms + (osl - 1) * self.tpot_ms)
+        osl = self.setting.workload.osl
+        request_ms = self.ttft_ms + (osl - 1) * self.tpot_ms
+        return 1000 * self.concurrency * osl / request_ms
 
     @property
     def trust(self) -> str:
-        return self.point.trust if self.point is not None else "memory alone"
+        """The basis of the speed."""
+        return "memory alone" if self.point is None else self.point.trust
 
     @property
-    def meets(self) -> bool:
+    def meets_limits(self) -> bool:
         """Whether both times are within the user's limits."""
-        setting = self.plan.setting
-        pairs = ((self.ttft_ms, setting.ttft_ms), (self.tpot_ms, setting.tpot_ms))
-        return all(time is not None and time <= limit for time, limit in pairs if limit)
+        setting = self.setting
+        for time, limit in ((self.ttft_ms, setting.ttft_ms), (self.tpot_ms, setting.tpot_ms)):
+            if limit and (time is None or time > limit):
+                return False
+        return True
 
     def to_dict(self) -> dict[str, Any]:
-        """What is not known is None: all speeds without kernels, drafts and speed-up without acceptance."""
-        point, plan, acceptance = self.point, self.plan, self.plan.setting.acceptance
-        figures = {
-            "tokens_per_s": self.tokens_per_s,
-            "ttft_ms": self.ttft_ms,
-            "tpot_ms": self.tpot_ms,
-        }
-        known = point is not None and self.trust != NO_ACCEPTANCE
-        spread = plan.speedup_range(point) if point is not None else None
+        """The row for `--json`.
+
+        Speeds are None without kernels, drafts and speed-up without acceptance.
+        """
+        draft_len = speedup = speedup_range = None
+        if self.point is not None:
+            if self.trust != NO_ACCEPTANCE:
+                draft_len = self.point.draft_len
+            if self.setting.acceptance is not None:
+                speedup = _rounded(self.point.speedup, 3)
+            limits = self.plan.speedup_range(self.point)
+            if limits is not None:
+                speedup_range = [round(limit, 3) for limit in limits]
+        rate = None
+        if self.tpot_ms is not None:
+            rate = round(1000 / self.tpot_ms, 1)
         return {
             "concurrency": self.concurrency,
             "tp_size": self.layout.gpus,
             "ep_size": self.layout.gpus if self.layout.ep else 1,
             "attention_dp": self.layout.attention_dp,
-            "draft_len": point.draft_len if point is not None and known else None,
-            "speedup": round(point.speedup, 3) if point and point.speedup and acceptance else None,
-            "speedup_range": [round(value, 3) for value in spread] if spread else None,
-            "tokens_per_s_per_user": round(1000 / self.tpot_ms, 1) if self.tpot_ms else None,
-            **{name: None if value is None else round(value, 1) for name, value in figures.items()},
+            "draft_len": draft_len,
+            "speedup": speedup,
+            "speedup_range": speedup_range,
+            "tokens_per_s_per_user": rate,
+            "tokens_per_s": _rounded(self.tokens_per_s, 1),
+            "ttft_ms": _rounded(self.ttft_ms, 1),
+            "tpot_ms": _rounded(self.tpot_ms, 1),
             "trust": self.trust,
-            "max_sequences": plan.memory.sequences(plan.setting.workload.tokens),
+            "max_sequences": self.max_sequences,
         }
 
 
-@dataclass(frozen=True)
-class Decision:
-    """`rows` are ranked, the first is the choice unless `best` is None. `refused` is why none can be."""
-
-    setting: Setting
-    plans: list[LayoutPlan]
-    rows: list[Row]
-    refused: list[Problem]
-
-    @property
-    def first(self) -> LayoutPlan:
-        """The plan of the choice, else of the first layout."""
-        return self.best.plan if self.best else self.plans[0]
-
-    @property
-    def fits(self) -> bool:
-        return any(plan.fits for plan in self.plans)
-
-    @property
-    def able(self) -> list[Row]:
-        """The rows that could be served, best first."""
-        return [row for row in self.rows if row.held and row.refused is None]
-
-    @property
-    def best(self) -> Row | None:
-        """None where nothing can be served, where its speed is not known, or where nothing meets the targets."""
-        first = next(iter(self.able), None)
-        return first if first and first.point and first.meets else None
-
-    def of_concurrency(self, concurrency: int) -> Row | None:
-        return next((row for row in self.able if row.concurrency == concurrency), None)
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
 
 
-def decide(chosen: list[Layout], setting: Setting) -> Decision:
-    """Plans each layout and ranks."""
-    plans = [plan_layout(layout, setting) for layout in chosen]
-    rows, refused = [], []
-    for plan in plans:
-        reason = next(iter(route_refusals(plan.layout, setting)), None)
-        refused += [reason] if reason else []
-        for concurrency in setting.workload.concurrency:
-            rows.append(
-                Row(plan, concurrency, plan.best(concurrency) if plan.points else None, reason)
-            )
-    rows.sort(key=_rank, reverse=True)
-    return Decision(setting, plans, rows, refused if len(refused) == len(plans) else [])
-
-
-def _rank(row: Row) -> tuple[bool, bool, bool, float, int]:
-    return (
-        row.held and row.refused is None,
-        row.meets,
-        row.trust != EXTRAPOLATED,
-        row.tokens_per_s or 0.0,
-        row.concurrency,
-    )
+def _rank(row: RankedPlan) -> tuple[bool, bool, bool, float, int]:
+    """Sort key: a better row has a larger key."""
+    is_measured = row.trust != EXTRAPOLATED
+    rate = row.tokens_per_s or 0.0
+    return row.is_servable, row.meets_limits, is_measured, rate, row.concurrency
 
 
 def route_refusals(layout: Layout, setting: Setting) -> list[Problem]:
-    """Why TensorRT-LLM would not run such a server: the target, the GPU, the layout, or a head of another target."""
-    model, head = setting.model, setting.head
-    pair = pair_problems(head, model, tp_size=layout.attention_tp) if head is not None else []
-    return errors_in(pair) + refusals(
-        model,
+    """Why TensorRT-LLM would not run such a server.
+
+    The target, the GPU, the layout, or a head of another target may be the reason.
+    """
+    problems = []
+    if setting.head:
+        pair = pair_problems(setting.head, setting.model, tp_size=layout.attention_tp)
+        problems += errors_in(pair)
+    problems += refusals(
+        setting.model,
         gpu=setting.gpu,
         tp_size=layout.gpus,
         ep_size=layout.gpus if layout.ep else 1,
         attention_dp=layout.attention_dp,
         tokens=setting.workload.tokens,
     )
+    return problems
 
 
-def command(row: Row) -> str:
+def command(row: RankedPlan) -> str:
     """The complete `trtspec build-config` command of a row."""
-    setting, layout = row.plan.setting, row.layout
-    gpu, workload = setting.gpu, setting.workload
+    setting = row.setting
+    layout = row.layout
+    workload = setting.workload
     words = ["trtspec", "build-config", setting.target]
-    drafts = row.point.draft_len if row.point and setting.acceptance else None
+    drafts = None
+    if row.point and setting.acceptance:
+        drafts = row.point.draft_len
     if setting.head_name and drafts != 0:
-        words += ["--head", setting.head_name] + (["--draft-len", str(drafts)] if drafts else [])
-    nodes = -(-layout.gpus // gpu.gpus_per_node)
-    words += ["--gpu", gpu.name, "--tp-size", str(layout.gpus)] + (
-        ["--nodes", str(nodes)] if nodes > 1 else []
-    )
+        words += ["--head", setting.head_name]
+        if drafts:
+            words += ["--draft-len", str(drafts)]
+    words += ["--gpu", setting.gpu.name, "--tp-size", str(layout.gpus)]
+    nodes = -(-layout.gpus // setting.gpu.gpus_per_node)
+    if nodes > 1:
+        words += ["--nodes", str(nodes)]
     words += ["--ep-size", str(layout.gpus if layout.ep else 1)]
-    words += ["--attention-dp" if layout.attention_dp else "--no-attention-dp"]
-    words += [
-        "--isl",
-        str(workload.isl),
-        "--osl",
-        str(workload.osl),
-        "--concurrency",
-        str(row.concurrency),
-    ]
+    words.append("--attention-dp" if layout.attention_dp else "--no-attention-dp")
+    words += ["--isl", str(workload.isl), "--osl", str(workload.osl)]
+    words += ["--concurrency", str(row.concurrency)]
     if setting.fraction is not None:
         words += ["--set", f"kv_cache_config.free_gpu_memory_fraction={setting.fraction:g}"]
     return shlex.join(words)

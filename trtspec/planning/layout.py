@@ -1,8 +1,8 @@
-"""How a model is spread over GPUs: tensor, expert and attention-data parallelism. Whether TensorRT-LLM can run a Kimi
-target on a GPU and in a layout at all is decided here, before any memory or speed is estimated.
+"""How a model is spread over GPUs, and whether TensorRT-LLM can run it there at all.
 
-`plan` recommends nothing and `build-config` writes nothing that `refusals` names. What depends on a release is in
-releases.yaml and the schemas; what is here holds for every release that is known.
+`plan` recommends nothing and `build-config` writes nothing that `refusals` names, and both ask
+before they estimate memory or speed. What depends on a release is in releases.yaml and the schemas.
+What is here holds for every release that is known.
 """
 
 from __future__ import annotations
@@ -15,46 +15,21 @@ from trtspec.formats import WeightFormat
 from trtspec.specs import GpuSpec, ModelSpec
 
 KV_FRACTION = 0.9  # of what is free: the engine's default
-ATTENTION_DP_KV_FRACTION = (
-    0.75  # what build-config writes: attention DP and the exchange of tokens need room
-)
-# oldest compute capability whose tensor cores multiply this weight format in TensorRT-LLM. INT4 is absent: its loader
-# does not read Kimi's compressed-tensors experts (aiconfigurator PR 757, on 1.2.0rc5; no later support seen).
-OLDEST_CAPABILITY = {
-    WeightFormat.NVFP4: (10, 0),
-    WeightFormat.FP8_BLOCK: (9, 0),
-    WeightFormat.BF16: (8, 0),
-}
-EVERY_FORMAT = frozenset(OLDEST_CAPABILITY)
-HOPPER_GPUS = ((9, 0),)
-BLACKWELL_GPUS = ((10, 0), (10, 3))
-BLACKWELL_AND_WORKSTATIONS = (*BLACKWELL_GPUS, (12, 0), (12, 1))
-# TensorRT-LLM's MoE kernels: weight formats and compute capabilities that `can_implement` takes, and the source. A
-# format that a kernel hands over to CUTLASS with a warning counts as taken (create_moe.py). Others are not judged.
-EXPERT_KERNELS = {
-    "TRTLLM": (EVERY_FORMAT, BLACKWELL_GPUS, "fused_moe_trtllm_gen.py"),
-    "CUTEDSL": (EVERY_FORMAT, BLACKWELL_AND_WORKSTATIONS, "fused_moe_cute_dsl.py, for 12.x fused_moe_cute_dsl_b12x.py"),
-    "DEEPGEMM": ({WeightFormat.FP8_BLOCK}, BLACKWELL_GPUS, "fused_moe_deepgemm.py, Dynamo pull request 8410"),
-    "DENSEGEMM": ({WeightFormat.NVFP4}, BLACKWELL_GPUS, "fused_moe_densegemm.py"),
-    "TRITON": ({WeightFormat.BF16}, HOPPER_GPUS, "fused_moe_triton.py"),
-    "MARLIN": ({WeightFormat.NVFP4}, ((8, 9), *HOPPER_GPUS), "fused_moe_marlin.py"),
-    "MEGAMOE_DEEPGEMM": (set[WeightFormat](), (), "mega_moe_deepgemm.py"),  # MXFP4 weights
-}  # fmt: skip
-# The highest acceptance published for a Kimi head is 0.906 per draft token (MT-Bench math, draft length 3). Even there
-# the 17th draft token adds 2 % to the tokens of a step, and drafting it takes 4 % of a plain step (B200, tensor
-# parallel 4), its verification not counted.
+# build-config writes it: attention DP and the exchange of tokens need memory.
+ATTENTION_DP_KV_FRACTION = 0.75
+# The highest acceptance published for a Kimi head is 0.906 per draft token (MT-Bench math, draft
+# length 3). Even there the 17th draft token adds 2 % to the tokens of a step, and drafting it takes
+# 4 % of a plain step (B200, tensor parallel 4), its verification not counted.
 LONGEST_DRAFT = 16
-HOPPER = (
-    "use B200, GB200, B300 or GB300. On Hopper TensorRT-LLM runs the Kimi targets with FP8 weights "
-    "(moonshotai/Kimi-K2-Instruct and Kimi-K2-Instruct-0905, on 8 H200 or 16 H100 and more); K2-Thinking and later "
-    "exist as INT4 there, which vLLM runs (`trtspec serve TARGET --backend vllm`)"
-)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """`gpus` ranks share the experts (tensor parallel, or whole experts with `ep`). Attention is split over its heads,
-    or, with `attention_dp`, copied to every rank, which then serves its own requests."""
+    """How `gpus` ranks share a model.
+
+    Experts are tensor parallel, or whole with `ep`. Attention is split over its heads. With
+    `attention_dp` it is copied to every rank, which then serves requests of its own.
+    """
 
     gpus: int
     ep: bool = False
@@ -67,7 +42,7 @@ class Layout:
 
     @property
     def caches(self) -> int:
-        """KV caches for requests of their own; ranks that share attention hold one together."""
+        """KV caches for different requests. Ranks that share attention hold one together."""
         return self.gpus if self.attention_dp else 1
 
     @property
@@ -77,25 +52,28 @@ class Layout:
 
     @property
     def short(self) -> str:
-        """TP4: attention and experts split; TEP4: experts whole; DEP4: attention DP, experts whole."""
+        """TP4: attention and experts split. TEP4: experts whole. DEP4: attention DP besides."""
         attention = "D" if self.attention_dp else "T"
-        return f"{attention}{'E' if self.ep else ''}P{self.gpus}"
+        experts = "E" if self.ep else ""
+        return f"{attention}{experts}P{self.gpus}"
 
     def sequences_per_rank(self, sequences: int) -> int:
         return -(-sequences // self.caches)
 
 
 def layout_of(gpus: int, tp: int | None, ep: int | None, attention_dp: bool) -> Layout:
-    """Raises UsageError for sizes that contradict each other, or that were not measured."""
+    """The layout of a server with `tp` of the GPUs. `tp` None: all of them.
+
+    Raises UsageError for sizes that contradict each other or that were not measured.
+    """
     tp = tp or gpus
     if tp > gpus:
-        raise UsageError(
-            f"`tp_size` {tp} is more than the {gpus} GPUs", "raise `gpus`, or lower `tp_size`"
-        )
-    if gpus % tp:
-        raise UsageError(
-            f"{gpus} GPUs do not divide into servers of {tp}", f"use `gpus` {tp * (gpus // tp)}"
-        )
+        message = f"`tp_size` {tp} is more than the {gpus} GPUs"
+        raise UsageError(message, "raise `gpus`, or lower `tp_size`")
+    servers, remainder = divmod(gpus, tp)
+    if remainder:
+        message = f"{gpus} GPUs do not divide into servers of {tp}"
+        raise UsageError(message, f"use `gpus` {tp * servers}")
     if ep not in (None, 1, tp):
         measured = f"`ep_size` {tp} (whole experts) and 1 (split ones)"
         message = f"experts over {ep} of {tp} ranks: only {measured} were measured"
@@ -113,97 +91,143 @@ def refusals(
     tokens: int | None = None,
     draft_len: int = 0,
 ) -> list[Problem]:
-    """Why a server cannot run, or its drafts cannot pay: every reason as an error; empty if there is none.
+    """Why a server cannot run, or why its drafts cannot pay. Every reason is an error.
 
-    `gpu` None: not known, so formats are judged for any GPU. `ep_size` None or 1: every expert is split over all ranks.
-    `tokens` is the longest request, prompt and answer together. Whether it fits: memory.py.
+    Whether the model fits is not judged here, but in memory.py.
+
+    Args:
+        gpu: None if it is not known. Then the format is judged for any GPU.
+        ep_size: None or 1: every expert is split over all ranks.
+        tokens: the longest request, prompt and answer together.
     """
+    capability = None
+    gpu_name = ""
+    if gpu:
+        capability = gpu.compute_capability
+        gpu_name = gpu.name.upper()
+    problems = []
+    refused = format_refusal(model, capability, gpu_name)
+    if refused:
+        problems.append(refused)
+    problems += layout_refusals(model, tp_size, ep_size or 1, attention_dp)
     limit = model.max_position_embeddings
-    refused = format_refusal(
-        model, gpu.compute_capability if gpu else None, gpu.name.upper() if gpu else ""
-    )
-    found = [
-        *([refused] if refused else []),
-        *layout_refusals(model, tp_size, ep_size or 1, attention_dp),
-    ]
     if tokens is not None and tokens > limit:
         message = f"requests of {tokens:,} tokens are longer than the model's {limit:,} positions"
-        found.append(Problem("TS-ROUTE-LENGTH", "error", "max_seq_len", message))
+        problems.append(Problem("TS-ROUTE-LENGTH", "error", "max_seq_len", message))
     if draft_len > LONGEST_DRAFT:
         message = f"a draft of {draft_len} tokens cannot pay: beyond {LONGEST_DRAFT}, even at the highest acceptance "
         message += "published for a Kimi head, a further token costs more time than it saves"
-        found.append(Problem("TS-ROUTE-DRAFT-LENGTH", "error", "draft_len", message))
-    return found
+        problems.append(Problem("TS-ROUTE-DRAFT-LENGTH", "error", "draft_len", message))
+    return problems
 
 
 def layout_refusals(
     model: ModelSpec, tp_size: int, ep_size: int, attention_dp: bool
 ) -> Iterator[Problem]:
     """Why a model does not spread over that many ranks."""
-    heads, experts, width = (
-        model.num_attention_heads,
-        model.n_routed_experts,
-        model.moe_intermediate_size,
-    )
+    heads = model.num_attention_heads
     if heads % tp_size and not attention_dp:
         message = f"the {heads} attention heads do not divide by tensor-parallel size {tp_size}"
         fitting = max(size for size in range(1, tp_size + 1) if heads % size == 0)
         remedy = f"use `tp_size` {fitting}, or `attention_dp`, which copies attention to every rank"
         yield Problem("TS-ROUTE-HEADS", "error", "tp_size", message, remedy)
-    split, group = tp_size // ep_size, model.quant.group_size or 1
-    message = remedy = ""
+    experts = model.n_routed_experts
+    width = model.moe_intermediate_size
+    split = tp_size // ep_size  # ranks that share an expert
+    group = model.quant.group_size or 1
     if tp_size % ep_size:
-        message, remedy = (
-            f"experts over {ep_size} of {tp_size} ranks",
-            "give `ep_size` a divisor of `tp_size`",
-        )
+        message = f"experts over {ep_size} of {tp_size} ranks"
+        remedy = "give `ep_size` a divisor of `tp_size`"
     elif experts % ep_size:
         message = f"the {experts} experts do not divide by expert-parallel size {ep_size}"
         remedy = "give `ep_size` a divisor of both the experts and `tp_size`"
     elif width % split or width // split % group:
         message = f"an expert of width {width} does not divide into {split} equal parts"
-        message += f" of whole groups of {group}" if group > 1 else ""
+        if group > 1:
+            message += f" of whole groups of {group}"
         remedy = f"use `ep_size` {tp_size}, which keeps every expert whole; `trtspec build-config` writes it"
-    if message:
-        yield Problem("TS-ROUTE-EXPERTS", "error", "ep_size", message, remedy)
+    else:
+        return
+    yield Problem("TS-ROUTE-EXPERTS", "error", "ep_size", message, remedy)
+
+
+# The oldest compute capability whose tensor cores multiply this weight format in TensorRT-LLM. INT4
+# is absent: its loader does not read Kimi's compressed-tensors experts (aiconfigurator PR 757, on
+# 1.2.0rc5; no later support seen).
+OLDEST_CAPABILITY = {
+    WeightFormat.NVFP4: (10, 0),
+    WeightFormat.FP8_BLOCK: (9, 0),
+    WeightFormat.BF16: (8, 0),
+}
+HOPPER = (
+    "use B200, GB200, B300 or GB300. On Hopper TensorRT-LLM runs the Kimi targets with FP8 weights "
+    "(moonshotai/Kimi-K2-Instruct and Kimi-K2-Instruct-0905, on 8 H200 or 16 H100 and more); K2-Thinking and later "
+    "exist as INT4 there, which vLLM runs (`trtspec serve TARGET --backend vllm`)"
+)
 
 
 def format_refusal(model: ModelSpec, capability: str | None, name: str = "") -> Problem | None:
-    """Why weights of this format do not run on a GPU of that compute capability ("10.0"; None: any GPU)."""
+    """Why weights of the model's format do not run on a GPU. None if they do.
+
+    Args:
+        capability: the GPU's compute capability, as "10.0". None: any GPU.
+        name: the GPU's name for the message.
+    """
     oldest = OLDEST_CAPABILITY.get(model.quant.format)
     if oldest is None:
-        blackwell = (
-            capability is None or _number(capability) >= OLDEST_CAPABILITY[WeightFormat.NVFP4]
-        )
         message = "TensorRT-LLM does not load Kimi's native INT4 weights (reported for 1.2.0rc5; no later support seen)"
         remedy = "run `trtspec quantize` to NVFP4, or serve it with vLLM (`trtspec serve TARGET --backend vllm`)"
-        return Problem("TS-ROUTE-INT4", "error", "target", message, remedy if blackwell else HOPPER)
-    if capability is None or _number(capability) >= oldest:
+        oldest_for_nvfp4 = OLDEST_CAPABILITY[WeightFormat.NVFP4]
+        if capability is not None and _parse_capability(capability) < oldest_for_nvfp4:
+            remedy = HOPPER
+        return Problem("TS-ROUTE-INT4", "error", "target", message, remedy)
+    if capability is None or _parse_capability(capability) >= oldest:
         return None
-    what = (
-        f"{name}, compute capability {capability}," if name else f"compute capability {capability}"
-    )
-    message = f"{what} has no tensor cores for {model.quant.format} weights, which TensorRT-LLM runs from "
+    subject = f"compute capability {capability}"
+    if name:
+        subject = f"{name}, {subject},"
+    message = f"{subject} has no tensor cores for {model.quant.format} weights, which TensorRT-LLM runs from "
     message += f"{'.'.join(map(str, oldest))} on"
     return Problem("TS-ROUTE-GPU", "error", "gpu", message, HOPPER)
 
 
+def _parse_capability(capability: str) -> tuple[int, int]:
+    major, _, minor = capability.partition(".")
+    return int(major), int(minor or 0)
+
+
+EVERY_FORMAT = frozenset(OLDEST_CAPABILITY)
+HOPPER_GPUS = ((9, 0),)
+BLACKWELL_GPUS = ((10, 0), (10, 3))
+BLACKWELL_AND_WORKSTATIONS = (*BLACKWELL_GPUS, (12, 0), (12, 1))
+# TensorRT-LLM's MoE kernels: weight formats and compute capabilities that `can_implement` takes, and
+# the source. A format that a kernel hands over to CUTLASS with a warning counts as taken
+# (create_moe.py).
+EXPERT_KERNELS = {
+    "TRTLLM": (EVERY_FORMAT, BLACKWELL_GPUS, "fused_moe_trtllm_gen.py"),
+    "CUTEDSL": (EVERY_FORMAT, BLACKWELL_AND_WORKSTATIONS, "fused_moe_cute_dsl.py, for 12.x fused_moe_cute_dsl_b12x.py"),
+    "DEEPGEMM": ({WeightFormat.FP8_BLOCK}, BLACKWELL_GPUS, "fused_moe_deepgemm.py, Dynamo pull request 8410"),
+    "DENSEGEMM": ({WeightFormat.NVFP4}, BLACKWELL_GPUS, "fused_moe_densegemm.py"),
+    "TRITON": ({WeightFormat.BF16}, HOPPER_GPUS, "fused_moe_triton.py"),
+    "MARLIN": ({WeightFormat.NVFP4}, ((8, 9), *HOPPER_GPUS), "fused_moe_marlin.py"),
+    "MEGAMOE_DEEPGEMM": (set[WeightFormat](), (), "mega_moe_deepgemm.py"),  # MXFP4 weights
+}  # fmt: skip
+
+
 def kernel_refusal(kernel: str, format: WeightFormat | None, capability: str | None) -> str | None:
-    """Why a MoE kernel does not run experts of this format on a GPU of that compute capability; None for a format or a
-    capability: not known, so not judged."""
+    """Why a MoE kernel does not run experts of this format on a GPU. None if it does.
+
+    A `format` or `capability` of None is not known, and so not judged. An unknown kernel is not
+    judged either.
+    """
     if kernel not in EXPERT_KERNELS:
         return None
     formats, capabilities, source = EXPERT_KERNELS[kernel]
     if format in EVERY_FORMAT and format not in formats:
-        taken = " and ".join(sorted(formats)) or "MXFP4"
-        return f"the {kernel} kernels load {taken} experts; these are {format} ({source})"
-    if capability and capabilities and _number(capability) not in capabilities:
+        loaded = " and ".join(sorted(formats)) or "MXFP4"
+        return f"the {kernel} kernels load {loaded} experts; these are {format} ({source})"
+    if capability and capabilities and _parse_capability(capability) not in capabilities:
         listed = ", ".join(f"{major}.{minor}" for major, minor in capabilities)
         message = f"the {kernel} kernels are for compute capabilities {listed}"
         return f"{message}; this GPU has {capability} ({source})"
     return None
-
-
-def _number(capability: str) -> tuple[int, int]:
-    major, _, minor = capability.partition(".")
-    return int(major), int(minor or 0)

@@ -1,5 +1,8 @@
-"""Memory of one GPU: weights, head, reserve, and what is left for the KV cache, in bytes and in tokens. Parameters and
-bytes of a Kimi model and an Eagle3 head follow by class from their shapes and quantization alone."""
+"""Memory of one GPU in bytes: weights, head, reserve, and what is left for the KV cache.
+
+Parameters and bytes of a Kimi model and of an Eagle3 head follow by class from their shapes and
+quantization alone.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,14 @@ from trtspec.formats import KV_ELEMENT_BYTES, WeightFormat
 from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, KV_FRACTION, Layout
 from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
 
-# Communicators 0.41 GB and context with libraries 3.76 GB (aiconfigurator), activations 1.2 GB and MoE workspace 0.7 to
-# 5.6 GB at 8192 tokens, the rest for CUDA graphs. With 9 to 10 GB the formula gives the 715,072 KV tokens that vLLM
-# reports for Kimi-K2-Thinking on 8 H200.
+# Communicators 0.41 GB and context with libraries 3.76 GB (aiconfigurator), activations 1.2 GB and
+# MoE workspace 0.7 to 5.6 GB at 8192 tokens, the rest for CUDA graphs. With 9 to 10 GB the formula
+# gives the 715,072 KV tokens that vLLM reports for Kimi-K2-Thinking on 8 H200.
 RESERVE = 9.0e9
 RESERVE_TOKENS = 8192
 TRANSFER_BUFFERS = 2  # one to send from and one to receive into (cacheTransBuffer.cpp)
 ACTIVATION_BYTES = 2 * 10  # BF16, ten live tensors of the model's width per token
+# Roles that tensor parallelism divides.
 SHARDED = {
     "experts",
     "shared experts",
@@ -33,7 +37,7 @@ SHARDED = {
 
 @dataclass(frozen=True)
 class Memory:
-    """All sizes are bytes on one GPU; `kv_tokens` counts the whole group."""
+    """Bytes on one GPU. `weights`: by role. `kv_tokens` counts the whole group."""
 
     layout: Layout
     capacity: float
@@ -50,7 +54,7 @@ class Memory:
 
     @property
     def free(self) -> float:
-        """What is left after weights, head and reserve; negative when they do not fit."""
+        """Bytes that weights, head and reserve leave. Negative if they do not fit."""
         return self.capacity - self.weights_total - self.head - self.reserve
 
     @property
@@ -62,9 +66,13 @@ class Memory:
         return int(self.kv / self.kv_bytes_per_token) * self.layout.caches
 
     def sequences(self, tokens: int) -> int:
-        """Whole sequences of that many tokens that the group holds; with attention DP one never spans two ranks."""
+        """Whole sequences of that many tokens in the caches of the group.
+
+        With attention DP a sequence never spans two ranks.
+        """
         caches = self.layout.caches
-        return self.kv_tokens // caches // tokens * caches
+        tokens_per_cache = self.kv_tokens // caches
+        return tokens_per_cache // tokens * caches
 
 
 def memory(
@@ -77,63 +85,89 @@ def memory(
     max_num_tokens: int = RESERVE_TOKENS,
     transfer_tokens: int = 0,
 ) -> Memory:
-    """Args:
-    fraction: TensorRT-LLM's free_gpu_memory_fraction, of what is free after the weights and not of the whole. None:
-        what `trtspec build-config` writes for the layout.
-    transfer_tokens: tokens that each transfer buffer of a disaggregated server holds.
+    """Memory of one GPU of a server.
+
+    Args:
+        fraction: TensorRT-LLM's free_gpu_memory_fraction, of what is free after the weights and not
+            of the whole. None: what `trtspec build-config` writes for the layout.
+        max_num_tokens: tokens that one step computes. More than RESERVE_TOKENS enlarge the reserve.
+        transfer_tokens: tokens that each transfer buffer of a disaggregated server holds.
     """
     if fraction is None:
         fraction = ATTENTION_DP_KV_FRACTION if layout.attention_dp else KV_FRACTION
+    kv_dtype = model.quant.kv_cache or "bf16"
+    token_bytes = kv_elements_per_token(model, head, layout) * KV_ELEMENT_BYTES[kv_dtype]
+    head_bytes = 0.0
+    if head:
+        head_bytes = 2 * head_parameters(head) / layout.attention_tp
     tokens_beyond = max(0, max_num_tokens - RESERVE_TOKENS)
-    dtype = model.quant.kv_cache or "bf16"
-    token_bytes = kv_elements_per_token(model, head, layout) * KV_ELEMENT_BYTES[dtype]
+    activations = tokens_beyond * model.hidden_size * ACTIVATION_BYTES
+    transfer_buffers = TRANSFER_BUFFERS * transfer_tokens * token_bytes
     return Memory(
         layout=layout,
         capacity=float(gpu.memory_bytes),
         weights=weights_per_gpu(model, layout),
-        head=2 * head_parameters(head) / layout.attention_tp if head else 0.0,
-        reserve=RESERVE
-        + tokens_beyond * model.hidden_size * ACTIVATION_BYTES
-        + TRANSFER_BUFFERS * transfer_tokens * token_bytes,
+        head=head_bytes,
+        reserve=RESERVE + activations + transfer_buffers,
         fraction=fraction,
-        kv_dtype=dtype,
+        kv_dtype=kv_dtype,
         kv_bytes_per_token=token_bytes,
     )
 
 
 def kv_elements_per_token(model: ModelSpec, head: HeadSpec | None, layout: Layout) -> float:
-    """Cache elements per token on one rank. Latents have no heads to divide, so every tensor-parallel rank holds all of
-    them, the MLA head's too; an MHA head's keys and values are divided by their heads."""
+    """Cache elements per token on one rank.
+
+    Latents have no heads to divide, so every tensor-parallel rank holds all of them, also those of
+    an MLA head. Keys and values of an MHA head are divided by its heads.
+    """
     if head is None:
         return model.kv_elements_per_token
-    own: float = head.kv_elements_per_token
+    head_elements: float = head.kv_elements_per_token
     if not head.is_mla:
-        own /= min(layout.attention_tp, head.num_key_value_heads)
-    return model.kv_elements_per_token + own
+        head_elements /= min(layout.attention_tp, head.num_key_value_heads)
+    return model.kv_elements_per_token + head_elements
 
 
-def linear_bytes(format: WeightFormat, rows: int, columns: int) -> int:
-    """Bytes of one stored [rows, columns] matrix with its scales, as published."""
-    shapes, parts = (
-        format.part_shapes(rows, columns),
-        zip(format.storage.all_parts, format.storage.dtypes, strict=True),
-    )
-    return sum(byte_count(dtypes[0], shapes[suffix][0]) for suffix, dtypes in parts)
+def weights_per_gpu(model: ModelSpec, layout: Layout) -> dict[str, float]:
+    """Bytes on one rank by role.
+
+    Tensor parallelism divides what has heads, widths or a vocabulary. Latent projections, router,
+    norms and vision tower are copied. With attention DP only the experts divide: that the engine
+    then copies embedding, lm_head and shared experts is the careful assumption.
+    """
+    divided = {"experts"} if layout.attention_dp else SHARDED
+    sizes = {}
+    for role, size in weights_by_role(model).items():
+        ranks = layout.gpus if role in divided else 1
+        sizes[role] = size / ranks
+    return sizes
 
 
 @functools.cache
 def weights_by_role(model: ModelSpec) -> dict[str, int]:
-    """Bytes of the checkpoint's tensors of each role, the most first."""
+    """Bytes of the checkpoint's tensors of each role, the largest first."""
     sizes = Counter[str]()
     for stem, part in model.family.parts(model):
-        stored = (4 if part.role == "router bias" else 2) * math.prod(part.shape)
         if len(part.shape) == 2:
             module = stem + part.name.format(0).removesuffix(".weight")
             stored = linear_bytes(model.quant.format_of(module, part.role), *part.shape)
+        else:
+            element_bytes = 4 if part.role == "router bias" else 2
+            stored = element_bytes * math.prod(part.shape)
         sizes[part.role] += part.copies * stored
     if model.has_vision:
         sizes["vision"] = 2 * model.family.vision_parameters
     return {role: size for role, size in sizes.most_common() if size}
+
+
+def linear_bytes(format: WeightFormat, rows: int, columns: int) -> int:
+    """Bytes of one stored [rows, columns] matrix with its scales, as published."""
+    shapes = format.part_shapes(rows, columns)
+    size = 0
+    for suffix, dtypes in zip(format.storage.all_parts, format.storage.dtypes, strict=True):
+        size += byte_count(dtypes[0], shapes[suffix][0])
+    return size
 
 
 def checkpoint_bytes(model: ModelSpec) -> int:
@@ -141,18 +175,7 @@ def checkpoint_bytes(model: ModelSpec) -> int:
     return sum(weights_by_role(model).values())
 
 
-def weights_per_gpu(model: ModelSpec, layout: Layout) -> dict[str, float]:
-    """Bytes on one rank by class. Tensor parallelism divides what has heads, widths or a vocabulary; the latent
-    projections, the router, the norms and the vision tower are copied. With attention DP only the experts divide
-    (that the engine copies embedding, lm_head and shared experts then is the careful assumption)."""
-    divided = {"experts"} if layout.attention_dp else SHARDED
-    return {
-        role: size / (layout.gpus if role in divided else 1)
-        for role, size in weights_by_role(model).items()
-    }
-
-
 def head_parameters(head: HeadSpec) -> int:
-    """Parameters of an Eagle3 head as the engine loads it, without an embedding, which is the target's."""
+    """Parameters of an Eagle3 head as the engine loads it. It uses the target's embedding."""
     shapes = expected_shapes(head)
     return sum(math.prod(shapes[name]) for name in (*tensor_names(head), "lm_head.weight"))

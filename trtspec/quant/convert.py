@@ -1,8 +1,8 @@
-"""Shards of NVFP4 from the source's tensors: groups of linears that share a scale, each whole, on a pool of threads.
+"""Converts shards to NVFP4: groups of linears that share their scales, on a pool of threads.
 
-A thread reads a group, computes it in C and writes it where the shard's layout says. All three release the
-interpreter lock, and no more groups are in memory than there are threads. Results come back in the plan's order, so
-nothing depends on which thread was first.
+A thread reads a group, computes it in C and writes it to its place in the shard. All three release
+the interpreter lock, and no more groups are in memory than there are threads. Results come back in
+the plan's order, so nothing depends on which thread was first.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from trtspec.checkpoint.values import count_not_finite
 from trtspec.checkpoint.writer import ShardFile, publish
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.formats import TINIEST_AMAX
-from trtspec.quant.content import ERROR, HASH, ROUNDING, Content, Found
+from trtspec.quant.content import HASH_DIFFERS, MAX_ROUNDING_ERROR, ROUNDING, Content, Findings
 from trtspec.quant.native import (
     BLOCK,
     Array,
     Packer,
     Rows,
     Scaling,
-    decoded,
+    decoded_rows,
     native_packer,
-    prepared,
+    packable_rows,
     read_bytes,
     read_rows,
 )
@@ -47,90 +47,100 @@ from trtspec.report import Bar, file_sha256
 REMEDY = "download that file again and compare its sha256 with the hub's"
 ERROR_ROWS = 64  # the rows of each tensor on which the rounding error is measured
 COPY_BYTES = 16 << 20  # of a copied tensor in memory at a time
-THREAD_BYTES = (
-    1 << 30
-)  # more than a thread holds of any Kimi: the dense layer's gate and up, stored and packed
-Record = dict[
-    str, Any
-]  # of a shard, for the journal; `classes` sums errors and blocks by class of linear
+# More than a thread holds of any Kimi: gate and up of the dense layer, stored and packed.
+THREAD_BYTES = 1 << 30
+# A shard's record for the journal. `classes` sums errors and zero blocks by class of linear.
+Record = dict[str, Any]
+# `tensors`, `error` and `norm` (squared, of their first rows), `zero_blocks`
+Errors = dict[str, float]
 
 
 def convert_shards(
     conversion: Conversion, plans: list[ShardPlan], threads: int, hashes: dict[str, str], bar: Bar
 ) -> Iterator[tuple[ShardPlan, Record]]:
-    """Yields each shard's plan and journal record once the shard is durable. The first failure stops the rest.
+    """Yields each shard's plan and journal record once the shard is durable.
 
-    `hashes` are the recorded SHA-256 of source files; each is taken out and compared after the first shard that its
-    file is read for. `bar` gets source bytes as they are done. Raises TrtspecError naming the tensor that cannot be
-    converted; then no unfinished file is left behind.
+    The first failure stops the other threads. Raises TrtspecError naming the tensor that cannot be
+    converted. Then no unfinished file is left behind.
+
+    Args:
+        plans: the shards to write.
+        hashes: recorded SHA-256 by source file. Each is taken out and compared after the first
+            shard that its file is read for.
+        bar: gets source bytes as they are done.
     """
-    source, reader, files = (
-        conversion.checkpoint.path,
-        ShardReader(conversion.checkpoint.path),
-        list[ShardFile](),
+    source = conversion.checkpoint.path
+    options = conversion.options
+    new_packer = partial(
+        choose_packer, conversion.weight_scales, options.device, options.by_modelopt
     )
+    reader = ShardReader(source)
+    files = list[ShardFile]()
     publishing: deque[tuple[ShardPlan, Future[Record]]] = deque()
-    pool, torch_threads = (
-        ThreadPoolExecutor(threads, thread_name_prefix="convert"),
-        _set_torch_threads(1),
-    )
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="convert")
+    torch_threads = _set_torch_threads(1)
     try:
-        options = conversion.options
-        converter = Converter(
-            reader,
-            partial(choose_packer, conversion.weight_scales, options.device, options.by_modelopt),
-        )
+        converter = Converter(reader, new_packer)
         for plan in plans:
-            times, results = (
-                plan.source_times(source),
-                [],
-            )  # before the first read: a resumed run sees later writes
+            # Before the first read, so that a resumed run sees later writes.
+            times = plan.source_times(source)
             file = ShardFile(conversion.output / plan.shard, plan.layout())
             files.append(file)
-            for group, result in zip(
-                plan.groups, pool.map(partial(converter.convert, file), plan.groups), strict=True
-            ):
+            results = []
+            converted = pool.map(partial(converter.convert, file), plan.groups)
+            for group, result in zip(plan.groups, converted, strict=True):
                 results.append(result)
                 bar.advance(sum(weight.bytes_in for weight in group.weights))
                 while publishing and publishing[0][1].done():
-                    yield publishing[0][0], publishing.popleft()[1].result()
+                    published, future = publishing.popleft()
+                    yield published, future.result()
             file.close()
-            whole = {source / name: hashes.pop(name) for name in plan.sources if name in hashes}
-            record = {
-                "read": [digest for result in results for digest in result.read],
-                "found": list(dict.fromkeys(one for result in results for one in result.found)),
-                "classes": summed(errors for result in results for errors in result.errors),
-                "times": times,
-            }
-            publishing.append((plan, pool.submit(_publish, file, record, whole)))
+            record = _shard_record(results, times)
+            recorded = {source / name: hashes.pop(name) for name in plan.sources if name in hashes}
+            publishing.append((plan, pool.submit(_publish, file, record, recorded)))
         for plan, future in publishing:
             yield plan, future.result()
     finally:
         pool.shutdown(cancel_futures=True)
         for file in files:
-            file.abandon()  # of a published one nothing is left
+            file.abandon()  # does nothing for a published file
         reader.close()
         _set_torch_threads(torch_threads)
 
 
-def thread_count(asked: int, plans: list[ShardPlan]) -> int:
-    """0 means as many as cores and memory allow."""
-    most = asked or min(machine.cores(), machine.free_memory() // THREAD_BYTES)
-    return max(1, min(most, sum(len(plan.groups) for plan in plans)))
+def thread_count(requested: int, plans: list[ShardPlan]) -> int:
+    """Threads for these shards. `requested` 0: as many as cores and memory allow."""
+    groups = sum(len(plan.groups) for plan in plans)
+    fitting = min(machine.cores(), machine.free_memory() // THREAD_BYTES)
+    return max(1, min(requested or fitting, groups))
 
 
-Errors = dict[
-    str, float
-]  # `tensors`; `error` and `norm`, squared, of their first rows; `zero_blocks`
+def _set_torch_threads(count: int) -> int:
+    """Sets the threads of torch, and returns how many there were.
+
+    Torch's own threads would wait for each other at every step. Where C computes, torch is not
+    even imported, and `count` is returned.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return count
+    previous: int = torch.get_num_threads()
+    torch.set_num_threads(count)
+    return previous
 
 
 @dataclass
 class Converted:
-    """A group that is written: the digest of each weight that was read, what is wrong with them, and the rounding
-    errors of its linears, each with its class."""
+    """A group that is written.
+
+    Args:
+        read: the digest of each weight that was read.
+        findings: what is wrong with the weights.
+        errors: class and rounding error of each linear.
+    """
 
     read: list[str] = field(default_factory=list)
-    found: Found = field(default_factory=list)
+    findings: Findings = field(default_factory=list)
     errors: list[tuple[str, Errors]] = field(default_factory=list)
 
 
@@ -138,63 +148,79 @@ class Converter:
     """Converts groups of one checkpoint, in any number of threads at once."""
 
     def __init__(self, reader: ShardReader, new_packer: Callable[[], Packer]) -> None:
-        self.reader, self._own = reader, _OwnPacker(new_packer)
+        self.reader = reader
+        self._thread = _ThreadPacker(new_packer)
 
     def convert(self, file: ShardFile, group: Group) -> Converted:
-        """Writes what becomes of the group's weights into `file`."""
-        done, packer, weight = Converted(), self._own.packer, group.weights[0]
+        """Writes the tensors that the group's weights become into `file`."""
+        result = Converted()
+        weight = group.weights[0]
         if weight.action == "copy":
-            self._copy(file, weight, done)
-            return done
-        if weight.action == "decode":
-            values = decoded(self._read(weight, done), packer).values.reshape(-1)
-            if (index := count_not_finite(values, "BF16")[1]) is not None:
-                raise _refusal(weight, index)
-            file.append(weight.name, values.view(np.uint8).data)
-            return done
-        rows = [prepared(self._read(weight, done), packer) for weight in group.weights]
-        amax = [
-            _amax(weight, each, packer) for weight, each in zip(group.weights, rows, strict=True)
-        ]
-        amax += [
-            _amax(partner, prepared(self._read(partner, done), packer), packer)
-            for partner in group.partners
-        ]
-        del done.read[len(group.weights) :]  # partners are weights of other groups
-        # float32's range would be left while block scales are searched
-        if 0 < max(amax) < TINIEST_AMAX:
-            raise TrtspecError(
-                f"{weight.name} in {weight.parts[0].shard} has no weight above 2^-88",
-                REMEDY,
-                "TS-CONTENT-MAGNITUDE",
-            )
-        scaling = Scaling.of(max(amax))
-        for weight, each in zip(group.weights, rows, strict=True):
-            kind, errors = (
-                weight_class(weight.name),
-                _pack(file, weight, each, packer, scaling, group.input_scale),
-            )
-            done.errors.append((kind, errors))
-            if errors["error"] > ERROR**2 * errors["norm"]:
-                done.found.append((ROUNDING, weight.module))
-        return done
+            self._copy(file, weight, result)
+        elif weight.action == "decode":
+            self._decode(file, weight, result)
+        else:
+            self._quantize(file, group, result)
+        return result
 
-    def _copy(self, file: ShardFile, weight: Weight, done: Converted) -> None:
-        """A tensor as it is, looked at a chunk at a time; embeddings are large."""
-        info, before, content = weight.parts[0], 0, Content(weight.parts[0])
+    def _copy(self, file: ShardFile, weight: Weight, result: Converted) -> None:
+        """Writes a tensor as it is, a chunk at a time, because embeddings are large."""
+        info = weight.parts[0]
+        content = Content(info)
         digest = xxhash.xxh3_128()
         for chunk in self.reader.pieces(info, COPY_BYTES):
+            offset = content.seen
             digest.update(chunk)
             content.add(np.frombuffer(chunk, np.uint8))
-            if content.may_be_nan and (index := count_not_finite(chunk, info.dtype)[1]) is not None:
-                raise _refusal(weight, before // (DTYPE_BITS[info.dtype] // 8) + index)
+            if content.may_be_nan:
+                _, index = count_not_finite(chunk, info.dtype)
+                if index is not None:
+                    value_bytes = DTYPE_BITS[info.dtype] // 8
+                    raise _not_finite(weight, offset // value_bytes + index)
             file.append(weight.name, chunk)
-            before += len(chunk)
-        done.found += content.found()
-        done.read.append(digest.hexdigest())
+        result.findings += content.findings()
+        result.read.append(digest.hexdigest())
 
-    def _read(self, weight: Weight, done: Converted) -> Rows:
-        """The stored tensors of a weight. Raises TrtspecError where they contradict each other."""
+    def _decode(self, file: ShardFile, weight: Weight, result: Converted) -> None:
+        """Writes a quantized tensor that the policy excludes, as BF16."""
+        rows = decoded_rows(self._read(weight, result), self._thread.packer)
+        values = rows.values.reshape(-1)
+        _, index = count_not_finite(values, "BF16")
+        if index is not None:
+            raise _not_finite(weight, index)
+        file.append(weight.name, values.view(np.uint8).data)
+
+    def _quantize(self, file: ShardFile, group: Group, result: Converted) -> None:
+        """Writes linears with the scales that they share with each other and their partners."""
+        packer = self._thread.packer
+        rows = [packable_rows(self._read(weight, result), packer) for weight in group.weights]
+        maxima = [
+            _finite_amax(weight, weight_rows, packer)
+            for weight, weight_rows in zip(group.weights, rows, strict=True)
+        ]
+        for partner in group.partners:
+            partner_rows = packable_rows(self._read(partner, result), packer)
+            maxima.append(_finite_amax(partner, partner_rows, packer))
+        # Partners are weights of other groups, whose digests are recorded there.
+        del result.read[len(group.weights) :]
+        amax = max(maxima)
+        if 0 < amax < TINIEST_AMAX:
+            # The search of block scales would leave the range of float32.
+            first = group.weights[0]
+            text = f"{first.name} in {first.parts[0].shard} has no weight above 2^-88"
+            raise TrtspecError(text, REMEDY, "TS-CONTENT-MAGNITUDE")
+        scaling = Scaling.of(amax)
+        for weight, weight_rows in zip(group.weights, rows, strict=True):
+            errors = _pack(file, weight, weight_rows, packer, scaling, group.input_scale)
+            result.errors.append((weight_class(weight.name), errors))
+            if errors["error"] > MAX_ROUNDING_ERROR**2 * errors["norm"]:
+                result.findings.append((ROUNDING, weight.module))
+
+    def _read(self, weight: Weight, result: Converted) -> Rows:
+        """Reads the stored tensors of a weight, and adds their digest and findings to `result`.
+
+        Raises TrtspecError if they contradict each other or hold a negative scale.
+        """
         digest = xxhash.xxh3_128()
 
         def read(info: TensorInfo) -> Array:
@@ -202,25 +228,39 @@ class Converter:
             digest.update(data.data)
             content = Content(info)
             content.add(data)
-            done.found += content.found()
+            result.findings += content.findings()
             return data
 
         rows = read_rows(read, weight.format, weight.parts)
-        done.read.append(digest.hexdigest())
-        scale = rows.scale if rows.scale_dtype != "U8" else None  # an exponent has no sign
-        if scale is not None and bool((scale >> 8 * scale.itemsize - 1).any()):
-            info = weight.parts[1]
-            text = f"{info.name} in {info.shard} holds a negative scale"
-            raise TrtspecError(text, "download that file again", "TS-TARGET-BAD-SCALE")
+        result.read.append(digest.hexdigest())
+        # U8 scales are exponents, which have no sign.
+        if rows.scale is not None and rows.scale_dtype != "U8":
+            sign_bit = 8 * rows.scale.itemsize - 1
+            if bool((rows.scale >> sign_bit).any()):
+                info = weight.parts[1]
+                text = f"{info.name} in {info.shard} holds a negative scale"
+                raise TrtspecError(text, "download that file again", "TS-TARGET-BAD-SCALE")
         return rows
+
+
+class _ThreadPacker(threading.local):
+    """A packer for each thread, because a call uses the packer's tables."""
+
+    def __init__(self, new_packer: Callable[[], Packer]) -> None:
+        self.packer = new_packer()
 
 
 def choose_packer(
     weight_scales: str = "max", device: str = "cpu", by_modelopt: bool = False
 ) -> Packer:
-    """C where it is compiled and proves itself, else torch; a GPU where `device` names one; or ModelOpt's own class.
+    """The packer in C if it compiles and proves itself, else the packer in torch.
 
     Raises UsageError for scales that ModelOpt's class does not search.
+
+    Args:
+        weight_scales: max or mse.
+        device: torch device. C computes on a CPU only.
+        by_modelopt: ModelOpt's own class.
     """
     if by_modelopt:
         from trtspec.quant.modelopt import ModelOptPacker  # only now: it imports torch
@@ -230,26 +270,60 @@ def choose_packer(
             raise UsageError(message, "use `engine` stream, or pass `weight_scales` max")
         return ModelOptPacker(weight_scales, device)
 
-    def in_torch() -> Packer:
+    def torch_packer() -> Packer:
         from trtspec.quant.decode import TorchPacker  # only now: importing torch takes seconds
 
         return TorchPacker(weight_scales, device)
 
-    return (native_packer(weight_scales, in_torch) if device == "cpu" else None) or in_torch()
+    if device == "cpu":
+        packer = native_packer(weight_scales, torch_packer)
+        if packer is not None:
+            return packer
+    return torch_packer()
 
 
-class _OwnPacker(threading.local):
-    """A packer for each thread: a call uses its tables."""
-
-    def __init__(self, new_packer: Callable[[], Packer]) -> None:
-        self.packer = new_packer()
-
-
-def _amax(weight: Weight, rows: Rows, packer: Packer) -> float:
+def _finite_amax(weight: Weight, rows: Rows, packer: Packer) -> float:
+    """max|w|. Raises TrtspecError naming the index if the weight holds NaN or infinity."""
     amax = packer.amax(rows)
     if not math.isfinite(amax):
-        raise _refusal(weight, count_not_finite(decoded(rows, packer).values, "BF16")[1])
+        _, index = count_not_finite(decoded_rows(rows, packer).values, "BF16")
+        raise _not_finite(weight, index)
     return amax
+
+
+def _not_finite(weight: Weight, index: int | None) -> TrtspecError:
+    """The error for NaN or infinity at the flat `index` of a weight."""
+    text = f"TS-QUANT-NOT-FINITE {weight.name} in {weight.parts[0].shard} holds NaN or infinity"
+    if index is not None and math.prod(weight.shape) > 1:
+        position = [int(axis) for axis in np.unravel_index(index, weight.shape)]
+        text += f" at {position}"
+    return TrtspecError(text, REMEDY)
+
+
+def _pack(
+    file: ShardFile,
+    weight: Weight,
+    rows: Rows,
+    packer: Packer,
+    scaling: Scaling,
+    input_scale: float,
+) -> Errors:
+    """Packs a linear into `file`. Returns the rounding error of its first rows."""
+    count, columns = rows.shape
+    packed = np.empty((count, columns // 2), np.uint8)
+    scale = np.empty((count, columns // BLOCK), np.uint8)
+    zero_blocks = packer.pack(rows, scaling, packed, scale)
+    measured = min(ERROR_ROWS, count)
+    head = rows.head(measured)
+    error, norm = packer.errors(head, scaling, packed[:measured], scale[:measured])
+    for suffix, data in (
+        ("weight", packed.reshape(-1).data),
+        ("weight_scale", scale.reshape(-1).data),
+        ("weight_scale_2", memoryview(struct.pack("<f", scaling.scale_2))),
+        ("input_scale", memoryview(struct.pack("<f", input_scale))),
+    ):
+        file.append(f"{weight.module}.{suffix}", data)
+    return {"tensors": 1, "error": error, "norm": norm, "zero_blocks": zero_blocks}
 
 
 CLASSES = {
@@ -261,75 +335,49 @@ CLASSES = {
 
 
 def weight_class(name: str) -> str:
-    """The kind of linear, for figures by class: `routed experts down_proj`, `shared experts up_proj`, `dense ...`."""
+    """The class of a linear, for figures by class: `routed experts down_proj`, `attention o_proj`."""
     module = name.removesuffix(".weight")
     title = next((title for part, title in CLASSES.items() if part in module), "")
     return title + module.rpartition(".")[2]
 
 
-def _pack(
-    file: ShardFile,
-    weight: Weight,
-    rows: Rows,
-    packer: Packer,
-    scaling: Scaling,
-    input_scale: float,
-) -> Errors:
-    count, columns = rows.shape
-    packed, scale = (
-        np.empty((count, columns // 2), np.uint8),
-        np.empty((count, columns // BLOCK), np.uint8),
-    )
-    zeros, head = packer.pack(rows, scaling, packed, scale), min(ERROR_ROWS, count)
-    error, norm = packer.errors(rows.head(head), scaling, packed[:head], scale[:head])
-    for suffix, data in (
-        ("weight", packed.reshape(-1).data),
-        ("weight_scale", scale.reshape(-1).data),
-        ("weight_scale_2", memoryview(struct.pack("<f", scaling.scale_2))),
-        ("input_scale", memoryview(struct.pack("<f", input_scale))),
-    ):
-        file.append(f"{weight.module}.{suffix}", data)
-    return {"tensors": 1, "error": error, "norm": norm, "zero_blocks": zeros}
-
-
-def _refusal(weight: Weight, index: int | None) -> TrtspecError:
-    """For NaN or infinity at the flat `index` of a weight."""
-    where = ""
-    if index is not None and math.prod(weight.shape) > 1:
-        where = f" at {[int(part) for part in np.unravel_index(index, weight.shape)]}"
-    return TrtspecError(
-        f"TS-QUANT-NOT-FINITE {weight.name} in {weight.parts[0].shard} holds NaN or infinity{where}",
-        REMEDY,
-    )
+def _shard_record(results: list[Converted], times: dict[str, int]) -> Record:
+    """The journal record of a shard. `times`: when its sources were last written."""
+    digests = list[str]()
+    findings = Findings()
+    errors = list[tuple[str, Errors]]()
+    for result in results:
+        digests += result.read
+        findings += result.findings
+        errors += result.errors
+    unique_findings = list(dict.fromkeys(findings))
+    return {
+        "read": digests,
+        "found": unique_findings,
+        "classes": summed(errors),
+        "times": times,
+    }
 
 
 def summed(entries: Iterable[tuple[str, Errors]]) -> dict[str, Errors]:
-    """The figures of each class added up."""
-    found: dict[str, Errors] = {}
+    """Adds up the figures of each class."""
+    totals: dict[str, Errors] = {}
     for name, entry in entries:
-        total = found.setdefault(name, dict.fromkeys(entry, 0))
+        total = totals.setdefault(name, dict.fromkeys(entry, 0))
         for key, value in entry.items():
             total[key] += value
-    return found
+    return totals
 
 
-def _publish(file: ShardFile, record: Record, sources: dict[Path, str]) -> Record:
-    """The checksum of what the kernel will write, then durable under its name. `sources` are the files that were read
-    for it, which are in the page cache now, with their recorded SHA-256."""
+def _publish(file: ShardFile, record: Record, recorded: dict[Path, str]) -> Record:
+    """Makes the shard durable under its name. Returns the record with checksum and findings.
+
+    `recorded`: SHA-256 of source files that were just read and so are in the page cache.
+    """
     digest = file_sha256(file.temporary)
-    changed = [
-        (HASH, path.name) for path, recorded in sources.items() if file_sha256(path) != recorded
-    ]
+    findings = list(record["found"])
+    for path, recorded_digest in recorded.items():
+        if file_sha256(path) != recorded_digest:
+            findings.append((HASH_DIFFERS, path.name))
     publish(file.temporary, file.path)
-    return record | {"sha256": digest, "found": [*record["found"], *changed]}
-
-
-def _set_torch_threads(count: int) -> int:
-    """Torch's own threads would wait for each other at every step. Returns how many there were; where C computes, torch
-    is not even imported."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return count
-    before: int = torch.get_num_threads()
-    torch.set_num_threads(count)
-    return before
+    return record | {"sha256": digest, "found": findings}

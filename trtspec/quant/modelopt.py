@@ -1,4 +1,4 @@
-"""ModelOpt's own classes: the packing of `engine` modelopt, and the observer of calibration."""
+"""ModelOpt's own classes: the packer of `engine` modelopt, and the observer of calibration."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ class ModelOptPacker(TorchPacker):
 
 
 class InputObserver(torch.nn.Module):
-    """ModelOpt's NVFP4 input quantizer while it calibrates: it keeps the largest |x| of linears that share an input.
-    `name` is one of them, for messages."""
+    """ModelOpt's NVFP4 input quantizer while it calibrates.
+
+    It keeps the largest |x| of linears that share an input. `name`: one of them, for messages.
+    """
 
     def __init__(self, name: str = "") -> None:
         super().__init__()
@@ -43,11 +45,12 @@ class InputObserver(torch.nn.Module):
         config = next(
             entry["cfg"] for entry in entries if entry["quantizer_name"].endswith("input_quantizer")
         )
-        self.quantizer = TensorQuantizer(mtq.config.QuantizerAttributeConfig(**config))
+        attributes = mtq.config.QuantizerAttributeConfig(**config)
+        self.quantizer = TensorQuantizer(attributes)
         enable_stats_collection(self.quantizer)
 
     def see(self, x: torch.Tensor) -> None:
-        """Takes note of x, any shape; an empty one says nothing. Raises TrtspecError when x holds NaN."""
+        """Records max|x|, any shape. Ignores an empty x. Raises TrtspecError if x holds NaN."""
         if not x.numel():
             return
         try:
@@ -58,21 +61,21 @@ class InputObserver(torch.nn.Module):
     def finish(self) -> tuple[float, bool]:
         """(input_scale = amax / (6 * 448), whether the input was ever anything but zero).
 
-        An input that was always zero gets ModelOpt's substitute, amax = 6. Raises TrtspecError when nothing was seen
-        or when the amax is NaN.
+        An input that was always zero gets ModelOpt's substitute, amax = 6. Raises TrtspecError if
+        no token was seen or if the amax is NaN.
         """
         from modelopt.torch.quantization.model_calib import finish_stats_collection
         from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
         finish_stats_collection(self.quantizer)
         if self.quantizer.amax is None:
-            raise TrtspecError(
-                f"{self.name}: no calibration token reached it", "calibrate with more samples"
-            )
+            message = f"{self.name}: no calibration token reached it"
+            raise TrtspecError(message, "calibrate with more samples")
         amax = float(self.quantizer.amax)
         if not math.isfinite(amax):
             raise TrtspecError(f"{self.name}: its input's largest value is {amax}", NAN_REMEDY)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the caller says it
+            # ModelOpt warns of an input that was always zero, which the caller reports.
+            warnings.simplefilter("ignore")
             scale = float(NVFP4QTensor.get_activation_scaling_factor(self.quantizer))
         return scale, amax > 0

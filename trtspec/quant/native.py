@@ -1,9 +1,10 @@
-"""What a packer sees and gives (rows of a weight as stored, the scale of a group, NVFP4 bytes), and the one in C.
+"""The interface of a packer (stored rows of a weight in, NVFP4 bytes out), and the packer in C.
 
-A packer reads what lies on disk (BF16, INT4 with group scales, FP8 with block scales), so that a source need not be
-decoded where it can be translated. The one here is compiled where a compiler is found and loaded through ctypes; its
-calls release the interpreter lock, so that reading, computing and writing overlap. Nothing depends on it: without
-a compiler, or with TRTSPEC_KERNEL=torch, the same bytes come from the one in decode, 30 to 1,000 times slower.
+A packer reads what is on disk (BF16, INT4 with group scales, FP8 with block scales), so that a
+source need not be decoded where it can be translated. The packer here is compiled if a compiler
+exists and is loaded through ctypes. Its calls release the interpreter lock, so that reading,
+computing and writing overlap. Nothing depends on it: without a compiler, or with
+TRTSPEC_KERNEL=torch, the packer in decode.py gives the same bytes, 30 to 1,000 times slower.
 """
 
 from __future__ import annotations
@@ -32,14 +33,280 @@ from trtspec.formats import FP8_BLOCK_SIZE, NVFP4_BLOCK, NVFP4_RANGE, WeightForm
 Array = np.ndarray[Any, np.dtype[Any]]
 BLOCK = NVFP4_BLOCK
 
+
+class Packer(Protocol):
+    """Packs rows to NVFP4. `name`: c, torch or modelopt. `weight_scales`: max or mse.
+
+    `amax`, `pack` and `errors` take packable rows (see `packable_rows`).
+    """
+
+    name: str
+    weight_scales: str
+
+    def translates(self, rows: Rows) -> bool:
+        """Whether it packs these quantized rows as they are stored."""
+
+    def decode(self, rows: Rows, result: Array) -> None:
+        """Fills uint16 `result` [n, K] with BF16 values."""
+
+    def amax(self, rows: Rows) -> float:
+        """max|w|. NaN or infinity if the weight is not finite."""
+
+    def pack(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> int:
+        """Fills uint8 `packed` [n, K/2] and `scale` [n, K/16]. Returns the number of zero blocks."""
+
+    def errors(
+        self, rows: Rows, scaling: Scaling, packed: Array, scale: Array
+    ) -> tuple[float, float]:
+        """(squared error of the packed rows, squared norm of the source's rows)."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a weight [N, K] as stored.
+
+    Args:
+        format: how the weight is stored.
+        dtype: safetensors code of the values.
+        values: [n, K] BF16, [n, K/8] INT4 or [n, K] FP8, as unsigned integers of the dtype's width.
+        scale: [n, K/group] for INT4, [ceil(n/128), ceil(K/128)] for FP8, None for plain values.
+        scale_dtype: safetensors code of the scales.
+    """
+
+    format: WeightFormat
+    dtype: str
+    values: Array
+    scale: Array | None = None
+    scale_dtype: str = ""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, elements = self.values.shape
+        return rows, elements * self.format.values_per_element
+
+    def head(self, count: int) -> Rows:
+        """The first `count` rows of packable rows."""
+        scale = None
+        if self.scale is not None:
+            scale = self.scale[:count]
+        return Rows(self.format, self.dtype, self.values[:count], scale, self.scale_dtype)
+
+
+class Scaling(NamedTuple):
+    """Shared by a group of linears: their largest magnitude and `scale_2`, both exact in float32."""
+
+    amax: float
+    scale_2: float
+
+    @staticmethod
+    def of(amax: float) -> Scaling:
+        """The same `scale_2` as `nvfp4.scale_2_of`."""
+        scale_2 = float32(amax / NVFP4_RANGE)
+        if scale_2 == 0:
+            scale_2 = float32(1.0 / NVFP4_RANGE)
+        return Scaling(amax, scale_2)
+
+
+def float32(value: float) -> float:
+    """Rounds to float32. One operation on float32 values in double, then this, is that in float32."""
+    return ctypes.c_float(value).value
+
+
+def read_rows(
+    read: Callable[[TensorInfo], Array], format: WeightFormat, parts: Sequence[TensorInfo]
+) -> Rows:
+    """The rows of a linear from its stored tensors.
+
+    Raises TrtspecError if a stored shape contradicts the packed tensor.
+
+    Args:
+        read: returns all bytes of a stored tensor.
+        format: how the linear is stored.
+        parts: the stored tensors in the order of `format.parts`.
+    """
+    views: list[Array] = []
+    for info, content in zip(parts, format.storage.kinds, strict=False):
+        element_bytes = DTYPE_BITS[info.dtype] // 8
+        view = read(info).view(f"u{element_bytes}").reshape(-1, info.shape[-1])
+        if content == "shape":
+            rows, elements = views[0].shape
+            shape = [rows, elements * format.values_per_element]
+            if view.reshape(-1).tolist() != shape:
+                text = f"{info.name} is {view.tolist()}, the packed tensor holds {shape}"
+                raise TrtspecError(text, "download the checkpoint again")
+        views.append(view)
+    if len(views) == 1:
+        return Rows(format, parts[0].dtype, views[0])
+    return Rows(format, parts[0].dtype, views[0], views[1], parts[1].dtype)
+
+
+def read_bytes(reader: ShardReader, info: TensorInfo) -> Array:
+    """All bytes of a tensor."""
+    data: Array = np.empty(info.nbytes, np.uint8)
+    reader.read_bytes(info, info.begin, data.data)
+    return data
+
+
+def packable_rows(rows: Rows, packer: Packer) -> Rows:
+    """Plain rows, or quantized rows that the packer translates, as they are. Others decoded."""
+    if rows.scale is None or packer.translates(rows):
+        return rows
+    return decoded_rows(rows, packer)
+
+
+def decoded_rows(rows: Rows, packer: Packer) -> Rows:
+    """The rows as BF16."""
+    if rows.scale is None and rows.dtype == "BF16":
+        return rows
+    values: Array = np.empty(rows.shape, np.uint16)
+    packer.decode(rows, values)
+    return Rows(WeightFormat.BF16, "BF16", values)
+
+
+def native_packer(weight_scales: str, other: Callable[[], Packer]) -> NativePacker | None:
+    """The packer in C. None if C cannot be used.
+
+    Raises TrtspecError if the compiled kernel computes other bytes than torch. `other` makes the
+    packer for formats that C does not decode.
+    """
+    kernel = load_kernel()
+    # The kernel needs denormals, which torch.set_flush_denormal(True) turns off for a thread.
+    denormals_are_flushed = sys.float_info.min / 2 == 0.0
+    if kernel is None or denormals_are_flushed:
+        return None
+    packer = NativePacker(kernel, weight_scales, other)
+    # A compiler that rounds differently must not decide anybody's weights.
+    if proof_of(packer) != PROOFS[weight_scales]:
+        text = "the C kernel computes other bytes than torch on this machine"
+        raise TrtspecError(text, "set TRTSPEC_KERNEL=torch")
+    return packer
+
+
+class NativePacker:
+    """Packs with the C kernel. Formats that C does not decode are left to `other`.
+
+    One thread at a time may use it: its tables are the scratch space of a call.
+    """
+
+    name = "c"
+
+    def __init__(
+        self, kernel: ctypes.CDLL, weight_scales: str, other: Callable[[], Packer]
+    ) -> None:
+        self.kernel = kernel
+        self.weight_scales = weight_scales
+        self._make_other = other
+        size = kernel.searches_bytes() if weight_scales == "mse" else kernel.tables_bytes()
+        # An anonymous map begins as zeros, and only the pages that are written take memory.
+        self._tables = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
+
+    @functools.cached_property
+    def _other(self) -> Packer:
+        """Made on first use: the packer in torch takes seconds to import."""
+        return self._make_other()
+
+    def translates(self, rows: Rows) -> bool:
+        is_int4 = rows.format.is_grouped_integer and rows.scale_dtype == "BF16"
+        return is_int4 and _block_pairs_per_scale(rows) > 0
+
+    def decode(self, rows: Rows, result: Array) -> None:
+        has_blocks = rows.scale is not None and "blocks" in rows.format.storage.kinds
+        if self.translates(rows):
+            self.kernel.int4_decode(*_int4_arguments(rows), _address(result))
+        elif has_blocks and rows.scale_dtype == "F32":
+            self._decode_fp8(rows, result)
+        else:
+            self._other.decode(rows, result)
+
+    def _decode_fp8(self, rows: Rows, result: Array) -> None:
+        """Decodes band by band: the rows of a band share their scales."""
+        assert rows.scale is not None
+        count, columns = rows.shape
+        height, width = FP8_BLOCK_SIZE
+        for band, start in enumerate(range(0, count, height)):
+            values = _address(rows.values[start])
+            scale = _address(rows.scale[band])
+            band_rows = min(height, count - start)
+            target = _address(result[start])
+            self.kernel.fp8_decode(values, scale, band_rows, columns, width, target)
+
+    def amax(self, rows: Rows) -> float:
+        if rows.scale is None:
+            bf16_bits = self.kernel.bf16_amax(_address(rows.values), rows.values.size)
+        else:
+            bf16_bits = self.kernel.int4_amax(*_int4_arguments(rows))
+        float32_bits = np.uint32(bf16_bits << 16)
+        return float(float32_bits.view(np.float32))
+
+    def pack(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> int:
+        searches = self.weight_scales == "mse"
+        arguments = [scaling.scale_2]
+        if searches:
+            arguments.append(_search_unit(scaling.amax))
+        targets = (_address(packed), _address(scale))
+        if rows.scale is None:
+            pack = self.kernel.bf16_pack_mse if searches else self.kernel.bf16_pack
+            blocks = rows.values.size // BLOCK
+            return int(pack(_address(rows.values), blocks, *arguments, *targets))
+        pack = self.kernel.int4_pack_mse if searches else self.kernel.int4_pack
+        return int(pack(*_int4_arguments(rows), *arguments, _address(self._tables), *targets))
+
+    def errors(
+        self, rows: Rows, scaling: Scaling, packed: Array, scale: Array
+    ) -> tuple[float, float]:
+        weight = decoded_rows(rows, self).values
+        blocks = weight.size // BLOCK
+        sources = (_address(weight), _address(packed), _address(scale))
+        sums = (ctypes.c_double * 2)()
+        self.kernel.error_sums(*sources, blocks, scaling.scale_2, ctypes.addressof(sums))
+        return sums[0], sums[1]
+
+
+def _address(array: Array) -> int:
+    address: int = array.ctypes.data
+    return address
+
+
+def _int4_arguments(rows: Rows) -> tuple[int, int, int, int]:
+    """The first arguments of the kernel's INT4 functions."""
+    assert rows.scale is not None
+    pairs = _block_pairs_per_scale(rows)
+    return _address(rows.values), _address(rows.scale), rows.scale.size, pairs
+
+
+def _block_pairs_per_scale(rows: Rows) -> int:
+    """Pairs of NVFP4 blocks that share an INT4 scale. 0 if a group is not whole pairs of blocks.
+
+    The kernel takes two blocks at a time.
+    """
+    assert rows.scale is not None
+    group = rows.shape[1] // rows.scale.shape[1]
+    pairs, remainder = divmod(group, 2 * BLOCK)
+    return 0 if remainder else pairs
+
+
+def _search_unit(amax: float) -> float:
+    """The same number as `nvfp4.search_unit`. 0 for a tensor of zeros."""
+    if not amax:
+        return 0.0
+    # torch divides a number by a tensor through the tensor's reciprocal, so each step rounds.
+    reciprocal = float32(1.0 / float32(amax / 6.0))
+    return float32(1.0 / float32(reciprocal * 448.0))
+
+
 SOURCE = Path(__file__).with_name("nvfp4_kernel.c")
-# contraction would fuse a product and a sum into one rounding; then the bytes would depend on the processor.
-# Nobody looks at errno or floating-point exceptions; to keep them would forbid vectors.
+COMPILERS = ("cc", "gcc", "clang")
+COMPILE_TIMEOUT_S = 120
+# Contraction would fuse a product and a sum into one rounding: then the bytes would depend on the
+# processor. errno and floating-point exceptions are not read, and keeping them would forbid vectors.
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
          "-shared", "-fPIC")  # fmt: skip
-COMPILERS = ("cc", "gcc", "clang")
 
-POINTER, SIZE, FLOAT, UINT32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_float, ctypes.c_uint32
+POINTER = ctypes.c_void_p
+SIZE = ctypes.c_size_t
+FLOAT = ctypes.c_float
+UINT32 = ctypes.c_uint32
+# Result and arguments of each function of the kernel.
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "bf16_amax": (UINT32, (POINTER, SIZE)),
     "bf16_pack": (SIZE, (POINTER, SIZE, FLOAT, POINTER, POINTER)),
@@ -58,265 +325,62 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Some rows of a weight as stored: `values` [n, K] BF16, [n, K/8] INT4 or [n, K] FP8, unsigned integers of the
-    width of `dtype`, the safetensors code.
-
-    `scale` is [n, K/group] for INT4, [ceil(n/128), ceil(K/128)] for FP8.
-    """
-
-    format: WeightFormat
-    dtype: str
-    values: Array
-    scale: Array | None = None
-    scale_dtype: str = ""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.values.shape
-        return rows, columns * self.format.values_per_element
-
-    def head(self, rows: int) -> Rows:
-        """The first `rows` of prepared ones."""
-        scale = None if self.scale is None else self.scale[:rows]
-        return Rows(self.format, self.dtype, self.values[:rows], scale, self.scale_dtype)
-
-
-def read_rows(
-    read: Callable[[TensorInfo], Array], format: WeightFormat, parts: Sequence[TensorInfo]
-) -> Rows:
-    """A linear from its stored tensors. Raises TrtspecError if they contradict each other."""
-    views: list[Array] = []
-    for info, kind in zip(parts, format.storage.kinds, strict=False):
-        view = read(info).view(f"u{DTYPE_BITS[info.dtype] // 8}").reshape(-1, info.shape[-1])
-        if kind == "shape":
-            rows, columns = views[0].shape
-            shape = [rows, columns * format.values_per_element]
-            if view.reshape(-1).tolist() != shape:
-                text = f"{info.name} is {view.tolist()}, the packed tensor holds {shape}"
-                raise TrtspecError(text, "download the checkpoint again")
-        views.append(view)
-    if len(views) == 1:
-        return Rows(format, parts[0].dtype, views[0])
-    return Rows(format, parts[0].dtype, views[0], views[1], parts[1].dtype)
-
-
-def read_bytes(reader: ShardReader, info: TensorInfo) -> Array:
-    """All bytes of a tensor."""
-    data: Array = np.empty(info.nbytes, np.uint8)
-    reader.read_bytes(info, info.begin, data.data)
-    return data
-
-
-class Scaling(NamedTuple):
-    """What a group of linears shares: their largest magnitude and `scale_2`, both exact in float32."""
-
-    amax: float
-    scale_2: float
-
-    @staticmethod
-    def of(amax: float) -> Scaling:
-        """As `nvfp4.scale_2_of`."""
-        return Scaling(amax, float32(amax / NVFP4_RANGE) or float32(1.0 / NVFP4_RANGE))
-
-
-def float32(value: float) -> float:
-    """Rounded to float32; for one operation on float32 values in double this is the float32 result."""
-    return ctypes.c_float(value).value
-
-
-class Packer(Protocol):
-    """`weight_scales` is max or mse; `name` is c or torch. `amax`, `pack` and `errors` take prepared rows."""
-
-    name: str
-    weight_scales: str
-
-    def translates(self, rows: Rows) -> bool:
-        """Whether it packs these quantized rows as they are stored."""
-
-    def decode(self, rows: Rows, result: Array) -> None:
-        """Fills uint16 `result` [n, K] with BF16 values."""
-
-    def amax(self, rows: Rows) -> float:
-        """max|w|; NaN or infinity where the weight is not finite."""
-
-    def pack(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> int:
-        """Fills uint8 `packed` [n, K/2] and `scale` [n, K/16]; returns how many blocks are zero."""
-
-    def errors(
-        self, rows: Rows, scaling: Scaling, packed: Array, scale: Array
-    ) -> tuple[float, float]:
-        """Squared error of the packed rows and squared norm of the source's."""
-
-
-def decoded(rows: Rows, packer: Packer) -> Rows:
-    """The rows as BF16."""
-    if rows.scale is None and rows.dtype == "BF16":
-        return rows
-    values: Array = np.empty(rows.shape, np.uint16)
-    packer.decode(rows, values)
-    return Rows(WeightFormat.BF16, "BF16", values)
-
-
-def prepared(rows: Rows, packer: Packer) -> Rows:
-    """The rows as a packer packs them: plain, or quantized as it translates them; else decoded, once."""
-    return rows if rows.scale is None or packer.translates(rows) else decoded(rows, packer)
-
-
 @functools.cache
 def load_kernel() -> ctypes.CDLL | None:
-    """The kernel compiled for this processor, or None where there is no compiler, and with TRTSPEC_KERNEL=torch."""
-    wanted = os.environ.get("TRTSPEC_KERNEL", "")
-    if wanted not in ("", "torch"):
-        raise UsageError(f"TRTSPEC_KERNEL={wanted} is not torch", "unset it")
+    """Compiles the kernel for this processor.
+
+    None if no compiler compiles it, or with TRTSPEC_KERNEL=torch.
+    """
+    choice = os.environ.get("TRTSPEC_KERNEL", "")
+    if choice not in ("", "torch"):
+        raise UsageError(f"TRTSPEC_KERNEL={choice} is not torch", "unset it")
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if wanted == "torch" or compiler is None:
+    if choice == "torch" or compiler is None:
         return None
     with (
         contextlib.suppress(OSError, subprocess.SubprocessError),
         tempfile.TemporaryDirectory() as directory,
     ):
-        path = Path(directory) / "kernel.so"
-        command = [compiler, *FLAGS, "-o", str(path), str(SOURCE)]
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
-        return _open(path)
+        library = Path(directory) / "kernel.so"
+        command = [compiler, *FLAGS, "-o", str(library), str(SOURCE)]
+        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
+        return open_kernel(library)
     return None
 
 
-def _open(path: Path) -> ctypes.CDLL:
+def open_kernel(path: Path) -> ctypes.CDLL:
+    """Loads a compiled kernel and declares its functions."""
     library = ctypes.CDLL(str(path))
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name)
-        function.restype, function.argtypes = result, list(arguments)
+        function.restype = result
+        function.argtypes = list(arguments)
     return library
 
 
-class NativePacker:
-    """Decoding a format that C does not know is left to `other`, which is made only then.
-
-    One thread at a time: the tables are the scratch space of a call.
-    """
-
-    name = "c"
-
-    def __init__(
-        self, kernel: ctypes.CDLL, weight_scales: str, other: Callable[[], Packer]
-    ) -> None:
-        self.kernel, self.weight_scales, self._make_other = kernel, weight_scales, other
-        # zero pages of an anonymous map: resident only where classes occur
-        size = kernel.searches_bytes() if weight_scales == "mse" else kernel.tables_bytes()
-        self._tables = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
-
-    @functools.cached_property
-    def _other(self) -> Packer:
-        return self._make_other()
-
-    def translates(self, rows: Rows) -> bool:
-        return rows.format.is_grouped_integer and rows.scale_dtype == "BF16" and _pairs(rows) > 0
-
-    def decode(self, rows: Rows, result: Array) -> None:
-        if self.translates(rows):
-            self.kernel.int4_decode(*_grouped(rows), _at(result))
-        elif (
-            rows.scale is not None
-            and "blocks" in rows.format.storage.kinds
-            and rows.scale_dtype == "F32"
-        ):
-            (count, columns), (height, width) = rows.shape, FP8_BLOCK_SIZE
-            for band, start in enumerate(range(0, count, height)):
-                part = min(height, count - start)
-                source = (_at(rows.values[start]), _at(rows.scale[band]), part, columns, width)
-                self.kernel.fp8_decode(*source, _at(result[start]))
-        else:
-            self._other.decode(rows, result)
-
-    def amax(self, rows: Rows) -> float:
-        if rows.scale is not None:
-            bits = self.kernel.int4_amax(*_grouped(rows))
-        else:
-            bits = self.kernel.bf16_amax(_at(rows.values), rows.values.size)
-        return float(np.uint32(bits << 16).view(np.float32))
-
-    def pack(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> int:
-        searches, targets = self.weight_scales == "mse", (_at(packed), _at(scale))
-        scales = (scaling.scale_2, _search_unit(scaling.amax)) if searches else (scaling.scale_2,)
-        if rows.scale is not None:
-            function = self.kernel.int4_pack_mse if searches else self.kernel.int4_pack
-            return int(function(*_grouped(rows), *scales, _at(self._tables), *targets))
-        function = self.kernel.bf16_pack_mse if searches else self.kernel.bf16_pack
-        return int(function(_at(rows.values), rows.values.size // BLOCK, *scales, *targets))
-
-    def errors(
-        self, rows: Rows, scaling: Scaling, packed: Array, scale: Array
-    ) -> tuple[float, float]:
-        weight, sums = decoded(rows, self).values, (ctypes.c_double * 2)()
-        arguments = (_at(weight), _at(packed), _at(scale), weight.size // BLOCK)
-        self.kernel.error_sums(*arguments, scaling.scale_2, ctypes.addressof(sums))
-        return sums[0], sums[1]
-
-
-def _at(array: Array) -> int:
-    address: int = array.ctypes.data
-    return address
-
-
-def _pairs(rows: Rows) -> int:
-    """Pairs of blocks that share an INT4 scale; the kernel takes two blocks at a time. 0 where that is not whole."""
-    assert rows.scale is not None
-    size = rows.shape[1] // rows.scale.shape[1]
-    return 0 if size % (2 * BLOCK) else size // (2 * BLOCK)
-
-
-def _grouped(rows: Rows) -> tuple[int, int, int, int]:
-    assert rows.scale is not None
-    return _at(rows.values), _at(rows.scale), rows.scale.size, _pairs(rows)
-
-
-def _search_unit(amax: float) -> float:
-    """`nvfp4.search_unit`, each operation rounded to float32; torch divides a number by a tensor through the
-    tensor's reciprocal. 0 for a tensor of zeros."""
-    if not amax:
-        return 0.0
-    reciprocal = float32(1.0 / float32(amax / 6.0))
-    return float32(1.0 / float32(reciprocal * 448.0))
-
-
-def native_packer(weight_scales: str, other: Callable[[], Packer]) -> NativePacker | None:
-    """The packer in C, once it has proved itself; None where C cannot be used."""
-    kernel = load_kernel()
-    # the kernel's arithmetic does not survive torch.set_flush_denormal(True), which is of a thread
-    if kernel is None or sys.float_info.min / 2 == 0.0:
-        return None
-    packer = NativePacker(kernel, weight_scales, other)
-    # a compiler that rounds differently must not decide anybody's weights
-    if proof_of(packer) != PROOFS[weight_scales]:
-        text = "the C kernel computes other bytes than torch on this machine"
-        raise TrtspecError(text, "set TRTSPEC_KERNEL=torch")
-    return packer
-
-
 def proof_of(packer: Packer) -> str:
-    """A digest of what a packer makes of a few thousand values of every magnitude, in BF16 and in INT4."""
-    bits = np.arange(8192, dtype=np.uint32) * np.uint32(
-        2654435761
-    )  # scattered, the same everywhere
-    exponents = (np.arange(32, dtype=np.uint32) + 107 << 7)[:, None]
-    weight = (bits.reshape(32, 256) >> 16 & 0x807F | exponents).astype(np.uint16)
-    scale = (bits[:256].reshape(32, 8) >> 20 & 0x7F | exponents).astype(np.uint16)
+    """SHA-256 of what a packer makes of 8,192 values of every magnitude, in BF16 and in INT4."""
+    # Knuth's multiplier scatters the bits, and gives the same numbers on every machine.
+    bits = np.arange(8192, dtype=np.uint32) * np.uint32(2654435761)
+    exponents = np.arange(107, 139, dtype=np.uint32)[:, None] << 7
+    sign_and_mantissa = bits.reshape(32, 256) >> 16 & 0x807F
+    weight = (sign_and_mantissa | exponents).astype(np.uint16)
+    scale_mantissa = bits[:256].reshape(32, 8) >> 20 & 0x7F
+    scale = (scale_mantissa | exponents).astype(np.uint16)
+    plain = Rows(WeightFormat.BF16, "BF16", weight)
+    grouped = Rows(WeightFormat.INT4, "I32", bits[:1024].reshape(32, 32), scale, "BF16")
     digest = hashlib.sha256()
-    for rows in (
-        Rows(WeightFormat.BF16, "BF16", weight),
-        Rows(WeightFormat.INT4, "I32", bits[:1024].reshape(32, 32), scale, "BF16"),
-    ):
+    for rows in (plain, grouped):
         scaling = Scaling.of(packer.amax(rows))
-        packed, scales = np.empty((32, 128), dtype=np.uint8), np.empty((32, 16), dtype=np.uint8)
-        zeros = packer.pack(rows, scaling, packed, scales)
-        digest.update(repr((scaling, zeros)).encode() + packed.tobytes() + scales.tobytes())
+        packed = np.empty((32, 128), dtype=np.uint8)
+        scales = np.empty((32, 16), dtype=np.uint8)
+        zero_blocks = packer.pack(rows, scaling, packed, scales)
+        digest.update(repr((scaling, zero_blocks)).encode())
+        digest.update(packed.tobytes() + scales.tobytes())
     return digest.hexdigest()
 
 
-# what the packer in torch makes of them, which a test computes again
+# `proof_of` the packer in torch. A test computes them.
 PROOFS = {
     "max": "1fad1dd66a0ee87e555a6df9579f8769410d1a256ed8fc3be2a7b748d10357ea",
     "mse": "ea22220413d9fb104a94b86bea5646ff3820f40307d8b705728af8532b8413dc",

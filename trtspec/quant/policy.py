@@ -1,12 +1,13 @@
-"""Which tensors become NVFP4, by which scales of weights and activations, and which exclude list says so.
+"""Which tensors become NVFP4, by which scales of weights and activations, and the exclude list.
 
-A policy is what a publisher did, and is data (data/policies.yaml). Options may differ from it; then `deviations` names
-every difference.
+A policy is what a publisher did, and is data (data/policies.yaml). Options may differ from it: then
+`deviations` names every difference.
 
-Activation scales are 1.0 everywhere, or read from a file of calibrated ones: input_scale = amax / (6 * 448). NVIDIA's
-data-free recipes pin amax to 2688, so that it is 1.0; block scales are computed per token anyway, so 1.0 costs only
-where a block's amax / 6 leaves E4M3's range. A scale fits one model only, and nothing in its value tells which:
-`trtspec calibrate` writes the source's identity into the file, and it is refused for any other.
+Activation scales are 1.0 everywhere, or read from a file of calibrated ones: input_scale =
+amax / (6 * 448). NVIDIA's data-free recipes pin amax to 2688, so that it is 1.0. Block scales are
+computed per token anyway, so 1.0 costs only where a block's amax / 6 leaves E4M3's range. A scale
+fits one model only, and its value does not show which. So `trtspec calibrate` writes the source's
+identity into the file, and the file is refused for any other source.
 """
 
 from __future__ import annotations
@@ -40,9 +41,17 @@ REMEDY = "measure the scales of this source with `trtspec calibrate`"
 
 @dataclass(frozen=True)
 class Policy:
-    """`quantize` are roles of linears; `exclude` and `exclude_vision` are templates of the published ignore
-    list; `source` and `recipe` say where it was published, `modelopt` are the releases whose bytes it gives, and
-    `releases` are those of Kimi whose default it is."""
+    """How a publisher quantized a release.
+
+    Args:
+        releases: releases of Kimi whose default this policy is.
+        source: where the quantized checkpoint was published.
+        recipe: ModelOpt's recipe, if one was published.
+        quantize: roles of the linears that become NVFP4.
+        exclude: templates of the published ignore list.
+        exclude_vision: further templates for a model with a vision tower.
+        modelopt: ModelOpt releases whose export has the same bytes.
+    """
 
     name: str
     summary: str
@@ -58,44 +67,54 @@ class Policy:
     modelopt: list[str] = field(default_factory=list)
 
     def exclude_patterns(self, spec: ModelSpec) -> list[str]:
-        """The ignore list for this model, written and ordered as the published one."""
-        num_dense, num_layers = spec.first_k_dense_replace, spec.num_hidden_layers
-        layers = {
+        """The ignore list for this model, written and sorted as the published list."""
+        num_dense = spec.first_k_dense_replace
+        num_layers = spec.num_hidden_layers
+        layers_of_slot = {
             "{layer}": range(num_layers),
             "{dense}": range(num_dense),
             "{moe}": range(num_dense, num_layers),
         }
-        entries = set(self.exclude_vision) if spec.has_vision else set()
+        patterns = set[str]()
+        if spec.has_vision:
+            patterns.update(self.exclude_vision)
         for template in self.exclude:
-            text = template.replace("{prefix}", spec.family.prefix)
-            slot = next((slot for slot in layers if slot in text), "")
-            entries |= (
-                {_fill_layer(text, slot, layer, num_layers) for layer in layers[slot]}
-                if slot
-                else {text}
-            )
-        return sorted(entries)
+            template = template.replace("{prefix}", spec.family.prefix)
+            slot = next((slot for slot in layers_of_slot if slot in template), "")
+            if not slot:
+                patterns.add(template)
+                continue
+            for layer in layers_of_slot[slot]:
+                patterns.add(_fill_layer(template, slot, layer, num_layers))
+        return sorted(patterns)
 
 
 def _fill_layer(template: str, slot: str, layer: int, num_layers: int) -> str:
-    """Fills in the layer; `layers.1*` would also match layers 10 to 19, so a star right behind it becomes `.*`."""
-    ambiguous = template.endswith(f"{slot}*") and layer > 0 and layer * 10 < num_layers
-    return template.replace(
-        slot + "*" if ambiguous else slot, f"{layer}.*" if ambiguous else str(layer)
-    )
+    """The template with the layer's number in place of the slot."""
+    # `layers.1*` would also match layers 10 to 19, so a star right behind the number becomes `.*`.
+    matches_others = layer > 0 and layer * 10 < num_layers
+    starred = f"{slot}*"
+    if matches_others and template.endswith(starred):
+        return template.replace(starred, f"{layer}.*")
+    return template.replace(slot, str(layer))
 
 
 def load_policy(name: str) -> Policy:
-    """A row of data/policies.yaml."""
+    """The policy of this name in data/policies.yaml."""
     return Policy(name, **load_yaml("policies.yaml")["policies"][name])
 
 
 def default_policy(spec: ModelSpec, name: str) -> Policy:
-    """The policy of a model's release: that of the published checkpoint `name`, else the one its config tells."""
-    record = known_target(name)
-    release = spec.version if record is None else record.family
-    policies = map(load_policy, load_yaml("policies.yaml")["policies"])
-    for policy in policies:
+    """The policy of a model's release.
+
+    The release is that of the published checkpoint `name`, else the one that the config shows.
+    Raises UsageError if no policy was published for the release.
+    """
+    published = known_target(name)
+    release = spec.version
+    if published:
+        release = published.family
+    for policy in map(load_policy, load_yaml("policies.yaml")["policies"]):
         if release in policy.releases:
             return policy
     raise UsageError(f"nobody has published how {release} is quantized", "choose a `policy`")
@@ -103,8 +122,14 @@ def default_policy(spec: ModelSpec, name: str) -> Policy:
 
 @dataclass(frozen=True)
 class InputScales:
-    """Activation scales by linear, `values` None for 1.0 everywhere. `digest` goes into the journal: other scales,
-    another output. `description` is for the card."""
+    """Activation scales of linears.
+
+    Args:
+        values: scale by linear, None for 1.0 everywhere.
+        digest: part of the journal's header, because other scales give another output.
+        file: name of the file that the scales were read from.
+        description: for the model card.
+    """
 
     values: dict[str, float] | None = None
     digest: str = "one"
@@ -113,10 +138,10 @@ class InputScales:
 
     @staticmethod
     def load(path: Path | None, checkpoint: Checkpoint) -> InputScales:
-        """Reads what `trtspec calibrate` measured on `checkpoint`; None means 1.0 everywhere.
+        """Reads the scales that `trtspec calibrate` measured on `checkpoint`. None: 1.0 everywhere.
 
-        Raises UsageError if the file was not measured on this checkpoint, TrtspecError for a scale that is not a
-        positive finite number.
+        Raises UsageError if the file was not measured on this checkpoint. Raises TrtspecError if a
+        scale is not a positive finite number.
         """
         if path is None:
             return InputScales()
@@ -134,7 +159,10 @@ class InputScales:
         return InputScales(values, digest, path.name, f"{path.name}, {origin}")
 
     def scale(self, linears: list[str]) -> float:
-        """The one scale of linears that read the same input: the largest that the file gives for any of them."""
+        """The scale of linears that read the same input: the largest in the file for any of them.
+
+        Raises TrtspecError if the file has a scale for none of them.
+        """
         if self.values is None:
             return 1.0
         scales = [self.values[linear] for linear in linears if linear in self.values]
@@ -145,13 +173,17 @@ class InputScales:
 
 
 def _read(path: Path) -> tuple[dict[str, float], dict[str, Any]]:
-    """Scales by linear, and what calibration wrote about them. Raises UsageError if `calibrate` did not write it."""
+    """(scale by linear, metadata that calibration wrote).
+
+    Raises UsageError if `trtspec calibrate` did not write the file.
+    """
     values = {}
     try:
         with safe_open(path, framework="pt") as stream:
             metadata = json.loads(stream.metadata()[METADATA_KEY])
             for name in stream.keys():  # noqa: SIM118
-                values[name.removesuffix(".input_scale")] = stream.get_tensor(name).item()
+                linear = name.removesuffix(".input_scale")
+                values[linear] = stream.get_tensor(name).item()
     except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError):
         raise UsageError(f"{path} was not written by `trtspec calibrate`", REMEDY) from None
     if not isinstance(metadata, dict) or not isinstance(metadata.get("fingerprint"), dict):
@@ -160,8 +192,13 @@ def _read(path: Path) -> tuple[dict[str, float], dict[str, Any]]:
 
 
 def _refuse_other_source(path: Path, metadata: dict[str, Any], checkpoint: Checkpoint) -> None:
-    measured_on, source = metadata["fingerprint"], identity(checkpoint)
+    """Raises UsageError if the scales were measured on a checkpoint with another identity."""
+    measured_on = metadata["fingerprint"]
+    source = identity(checkpoint)
     changed = [name for key, name in MODEL.items() if measured_on.get(key) != source[key]]
     if changed:
-        text = f"{path.name} was measured on another source ({metadata.get('source')}): {' and '.join(changed)} differ"
+        other = metadata.get("source")
+        text = (
+            f"{path.name} was measured on another source ({other}): {' and '.join(changed)} differ"
+        )
         raise UsageError(text, REMEDY)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,8 +21,8 @@ from trtspec.quant.native import (
     Array,
     Rows,
     Scaling,
-    decoded,
-    prepared,
+    decoded_rows,
+    packable_rows,
     read_bytes,
     read_rows,
 )
@@ -31,23 +30,20 @@ from trtspec.quant.plan import plain_names
 from trtspec.quant.policy import WEIGHT_SCALES
 
 SCALES = ("weight_scale", "weight_scale_2", "input_scale")
-NEARLY_ALL = 0.8  # of the linears follow from the source: the others were changed
+NEARLY_ALL = 0.8  # of the linears follow from the source: then the others were changed
 NVFP4_ERROR_LIMIT = 0.2  # random weights round with 0.095; a wrong scale or order is far above
 
 
 @dataclass(frozen=True)
-class RoundingError:
-    """Of the tensors of one class: norm of the differences over norm of the source; `worst`: of a single tensor."""
-
-    tensors: int
-    relative_error: float
-    worst: float
-
-
-@dataclass(frozen=True)
 class CheckpointComparison:
-    """How many of `tensors` were read again (`compared`) and what they show. `repacked_alike`: those that trtspec packs
-    from the source to the same bytes."""
+    """What re-reading a derived checkpoint shows.
+
+    Args:
+        compared: tensors that were decoded and compared.
+        tensors: all tensors.
+        classes: rounding error by class of linear.
+        repacked_alike: linears that trtspec packs from the source to the same bytes.
+    """
 
     compared: int
     tensors: int
@@ -57,34 +53,51 @@ class CheckpointComparison:
     problems: list[Problem] = field(repr=False)
 
 
+@dataclass(frozen=True)
+class RoundingError:
+    """Norm of the differences over norm of the source, of one class of linears.
+
+    `worst`: the same ratio of a single tensor.
+    """
+
+    tensors: int
+    relative_error: float
+    worst: float
+
+
 def compare(target: ReadTarget, source: Checkpoint, sample: int = 64) -> CheckpointComparison:
-    """Re-reads `target` against `source`; `sample` tensors are decoded and compared, 0 for all.
+    """Re-reads `target` against `source`. `sample`: tensors to decode and compare, 0 for all.
 
     Nothing is decoded if `target` alone has an error.
     """
     derived = target.checkpoint
-    names, origin = plain_names(derived.tensors), plain_names(source.tensors)
-    problems = _name_problems(names, origin) + _shape_problems(derived, source, names, origin)
-    whole = not has_errors(target.problems)
-    chosen = _sample(sorted(names.keys() & origin.keys()), derived, sample) if whole else []
-    with ShardReader(derived.path) as new, ShardReader(source.path) as old:
-        reread = _Reread(target, source, new, old)
+    names = plain_names(derived.tensors)
+    source_names = plain_names(source.tensors)
+    problems = _name_problems(names, source_names)
+    problems += _shape_problems(derived, source, names, source_names)
+    chosen = list[str]()
+    if not has_errors(target.problems):
+        chosen = _sample(sorted(names.keys() & source_names.keys()), derived, sample)
+    with ShardReader(derived.path) as derived_reader, ShardReader(source.path) as source_reader:
+        reread = _Reread(target, source, derived_reader, source_reader)
         for name in chosen:
             reread.add(name)
     provenance = derived.path / "provenance.json"
-    ours = provenance.is_file() and read_json(provenance).get("command") == "quantize"
+    by_trtspec = provenance.is_file() and read_json(provenance).get("command") == "quantize"
     return CheckpointComparison(
         compared=len(chosen),
         tensors=len(names),
         classes={name: _rounding(tensors) for name, tensors in sorted(reread.errors.items())},
         zero_blocks=reread.zero_blocks,
-        repacked_alike=reread.alike,
-        problems=problems + reread.found(ours),
+        repacked_alike=reread.repacked_alike,
+        problems=problems + reread.all_problems(by_trtspec),
     )
 
 
-def _name_problems(names: dict[str, str], origin: dict[str, str]) -> list[Problem]:
-    lost, new = sorted(origin.keys() - names.keys()), sorted(names.keys() - origin.keys())
+def _name_problems(names: dict[str, str], source_names: dict[str, str]) -> list[Problem]:
+    """Problems of tensors that only one of the checkpoints has."""
+    lost = sorted(source_names.keys() - names.keys())
+    new = sorted(names.keys() - source_names.keys())
     problems = []
     if lost:
         text = f"{len(lost)} tensors of the source are missing, first {lost[0]}"
@@ -96,28 +109,37 @@ def _name_problems(names: dict[str, str], origin: dict[str, str]) -> list[Proble
 
 
 def _shape_problems(
-    derived: Checkpoint, source: Checkpoint, names: dict[str, str], origin: dict[str, str]
+    derived: Checkpoint, source: Checkpoint, names: dict[str, str], source_names: dict[str, str]
 ) -> list[Problem]:
-    """Tensors stored alike must have the same shape and dtype; quantized ones the shape that their packing implies."""
+    """Problems of tensors whose decoded shape is not the source's, or whose dtype changed.
+
+    A tensor may have another dtype if its format is another. `names`: stored name by plain name.
+    """
     problems = []
-    for name in names.keys() & origin.keys():
-        new, old = derived.tensors[names[name]], source.tensors[origin[name]]
-        new_shape, old_shape = (_logical_shape(point, name) for point in (derived, source))
+    for name in names.keys() & source_names.keys():
+        shape = _decoded_shape(derived, name)
+        source_shape = _decoded_shape(source, name)
+        dtype = derived.tensors[names[name]].dtype
+        source_dtype = source.tensors[source_names[name]].dtype
         same_format = _format(derived, name) is _format(source, name)
-        if new_shape != old_shape:
-            text = f"shape is {list(new_shape)}, the source's is {list(old_shape)}"
+        if shape != source_shape:
+            text = f"shape is {list(shape)}, the source's is {list(source_shape)}"
             problems.append(Problem("TS-QUANT-SHAPE", "error", name, text))
-        elif same_format and new.dtype != old.dtype:
-            text = f"dtype is {new.dtype}, the source's is {old.dtype}"
+        elif same_format and dtype != source_dtype:
+            text = f"dtype is {dtype}, the source's is {source_dtype}"
             problems.append(Problem("TS-QUANT-DTYPE", "error", name, text))
     return problems
 
 
-def _logical_shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
-    stored, stem = checkpoint.tensors, name.removesuffix(".weight")
-    format = stored_format(stored, stem)
-    shape = stored[name if format.is_plain else f"{stem}.{format.parts[0]}"].shape
-    return (*shape[:-1], shape[-1] * format.values_per_element) if shape else shape
+def _decoded_shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
+    format = _format(checkpoint, name)
+    stored_name = name
+    if not format.is_plain:
+        stored_name = f"{name.removesuffix('.weight')}.{format.parts[0]}"
+    shape = checkpoint.tensors[stored_name].shape
+    if not shape:
+        return shape
+    return (*shape[:-1], shape[-1] * format.values_per_element)
 
 
 def _format(checkpoint: Checkpoint, name: str) -> WeightFormat:
@@ -125,129 +147,161 @@ def _format(checkpoint: Checkpoint, name: str) -> WeightFormat:
 
 
 def _sample(names: list[str], derived: Checkpoint, count: int) -> list[str]:
-    """All, or `count` of them with quantized ones first in line; the same choice each time."""
+    """`count` of the names, the same choice each time. 0: all of them.
+
+    Three quarters or more are quantized tensors, if there are as many.
+    """
     if count == 0 or count >= len(names):
         return names
-    first = [name for name in names if _format(derived, name).is_fp4]
-    rest = [name for name in names if not _format(derived, name).is_fp4]
+    quantized = [name for name in names if _format(derived, name).is_fp4]
+    others = [name for name in names if not _format(derived, name).is_fp4]
+    wanted = max(count - count // 4, count - len(others))
+    num_quantized = min(len(quantized), wanted)
     draw = random.Random(0)
-    many = min(len(first), max(count - count // 4, count - len(rest)))
-    return sorted(draw.sample(first, many) + draw.sample(rest, count - many))
+    chosen = draw.sample(quantized, num_quantized)
+    return sorted(chosen + draw.sample(others, count - num_quantized))
 
 
 class _Reread:
-    """Tensors decoded from both sides, one by one, and the source packed again by each rule for block scales.
+    """Decodes tensors of both checkpoints, and packs the source by each rule for block scales.
 
-    Another exporter may choose other scales (from activations, by another search). So bytes that differ are an error
-    where trtspec made the checkpoint or nearly all other linears are as the source gives them.
+    Another exporter may choose other scales (from activations, by another search). So bytes that
+    differ are an error only if trtspec made the checkpoint, or if nearly all other linears are as
+    the source gives them.
     """
 
     def __init__(
-        self, target: ReadTarget, source: Checkpoint, new: ShardReader, old: ShardReader
+        self,
+        target: ReadTarget,
+        source: Checkpoint,
+        derived_reader: ShardReader,
+        source_reader: ShardReader,
     ) -> None:
-        self.family, self.derived = target.spec.family, target.checkpoint
-        self.source, self.new, self.old = source, new, old
-        self.problems: list[Problem] = []
-        self.errors: defaultdict[str, list[tuple[float, float]]] = defaultdict(
-            list
-        )  # (error, norm) by class
-        self.zero_blocks = 0
+        self.family = target.spec.family
+        self.derived = target.checkpoint
+        self.source = source
+        self.derived_reader = derived_reader
+        self.source_reader = source_reader
         self.packers = [choose_packer(rule) for rule in WEIGHT_SCALES]
-        self.alike = 0
+        self.problems: list[Problem] = []
+        # (norm of the difference, norm of the source) of each tensor, by class
+        self.errors: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        self.zero_blocks = 0
+        self.repacked_alike = 0
+        # weight_scale_2 over the one that the source gives
         self.scaled_otherwise: dict[str, float] = {}
         self.packed_otherwise: list[str] = []
         self._amax: dict[str, float] = {}
 
     def add(self, name: str) -> None:
-        if _logical_shape(self.derived, name) != _logical_shape(self.source, name):
+        """Compares one tensor, unless its shape is another, which is a problem already."""
+        if _decoded_shape(self.derived, name) != _decoded_shape(self.source, name):
             return
         if _format(self.derived, name).is_fp4:
-            self._add_packed(name)
-        elif not self._same_bytes(name):
+            self._add_quantized(name)
+        elif not self._has_source_bytes(name):
             text = "is stored unquantized but its bytes are not the source's"
             self.problems.append(Problem("TS-QUANT-CHANGED", "error", name, text))
 
-    def _same_bytes(self, name: str) -> bool:
+    def all_problems(self, by_trtspec: bool) -> list[Problem]:
+        """The problems of all tensors that were added.
+
+        `by_trtspec`: `trtspec quantize` made the checkpoint, so each byte follows from the source.
+        """
+        problems = list(self.problems)
+        scaled_alike = self.repacked_alike + len(self.packed_otherwise)
+        linears = scaled_alike + len(self.scaled_otherwise)
+        if by_trtspec or scaled_alike >= NEARLY_ALL * linears:
+            for name, ratio in self.scaled_otherwise.items():
+                text = f"is {ratio:.6g} times what the largest weight of the source gives"
+                where = f"{name.removesuffix('.weight')}.weight_scale_2"
+                problems.append(Problem("TS-QUANT-SCALE-2", "error", where, text))
+        if by_trtspec or self.repacked_alike >= NEARLY_ALL * scaled_alike:
+            text = "its bytes or block scales are not those that packing the source gives"
+            for name in self.packed_otherwise:
+                problems.append(Problem("TS-QUANT-BYTES", "error", name, text))
+        return problems
+
+    def _has_source_bytes(self, name: str) -> bool:
+        """Whether an unquantized tensor has the source's bytes, or those of its decoded values."""
         info = self.derived.tensors[name]
         if _format(self.source, name).is_plain:
             return same_bytes(self.derived, info, self.source, self.source.tensors[name])
-        values = decoded(self._rows(name), self.packers[0]).values
-        return np.array_equal(values.reshape(-1).view(np.uint8), read_bytes(self.new, info))
+        values = decoded_rows(self._source_rows(name), self.packers[0]).values
+        stored = read_bytes(self.derived_reader, info)
+        return np.array_equal(values.reshape(-1).view(np.uint8), stored)
 
-    def _rows(self, name: str) -> Rows:
-        """A linear of the source, as packers take it."""
+    def _source_rows(self, name: str) -> Rows:
+        """A linear of the source as packers take it."""
         format, parts = stored_weight(self.source.tensors, name)
-        rows = read_rows(partial(read_bytes, self.old), format, parts)
-        other = format.is_plain and rows.dtype != "BF16"
-        return (decoded if other else prepared)(rows, self.packers[0])
+        rows = read_rows(partial(read_bytes, self.source_reader), format, parts)
+        is_other_float = format.is_plain and rows.dtype != "BF16"
+        convert = decoded_rows if is_other_float else packable_rows
+        return convert(rows, self.packers[0])
 
-    def _add_packed(self, name: str) -> None:
-        stem, tensors = name.removesuffix(".weight"), self.derived.tensors
+    def _add_quantized(self, name: str) -> None:
+        """Compares a linear with its source: valid scales, rounding error, and bytes."""
+        tensors = self.derived.tensors
         for suffix in SCALES:
-            info = tensors[f"{stem}.{suffix}"]
-            if any(byte_faults([info], read_bytes(self.new, info)[None])):
+            info = tensors[f"{name.removesuffix('.weight')}.{suffix}"]
+            if any(byte_faults([info], read_bytes(self.derived_reader, info)[None])):
                 text = "holds NaN, infinity, zero or a negative number"
                 self.problems.append(Problem("TS-QUANT-BAD-SCALE", "error", info.name, text))
-        rows = self._rows(name)
+        rows = self._source_rows(name)
         columns = rows.shape[1]
-        packed = read_bytes(self.new, tensors[name]).reshape(-1, columns // 2)
-        scale = read_bytes(self.new, tensors[f"{name}_scale"]).reshape(-1, columns // BLOCK)
-        scale_2 = float(read_bytes(self.new, tensors[f"{name}_scale_2"]).view("<f4")[0])
-        self.zero_blocks += int(((packed.reshape(-1, BLOCK // 2) & 0x77) == 0).all(-1).sum())
-        amax = self._amax[name] = self.packers[0].amax(rows)
+        packed = read_bytes(self.derived_reader, tensors[name])
+        packed = packed.reshape(-1, columns // 2)
+        scale = read_bytes(self.derived_reader, tensors[f"{name}_scale"])
+        scale = scale.reshape(-1, columns // BLOCK)
+        scale_2_bytes = read_bytes(self.derived_reader, tensors[f"{name}_scale_2"])
+        scale_2 = float(scale_2_bytes.view("<f4")[0])
+        # 0x77 masks the signs of both codes of a byte.
+        magnitudes = packed.reshape(-1, BLOCK // 2) & 0x77
+        self.zero_blocks += int((magnitudes == 0).all(-1).sum())
+        amax = self.packers[0].amax(rows)
+        self._amax[name] = amax
         squares = self.packers[0].errors(rows, Scaling(amax, scale_2), packed, scale)
         error, norm = map(math.sqrt, squares)
         self.errors[weight_class(name)].append((error, norm))
         relative = error / norm if norm else error
+        # A NaN is not within the limit either.
         if not relative <= NVFP4_ERROR_LIMIT:
             text = f"differs from the source by {relative:.3f} of its norm; rounding alone gives about 0.1"
             self.problems.append(Problem("TS-QUANT-ERROR", "error", name, text))
         if math.isfinite(amax):
-            self._pack_again(name, rows, packed, scale, scale_2)
+            self._repack(name, rows, packed, scale, scale_2)
 
-    def _pack_again(
-        self, name: str, rows: Rows, packed: Array, scale: Array, scale_2: float
-    ) -> None:
-        scaling = Scaling.of(max(self._amax[name], *self._partners_amax(name), 0.0))
+    def _repack(self, name: str, rows: Rows, packed: Array, scale: Array, scale_2: float) -> None:
+        """Packs the source by each rule, and records whether one gives the stored bytes."""
+        scaling = Scaling.of(max(self._amax[name], *self._partner_maxima(name), 0.0))
         if scale_2 != scaling.scale_2:
             self.scaled_otherwise[name] = scale_2 / scaling.scale_2
             return
-        packed_again, scale_again = np.empty_like(packed), np.empty_like(scale)
+        repacked = np.empty_like(packed)
+        repacked_scale = np.empty_like(scale)
         for packer in self.packers:
-            packer.pack(rows, scaling, packed_again, scale_again)
-            if np.array_equal(packed_again, packed) and np.array_equal(scale_again, scale):
-                self.alike += 1
+            packer.pack(rows, scaling, repacked, repacked_scale)
+            if np.array_equal(repacked, packed) and np.array_equal(repacked_scale, scale):
+                self.repacked_alike += 1
                 return
         self.packed_otherwise.append(name)
 
-    def _partners_amax(self, name: str) -> Iterator[float]:
-        """max|w| of the linears that share its scale."""
+    def _partner_maxima(self, name: str) -> list[float]:
+        """max|w| of each linear that shares the scale of `name`."""
+        maxima = []
         for module in self.family.partners(name.removesuffix(".weight")):
             partner = f"{module}.weight"
             if partner in self.derived.tensors and _format(self.derived, partner).is_fp4:
                 if partner not in self._amax:
-                    self._amax[partner] = self.packers[0].amax(self._rows(partner))
-                yield self._amax[partner]
-
-    def found(self, ours: bool) -> list[Problem]:
-        """The problems of all tensors that were added; `ours`: `trtspec quantize` made it, so each byte follows."""
-        found = list(self.problems)
-        scaled_alike = self.alike + len(self.packed_otherwise)
-        if ours or scaled_alike >= NEARLY_ALL * (scaled_alike + len(self.scaled_otherwise)):
-            for name, ratio in self.scaled_otherwise.items():
-                text = f"is {ratio:.6g} times what the largest weight of the source gives"
-                where = f"{name.removesuffix('.weight')}.weight_scale_2"
-                found.append(Problem("TS-QUANT-SCALE-2", "error", where, text))
-        if ours or self.alike >= NEARLY_ALL * scaled_alike:
-            text = "its bytes or block scales are not those that packing the source gives"
-            found += [
-                Problem("TS-QUANT-BYTES", "error", name, text) for name in self.packed_otherwise
-            ]
-        return found
+                    self._amax[partner] = self.packers[0].amax(self._source_rows(partner))
+                maxima.append(self._amax[partner])
+        return maxima
 
 
 def _rounding(tensors: list[tuple[float, float]]) -> RoundingError:
-    """Of (error, norm) of each tensor."""
-    error, norm = (math.hypot(*column) for column in zip(*tensors, strict=True))
-    worst = max(one / size if size else one for one, size in tensors)
-    return RoundingError(len(tensors), error / norm if norm else 0.0, worst)
+    """Sums up (norm of the difference, norm of the source) of each tensor of a class."""
+    errors, norms = zip(*tensors, strict=True)
+    norm = math.hypot(*norms)
+    relative_error = math.hypot(*errors) / norm if norm else 0.0
+    worst = max(error / size if size else error for error, size in tensors)
+    return RoundingError(len(tensors), relative_error, worst)
