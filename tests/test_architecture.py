@@ -21,8 +21,8 @@ FILES = sorted(
 # a room may import rooms with a smaller number, and itself
 LEVEL = {
     "__init__": 9,
-    "api": 8,
-    "cli": 7,
+    "cli": 8,
+    "verbs": 7,
     "engine": 6, "heads": 6, "calibrate": 6, "trtllm": 6, "vllm": 6, "bench": 6,
     "models": 5, "planning": 5, "launch": 5,
     "quant": 4,
@@ -34,7 +34,7 @@ LEVEL = {
     "errors": -2,
     "data_files": -3,
 }  # fmt: skip
-TORCH_FREE = ("api", "cli", "trtllm", "vllm", "planning", "launch", "formats", "specs", "records", "report", "errors",
+TORCH_FREE = ("cli", "verbs", "trtllm", "vllm", "planning", "launch", "formats", "specs", "records", "report", "errors",
               "families", "foreign", "data_files", "files", "machine", "bench", "client")  # fmt: skip
 TORCH_FREE_CHECKPOINT = ("headers", "identity", "target_problems", "heads", "hub", "tokenizer", "remote_code", "rows",
                          "conversations", "chat_parser")  # fmt: skip

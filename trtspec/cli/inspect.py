@@ -6,7 +6,6 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from trtspec.cli.options import directory_of
 from trtspec.errors import CheckFailed, Problem, UsageError, errors_in
 from trtspec.records import JsonOption, Mode, Modes, argument, checked, option
 from trtspec.report import Result, Table, value_table
@@ -153,7 +152,7 @@ def compare_derived(
     """A converted head against the head that it was made from, all bytes; a target against its source, tensor by
     tensor."""
     for each in (made, source):
-        directory_of(each)
+        _ = each.directory
     if kind == "head":
         from trtspec.checkpoint.heads.read import compare_heads
 

@@ -1,12 +1,11 @@
 """Options of several commands whose choices come from data, values with a syntax of their own, and what several
-commands ask of a name."""
+commands ask of a server."""
 
 from __future__ import annotations
 
 import json
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from trtspec.data_files import load_yaml
@@ -16,7 +15,6 @@ from trtspec.report import OutputOptions
 
 if TYPE_CHECKING:
     from trtspec.bench.load.measure import RequestLimits
-    from trtspec.checkpoint.hub import Resolved
     from trtspec.client.servers import DetectedServer
 
     PolicyName = str
@@ -134,16 +132,6 @@ class NamedUrl:
 
     def __str__(self) -> str:
         return f"{self.name}={self.url}" if self.name else self.url
-
-
-def directory_of(checkpoint: str | Resolved) -> Path:
-    """Of a checkpoint whose tensors are to be read; a hub id is fetched. Raises UsageError where no tensors are."""
-    from trtspec.checkpoint.hub import resolve
-
-    found = resolve(checkpoint) if isinstance(checkpoint, str) else checkpoint
-    if found.path is None or (found.hub_id and found.weights is None):
-        raise UsageError(f"the weights of {found.name} are not on this machine", found.fetch)
-    return found.path
 
 
 def request_limits_of(server: DetectedServer) -> RequestLimits:

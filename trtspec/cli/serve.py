@@ -6,19 +6,13 @@ from __future__ import annotations
 import shlex
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import typer
 
-from trtspec.cli.options import directory_of
-from trtspec.errors import CheckFailed, UsageError, has_errors
-from trtspec.launch.options import FRONT, REFERENCE, VLLM, ServeOptions
-from trtspec.machine import check_device, listen
-from trtspec.records import fill, words
-from trtspec.report import Result, announce, print_json, problem_lines
-
-if TYPE_CHECKING:
-    from trtspec.launch.preflight import ServerPlan
+from trtspec.errors import CheckFailed, has_errors
+from trtspec.launch.options import REFERENCE, ServeOptions
+from trtspec.records import words
+from trtspec.report import Result, print_json
 
 API_KEY = "TRTSPEC_SERVE_API_KEY"  # the key itself is never printed
 
@@ -26,6 +20,8 @@ API_KEY = "TRTSPEC_SERVE_API_KEY"  # the key itself is never printed
 def serve(options: ServeOptions) -> Result | None:
     """Run all preflight checks, then serve TARGET. Signals and the exit status are passed on; nothing is restarted."""
     from trtspec.client.addresses import bearer
+    from trtspec.launch.preflight import launch
+    from trtspec.verbs.serve import plan_server, serve_reference
 
     bearer(options.api_key, "the key of --api-key or TRTSPEC_SERVE_API_KEY")
     if options.mode is REFERENCE:
@@ -33,9 +29,9 @@ def serve(options: ServeOptions) -> Result | None:
             return _command(options)
         if options.json_:
             print_json(_command(options).to_dict())
-        _run(options)
+        serve_reference(options)
         return None
-    plan = _planned(options)
+    plan = plan_server(options)
     # a dry run that found an error fails
     wrong = (
         CheckFailed("a launch would be refused for the errors above")
@@ -47,43 +43,16 @@ def serve(options: ServeOptions) -> Result | None:
         return found
     if options.json_:
         print_json(replace(found, failure=None).to_dict())
-    from trtspec.launch.preflight import launch
-
     if status := launch(plan):
         raise typer.Exit(status)
     return None
 
 
-def _planned(options: ServeOptions) -> ServerPlan:
-    """What an engine is started with, or the front of several."""
-    if options.mode is FRONT:
-        from trtspec.trtllm.serve.front import plan_front
-
-        return plan_front(options, launching=not options.dry_run)
-    if options.port == 0:
-        raise UsageError(
-            "an engine cannot be asked for any free port", "pass --port with a number above 0"
-        )
-    if options.mode is VLLM:
-        from trtspec.vllm import plan_vllm
-
-        return plan_vllm(options, launching=not options.dry_run)
-    from trtspec.trtllm.serve.start import plan_engine
-
-    return plan_engine(options, launching=not options.dry_run)
-
-
 def _command(options: ServeOptions) -> Result:
-    """The command with every choice written out; names are looked up, nothing is fetched."""
-    from trtspec.checkpoint.heads.pairing import learned_problems
-    from trtspec.checkpoint.hub import load_head, load_target
-    from trtspec.checkpoint.target_problems import sound
+    """The command with every choice written out."""
+    from trtspec.verbs.serve import reference_problems
 
-    target = load_target(options.target)
-    if target.resolved.path is not None:
-        sound(target.resolved.target)
-    head = load_head(options.head) if options.head else None
-    problems = learned_problems(head.resolved, target.resolved) if head is not None else []
+    problems = reference_problems(options)
     chosen = replace(options, api_key=None, dry_run=False, json_=False)
     argv = [sys.executable, "-m", "trtspec", "serve"]
     argv += words(chosen, always=("backend", "host", "port", "dtype", "device"))
@@ -92,32 +61,3 @@ def _command(options: ServeOptions) -> Result:
     )
     text = f"{key}{shlex.join(argv)}\n"
     return Result({"argv": argv, "env": env, "config": {}}, problems, text=text)
-
-
-def _run(options: ServeOptions) -> None:
-    """Fetches what is not here, then serves until a signal ends it."""
-    from trtspec.checkpoint.heads.pairing import learned_problems
-    from trtspec.checkpoint.hub import must_be, resolve
-
-    check_device(options.device)
-    listen(options.host, options.port).close()
-    # what can be refused is, before anything is fetched, and before the seconds of importing PyTorch
-    must_be(resolve(options.target, weights=False), "target")
-    if options.head:
-        must_be(resolve(options.head, weights=False), "head")
-    from trtspec.engine.server import ServerOptions, run
-
-    target = resolve(options.target)
-    head = resolve(options.head) if options.head else None
-    announce(f"trtspec: loading {target.name}")
-    if head is not None:
-        for line in problem_lines(learned_problems(head, target)):
-            announce(line)
-    more = (
-        {} if options.prefix_cache_mib is None else {"prefix_bytes": options.prefix_cache_mib << 20}
-    )
-    published = target.hub_id.name if target.hub_id is not None else None
-    settings = fill(
-        ServerOptions, options, served_model_name=options.served_model_name or published, **more
-    )
-    run(directory_of(target), directory_of(head) if head is not None else None, settings)

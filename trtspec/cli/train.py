@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from trtspec.cli.options import CountList, OutputFlags, directory_of
+from trtspec.checkpoint.hub import resolve
+from trtspec.cli.options import CountList, OutputFlags
 from trtspec.errors import Interrupted, UsageError
 from trtspec.files import load_file
 from trtspec.heads.card import interval_text
@@ -181,7 +182,7 @@ def train(command: TrainCommand) -> Result | None:
         TrainingRun,
         command,
         target_dir=Path(),
-        init=directory_of(str(command.init)) if command.init else None,
+        init=resolve(str(command.init)).directory if command.init else None,
         data=" ".join(command.data),
         deadline=deadline,
         again=command,
@@ -205,7 +206,7 @@ def train(command: TrainCommand) -> Result | None:
 
     require("train")
     check_device(command.device)
-    run = replace(run, target_dir=directory_of(command.target))
+    run = replace(run, target_dir=resolve(command.target).directory)
     record = _train(run, command.data, features, options, command.acceptance_prompts, asked)
     repeated = words(replace(typed, restart=False, force=False, dry_run=False))
     return _result(command.output, record, shlex.join(["trtspec", "train", *repeated]))

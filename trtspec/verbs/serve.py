@@ -1,6 +1,7 @@
-"""One start of TensorRT-LLM: options -> intent -> configuration -> command -> problems -> launch.
+"""One start of a server: TensorRT-LLM, the front of several, vLLM, or the reference backend in this process.
 
-`plan_engine` says everything about a start and starts nothing; `launch` of trtspec.launch.preflight starts its plan.
+`plan_server` says everything about a start and starts nothing; `launch` of trtspec.launch.preflight starts its plan.
+That of TensorRT-LLM goes from options to intent, configuration, command and problems.
 """
 
 from __future__ import annotations
@@ -12,12 +13,23 @@ from dataclasses import replace
 from typing import Any
 
 from trtspec.checkpoint.heads.pairing import learned_problems
-from trtspec.checkpoint.hub import Head, Target, load_head, load_target
+from trtspec.checkpoint.hub import (
+    Head,
+    Target,
+    load_head,
+    load_target,
+    must_be,
+    resolve,
+)
+from trtspec.checkpoint.target_problems import sound
 from trtspec.errors import Problem, UsageError
 from trtspec.files import STDIN, read_yaml_text
-from trtspec.launch.options import ServeOptions
+from trtspec.launch.options import FRONT, VLLM, ServeOptions
 from trtspec.launch.preflight import ServerPlan, as_in_dry_run, check_start, read_gpus
 from trtspec.launch.server import LogPatterns, ServerAddress
+from trtspec.machine import check_device, listen
+from trtspec.records import fill
+from trtspec.report import announce, problem_lines
 from trtspec.trtllm.build import engine_yaml
 from trtspec.trtllm.deployment import (
     Deployment,
@@ -44,6 +56,8 @@ from trtspec.trtllm.serve.command import (
     engine_version,
     with_launcher,
 )
+from trtspec.trtllm.serve.front import plan_front
+from trtspec.vllm import plan_vllm
 
 # options of trtllm-serve by name, and what decides them here: readiness asks there, and the file is judged
 OWN_OPTIONS = {
@@ -52,6 +66,19 @@ OWN_OPTIONS = {
 }  # fmt: skip
 # settings of the intent that have an option of the same name
 INTENT_OPTIONS = ("goal", "tp_size", "max_batch_size", "max_num_tokens", "max_seq_len", "draft_len")
+
+
+def plan_server(options: ServeOptions) -> ServerPlan:
+    """What an engine is started with, or the front of several."""
+    launching = not options.dry_run
+    if options.mode is FRONT:
+        return plan_front(options, launching=launching)
+    if options.port == 0:
+        raise UsageError(
+            "an engine cannot be asked for any free port", "pass `port` with a number above 0"
+        )
+    plan = plan_vllm if options.mode is VLLM else plan_engine
+    return plan(options, launching=launching)
 
 
 def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
@@ -231,3 +258,39 @@ def _command(
         sizes=sizes,
         passed=passed,
     )
+
+
+def reference_problems(options: ServeOptions) -> list[Problem]:
+    """What the reference backend would say of the pair; names are looked up, nothing is fetched. Raises TrtspecError
+    for what it would refuse."""
+    target = load_target(options.target)
+    if target.resolved.path is not None:
+        sound(target.resolved.target)
+    head = load_head(options.head) if options.head else None
+    return learned_problems(head.resolved, target.resolved) if head is not None else []
+
+
+def serve_reference(options: ServeOptions) -> None:
+    """Fetches what is not here, then serves in this process until a signal ends it."""
+    check_device(options.device)
+    listen(options.host, options.port).close()
+    # what can be refused is, before anything is fetched, and before the seconds of importing PyTorch
+    must_be(resolve(options.target, weights=False), "target")
+    if options.head:
+        must_be(resolve(options.head, weights=False), "head")
+    from trtspec.engine.server import ServerOptions, run
+
+    target = resolve(options.target)
+    head = resolve(options.head) if options.head else None
+    announce(f"trtspec: loading {target.name}")
+    if head is not None:
+        for line in problem_lines(learned_problems(head, target)):
+            announce(line)
+    more = (
+        {} if options.prefix_cache_mib is None else {"prefix_bytes": options.prefix_cache_mib << 20}
+    )
+    published = target.hub_id.name if target.hub_id is not None else None
+    settings = fill(
+        ServerOptions, options, served_model_name=options.served_model_name or published, **more
+    )
+    run(target.directory, head.directory if head is not None else None, settings)
