@@ -328,7 +328,7 @@ WRITES = {
 # functions with a path that the test below cannot judge: names made of numbers, and divisions of numbers
 UNJUDGED = {
     "checkpoint/writer: __init__", "cli/synthesize: _record", "heads/training/processes: require_shared",
-    "heads/training/producers: _write", "launch/preflight: launch", "quant/convert: convert_shards",
+    "heads/training/streamed: _write", "launch/preflight: launch", "quant/convert: convert_shards",
 }  # fmt: skip
 BOUNDARY = ("plain_name", "PlainName")
 

@@ -180,3 +180,12 @@ class Eagle3Head(nn.Module):
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft ids, any shape -> ids of the target's vocabulary."""
         return draft_ids if self.target_ids is None else self.target_ids[draft_ids]
+
+
+def parameter_count(spec: HeadSpec) -> int:
+    """Trainable parameters: the head's own, without the target's embedding."""
+    with torch.device("meta"):
+        head = Eagle3Head(spec)
+    return sum(
+        value.numel() for name, value in head.named_parameters() if not name.startswith("embed.")
+    )
