@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from trtspec.cli.options import OutputFlags, PolicyOption, SourceArgument
 from trtspec.machine import check_device
 from trtspec.records import JsonOption, argument, fill, option
 from trtspec.report import Result, progress_bar, value_table
+from trtspec.verbs.options import OutputFlags, PolicyOption, SourceArgument
 
 
 @dataclass(frozen=True, kw_only=True)

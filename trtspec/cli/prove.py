@@ -7,7 +7,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from trtspec.cli.options import IntList, ThinkingOption
 from trtspec.errors import CheckFailed, UsageError, termination_as_interrupt
 from trtspec.records import (
     DryRunOption,
@@ -20,6 +19,7 @@ from trtspec.records import (
 )
 from trtspec.report import Result, versions
 from trtspec.specs import Gpu
+from trtspec.verbs.options import IntList, ThinkingOption
 
 if TYPE_CHECKING:
     from trtspec.bench.prove import ProveSetup

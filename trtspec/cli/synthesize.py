@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from trtspec.cli.options import ExtraBody, JsonObject, OutputFlags, WaitReadyOption
 from trtspec.errors import TrtspecError
 from trtspec.records import JsonOption, Needs, argument, fill, option
 from trtspec.report import Result, file_sha256, progress_bar, provenance, value_table, write_json
+from trtspec.verbs.options import ExtraBody, JsonObject, OutputFlags, WaitReadyOption
 
 if TYPE_CHECKING:
     from trtspec.heads.synthesis import AnswerSampling, Prompt

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from trtspec.checkpoint.hub import load_head, resolve
-from trtspec.cli.options import CountList, OutputFlags
 from trtspec.errors import Interrupted, UsageError
 from trtspec.files import load_file
 from trtspec.heads.card import interval_text
@@ -40,6 +39,7 @@ from trtspec.records import (
 )
 from trtspec.report import Result, Table
 from trtspec.specs import Gpu
+from trtspec.verbs.options import CountList, OutputFlags
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,5 +1,4 @@
-"""Options of several commands whose choices come from data, values with a syntax of their own, and what several
-commands ask of a server."""
+"""Options of several commands whose choices come from data, and values with a syntax of their own."""
 
 from __future__ import annotations
 
@@ -9,14 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from trtspec.data_files import load_yaml
-from trtspec.errors import UsageError
 from trtspec.records import DryRunOption, ForceOption, RestartOption, argument, option
 from trtspec.report import OutputOptions
 
 if TYPE_CHECKING:
-    from trtspec.bench.load.measure import RequestLimits
-    from trtspec.client.servers import DetectedServer
-
     PolicyName = str
 else:
     PolicyName = Literal[tuple(load_yaml("policies.yaml")["policies"])]
@@ -132,16 +127,3 @@ class NamedUrl:
 
     def __str__(self) -> str:
         return f"{self.name}={self.url}" if self.name else self.url
-
-
-def request_limits_of(server: DetectedServer) -> RequestLimits:
-    """What the release of a server does with request parameters under speculation; nothing where it is not known."""
-    from trtspec.trtllm.rules.speculation import request_limits
-    from trtspec.trtllm.schema import schema_for
-
-    if not server.adapter.dated or server.version is None:
-        return {}
-    try:
-        return request_limits(schema_for(server.version))
-    except UsageError:  # a version that is none
-        return {}
