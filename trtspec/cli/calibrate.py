@@ -39,7 +39,7 @@ def calibrate(options: CalibrateOptions) -> Result:
     the layer it stopped in. Use the result with `trtspec quantize SRC -o OUT --input-scales FILE`.
     """
     from trtspec.checkpoint.hub import resolve
-    from trtspec.cli.doctor import require
+    from trtspec.verbs.doctor import require
 
     require("calibrate")
     check_device(options.device)

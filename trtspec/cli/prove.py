@@ -177,8 +177,8 @@ def _refuse_own_options(words: tuple[str, ...]) -> None:
 
 def _engine(backend: str) -> str | None:
     """Version of the engine that is installed here. Raises MissingDependency where it is not."""
-    from trtspec.cli.doctor import require
     from trtspec.trtllm.serve.command import PROGRAM, engine_version
+    from trtspec.verbs.doctor import require
     from trtspec.vllm import PROGRAM as VLLM
 
     if backend != "reference":

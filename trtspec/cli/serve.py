@@ -7,8 +7,6 @@ import shlex
 import sys
 from dataclasses import replace
 
-import typer
-
 from trtspec.errors import CheckFailed, has_errors
 from trtspec.launch.options import REFERENCE, ServeOptions
 from trtspec.records import words
@@ -44,7 +42,7 @@ def serve(options: ServeOptions) -> Result | None:
     if options.json_:
         print_json(replace(found, failure=None).to_dict())
     if status := launch(plan):
-        raise typer.Exit(status)
+        sys.exit(status)
     return None
 
 

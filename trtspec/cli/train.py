@@ -189,7 +189,7 @@ def train(command: TrainCommand) -> Result | None:
             found | {"acceptance_prompts": command.acceptance_prompts, "resumes": resumes}
         )
     asked = mode is WITH_LAYERS and "acceptance_prompts" in given(typed) | from_file
-    from trtspec.cli.doctor import require
+    from trtspec.verbs.doctor import require
     from trtspec.verbs.train import train_and_measure
 
     require("train")
