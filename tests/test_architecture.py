@@ -35,7 +35,8 @@ LEVEL = {
     "data_files": -3,
 }  # fmt: skip
 TORCH_FREE = ("__main__", "cli", "verbs", "trtllm", "vllm", "planning", "launch", "formats", "specs", "records",
-              "report", "errors", "families", "foreign", "data_files", "files", "machine", "bench", "client")  # fmt: skip
+              "report", "errors", "families", "foreign", "data_files", "files", "machine", "bench",
+              "client")  # fmt: skip
 TORCH_FREE_CHECKPOINT = ("headers", "identity", "target_problems", "heads", "hub", "tokenizer", "remote_code", "rows",
                          "conversations", "chat_parser")  # fmt: skip
 HEAVY = ("torch", "transformers", "modelopt", "accelerate", "datasets")
