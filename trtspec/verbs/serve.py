@@ -14,7 +14,6 @@ from typing import Any
 
 from trtspec.checkpoint.heads.pairing import learned_problems
 from trtspec.checkpoint.hub import (
-    Head,
     Target,
     load_head,
     load_target,
@@ -84,11 +83,14 @@ def plan_server(options: ServeOptions) -> ServerPlan:
 def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
     """Raises for what cannot be answered at all (unknown ids, unreadable files, options that contradict each other);
     everything else is a problem of the plan."""
-    target = load_target(options.target)
     given = _user_file(options)
+    launcher_args = _launcher_args(options)
+    head_name = _head_name(options, given)
     written = parse_intent(given.text) if given is not None else None
-    head = _head(options, given, launching)
     version, problems = _version(options, given, written, launching)
+    target = load_target(options.target)
+    # before a launch its weights are looked at too, not only its headers
+    head = load_head(head_name, values=launching) if head_name else None
     intent = _intent(options, given, written, version[0], target)
     file = given or Document.parse(
         engine_yaml(intent, target.spec, head.spec if head else None), ENGINE_FILE
@@ -111,7 +113,7 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
         options.launcher,
         nodes,
         options.gpus_per_node or -(-world // nodes),
-        _launcher_args(options),
+        launcher_args,
     )
 
     # check_start names the files of code that nobody trusts
@@ -177,9 +179,8 @@ def _launcher_args(options: ServeOptions) -> tuple[str, ...]:
         raise UsageError(message, "quote it as for a shell") from None
 
 
-def _head(options: ServeOptions, file: Document | None, launching: bool) -> Head | None:
-    """The head that was given, else the one that the file names, where that can be looked at here. Before a launch its
-    weights are looked at too, not only its headers."""
+def _head_name(options: ServeOptions, file: Document | None) -> str | None:
+    """The head that was given, else the one that the file names, where that can be looked at here."""
     named = head_in(file) if file is not None else None
     if options.head and file is not None and named is None and not file.error:
         message = f"`head` is not used with `config`: {file.name} has no speculative_config that names a head"
@@ -187,8 +188,8 @@ def _head(options: ServeOptions, file: Document | None, launching: bool) -> Head
             message, "write the file again with `trtspec build-config TARGET --head HEAD`"
         )
     if options.head:
-        return load_head(options.head, values=launching)
-    return load_head(named, values=launching) if named and name_problem(named) is None else None
+        return options.head
+    return named if named and name_problem(named) is None else None
 
 
 def _version(
