@@ -196,7 +196,7 @@ def train(command: TrainCommand) -> Result | None:
     check_device(command.device)
     run = replace(run, target_dir=resolve(command.target).directory)
     record = train_and_measure(
-        run, command.data, features, options, prompts=command.acceptance_prompts, asked=asked
+        run, command.data, features, options, command.acceptance_prompts, asked
     )
     repeated = words(replace(typed, restart=False, force=False, dry_run=False))
     return _result(command.output, record, shlex.join(["trtspec", "train", *repeated]))

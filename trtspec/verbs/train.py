@@ -27,7 +27,6 @@ def train_and_measure(
     data: tuple[str, ...],
     features: FeatureSource,
     options: TrainOptions,
-    *,
     prompts: int,
     asked: bool,
 ) -> dict[str, Any]:
