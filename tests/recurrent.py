@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trtspec.models.kimi import KimiModel
-from trtspec.models.layers import AttentionStep, Linear, RMSNorm
+from trtspec.models.attention import AttentionStep
+from trtspec.models.k2 import KimiModel
+from trtspec.models.layers import Linear, RMSNorm
 from trtspec.models.state import Span, State
 
 CONV, GATE_BOUND, SIZE = 4, -5.0, 16
@@ -75,13 +76,13 @@ class DeltaAttention(nn.Module):
         for span in step.spans:
             begin = self.nothing().expand(len(x), -1)
             if memory:
-                begin = memory.remembered(step.index, span)
+                begin = memory.remembered(step.layer, span)
             window, state = begin.split(self.parts, -1)
             read, history = self.run(x[:, span.tokens], window, state)
             reads.append(read)
             histories.append(history)
         if memory:
-            memory.keep(step.index, step.spans, histories)
+            memory.keep(step.layer, step.spans, histories)
         return self.o_proj(torch.cat(reads, 1))
 
     def run(self, x: Tensor, window: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

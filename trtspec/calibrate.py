@@ -32,7 +32,7 @@ from trtspec.checkpoint.rendering import Rendering, render
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.checkpoint.writer import Journal, write_shard
 from trtspec.errors import UsageError
-from trtspec.models.kimi import DecoderLayer
+from trtspec.models.k2 import DecoderLayer
 from trtspec.models.moe import Experts, MoE, dispatch
 from trtspec.models.precision import default_dtype
 from trtspec.models.stream import LayerStream, States

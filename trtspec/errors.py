@@ -180,3 +180,12 @@ def errors_in(problems: Iterable[Problem]) -> list[Problem]:
 
 def has_errors(problems: Iterable[Problem]) -> bool:
     return bool(errors_in(problems))
+
+
+def check_failure(
+    message: str,
+    problems: Iterable[Problem],
+    remedy: str = "follow the remedy of each error above",
+) -> CheckFailed | None:
+    """The failure of a check that found errors; None without one."""
+    return CheckFailed(message, remedy) if has_errors(problems) else None

@@ -135,11 +135,11 @@ class OutputOptions:
     force: bool = False
 
 
-def refuse_overwrite(path: Path, force: bool, more: str = "") -> None:
-    """Raises UsageError when `path` holds something the user made and `--force` was not given. `more` ends its
-    remedy."""
+def refuse_overwrite(
+    path: Path, force: bool, remedy: str = "pass `force`, or choose another `output`"
+) -> None:
+    """Raises UsageError when `path` holds something the user made and `--force` was not given."""
     if not force and (path.is_file() or (path.is_dir() and any(path.iterdir()))):
-        remedy = f"pass `force`, or choose another `output`{more}"
         raise UsageError(f"{path} already exists and would be overwritten", remedy)
 
 
@@ -148,6 +148,12 @@ def refuse_existing(file: Path, force: bool, example: str) -> None:
     if file.is_dir():
         raise UsageError(f"{file} is a directory", f"name the file, for example {file / example}")
     refuse_overwrite(file, force)
+
+
+def refuse_input(file: Path, read: Path | None) -> None:
+    """Raises UsageError if a command would write the file that it reads."""
+    if read and file.resolve() == read.resolve():
+        raise UsageError(f"{file} is also read, and would be overwritten", "write another file")
 
 
 def file_sha256(path: Path) -> str:

@@ -90,7 +90,7 @@ def test_options_that_would_change_what_is_proved_are_refused(tmp_path: Path) ->
         assert done.status == 2 and f"{flag} cannot be passed to the servers" in done.stderr, (
             done.stderr
         )
-    engines = ("--max-batch-size", "8", "--", "--head")
+    engines = ("--max-batch-size", "8")
     succeeded(*NANO, "-o", "x", "--dry-run", "--", *engines)
     for words in (NANO[:2], (*NANO, "-o", tmp_path, "--dataset", "nowhere.jsonl")):
         assert trtspec(*words).status == 2, words

@@ -189,7 +189,7 @@ def test_what_was_not_measured_does_not_pass(
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (None, "answers 404"),
+        (None, "not an OpenAI-compatible server"),
         ("hello\n", "is not Prometheus text"),
         ("python_gc_objects_collected_total 3\n", "has no metrics of a server that is known"),
         ("vllm:generation_tokens_total 14\n", "has vllm metrics and none of speculation"),

@@ -279,7 +279,7 @@ torch.set_num_threads(1)
 source, data, output = map(pathlib.Path, sys.argv[1:4])
 InputObserver()  # imports ModelOpt
 layer = stream.LayerStream(source).layer_bytes(1)
-stream.ROOM = 0 if sys.argv[4] == "ahead" else float("inf")
+stream.PREFETCH_MEMORY_LAYERS = 0 if sys.argv[4] == "ahead" else float("inf")
 before = []
 def update(completed, **_):
     if completed == 0:

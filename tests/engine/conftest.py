@@ -26,7 +26,7 @@ from trtspec.engine.request import GenerationRequest
 from trtspec.engine.sequence import Output
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 from trtspec.models.weights import load_target
 
 Kind = tuple[str, str, int | None]  # attention, eagle version, draft vocabulary

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trtspec.engine.sequence import Output
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 from trtspec.models.state import State, TextPiece
 from trtspec.quant import nvfp4
 

@@ -13,7 +13,7 @@ from trtspec.engine.batch import DecodeBatch
 from trtspec.engine.drafters import Eagle3Drafter
 from trtspec.engine.engine import Engine
 from trtspec.models.eagle3 import Eagle3Head
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 
 
 @dataclass

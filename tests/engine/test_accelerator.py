@@ -20,10 +20,10 @@ from trtspec.engine import engine as engine_module
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
 from trtspec.models.eagle3 import Eagle3Head
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 from trtspec.models.layers import Linear
 from trtspec.models.moe import Experts
-from trtspec.models.weights import NVFP4Experts, NVFP4Linear
+from trtspec.models.w4a4 import NVFP4Experts, NVFP4Linear
 from trtspec.specs import HeadSpec, ModelSpec
 
 CARDS = {"Turing": torch.float32, "Hopper": torch.bfloat16}

@@ -8,7 +8,7 @@ from tests.engine.oracle import drafts_from_scratch, with_oracle
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16])

@@ -22,7 +22,7 @@ from trtspec.engine.request import GenerationRequest
 from trtspec.engine.sequence import Output
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 from trtspec.models.precision import default_dtype
 from trtspec.models.weights import load_target
 

@@ -17,7 +17,8 @@ from trtspec.engine.batch import Chunk
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.sequence import Output
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
+from trtspec.models.layers import Linear
 from trtspec.models.weights import load_target
 
 
@@ -39,7 +40,7 @@ def tied(
     weight = twin.lm_head.weight.detach().clone(memory_format=torch.contiguous_format)
     weight[other] = weight[token] - margin * state / state.square().sum()
     twin.lm_head.weight = torch.nn.Parameter(weight, False)
-    twin.lm_head.packed = None  # an engine's copy of the weight that was
+    twin.lm_head.__class__ = Linear  # without the packed copy of the weight that was
     return twin
 
 
@@ -82,13 +83,12 @@ class RopeOffByOne(Engine):
     """Generated tokens are rotated as if they stood one position later; the prompt is right."""
 
     def _round(self, outputs: list[Output]) -> None:
-        right = self.target.rope.of(self.cache.max_len, "cpu")
-        cos, sin = (table.roll(-1, 0) for table in right)
-        self.target.rope.tables = cos, sin
+        right = self.target.rope.upto(self.cache.max_len, "cpu")
+        self.target.rope.rotations = right.roll(-1, 0)
         try:
             super()._round(outputs)
         finally:
-            self.target.rope.tables = right
+            self.target.rope.rotations = right
 
 
 class WrongDraftAccepted(Engine):

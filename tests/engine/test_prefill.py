@@ -14,7 +14,7 @@ from trtspec.engine.request import GenerationRequest
 from trtspec.engine.sampling import BatchSampling
 from trtspec.engine.sequence import Sequence
 from trtspec.models.eagle3 import Eagle3Head
-from trtspec.models.kimi import KimiModel, TargetOutput
+from trtspec.models.k2 import KimiModel, TargetOutput
 from trtspec.models.state import LatentCache, TextPiece
 
 

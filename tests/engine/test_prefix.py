@@ -14,7 +14,7 @@ from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.prefix import PREFIX_BYTES, PrefixCache
 from trtspec.engine.request import GenerationRequest
 from trtspec.errors import UsageError
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 from trtspec.models.state import LatentCache
 
 REUSE = EngineOptions(

@@ -11,7 +11,7 @@ from trtspec.engine.bodies import ApiError, ChatBody, CompletionBody, parse_body
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.prepare import ApiCall, Preparation
 from trtspec.engine.request import GenerationRequest, RequestRefused
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 
 HELLO = {"role": "user", "content": "hello"}
 

@@ -20,7 +20,7 @@ from trtspec.engine.bodies import ChatBody, CompletionBody
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.prepare import Preparation
 from trtspec.engine.worker import SCORES_IN_FLIGHT, Reservation, Worker
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 
 ASK = [{"role": "user", "content": "x"}]
 

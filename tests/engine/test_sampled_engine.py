@@ -23,7 +23,7 @@ from tests.engine.conftest import HeadOf, Kind
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
 from trtspec.models.eagle3 import Eagle3Head
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 
 PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]
 VOCAB = 5

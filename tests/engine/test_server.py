@@ -30,7 +30,7 @@ from trtspec.checkpoint.target_problems import target_spec
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.engine.server import ServerOptions, build_engine
 from trtspec.errors import MissingDependency
-from trtspec.models.memory import MemoryLoad, require_fitting
+from trtspec.models.footprint import MemoryLoad, require_fitting
 
 
 def test_completion(complete: Ask) -> None:

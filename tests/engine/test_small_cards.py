@@ -12,8 +12,7 @@ from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.heads.read import read_head
 from trtspec.checkpoint.target_problems import target_spec
 from trtspec.errors import MissingDependency
-from trtspec.models import memory
-from trtspec.models.memory import MemoryLoad, footprint, require_fitting, target_bytes
+from trtspec.models.footprint import MemoryLoad, footprint, require_fitting, target_bytes
 from trtspec.models.precision import dtype_name
 from trtspec.models.weights import load_target
 from trtspec.specs import ModelSpec
@@ -97,7 +96,7 @@ def test_what_does_not_fit_is_refused(
     nano: ModelSpec, medium: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card = CARDS[4]
-    monkeypatch.setattr(memory, "free_bytes", lambda device: card.free)
+    monkeypatch.setattr("trtspec.models.footprint.free_bytes", lambda device: card.free)
     require_fitting(Path("target"), nano, None, load(card))
     many = replace(load(card), rows=10**6)
     fitting = footprint(Path("target"), nano, None, many).rows_in(card.free)

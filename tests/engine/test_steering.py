@@ -20,7 +20,7 @@ from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.grammars import Grammar, Grammars, GrammarsBusy
 from trtspec.engine.request import GenerationRequest
 from trtspec.models.eagle3 import Eagle3Head
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 
 PROMPT = [1, 2, 3, 1, 2, 3, 40, 41]
 CONSTRAINTS: dict[str, dict[str, Any]] = {

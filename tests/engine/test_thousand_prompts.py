@@ -17,7 +17,7 @@ from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
 from trtspec.models.head_weights import load_head
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 from trtspec.models.weights import load_target
 
 PROMPTS = int(os.environ.get("TRTSPEC_TEST_PROMPTS", "1000"))

@@ -19,7 +19,7 @@ from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.heads.training.options import TrainOptions, new_head_spec
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import assemble, layout, open_head
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 from trtspec.models.weights import load_target
 from trtspec.specs import HeadSpec
 

@@ -13,7 +13,7 @@ from tests.json_files import read_json
 from tests.tiny import make_head, read_tensors
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 from trtspec.models.weights import load_target
 
 KINDS = [(a, e) for a in ("mha", "mla") for e in ("3", "3.1")]
@@ -219,7 +219,7 @@ def test_attention_equals_transformers(tmp_path, target_dir, target, attention):
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
     from transformers.models.llama import modeling_llama as llama
 
-    from trtspec.models.layers import AttentionStep
+    from trtspec.models.attention import batch_step
 
     head, tensors, config = load(tmp_path, target_dir, target, attention, "3")
     kept = {
@@ -265,9 +265,7 @@ def test_attention_equals_transformers(tmp_path, target_dir, target, attention):
             position_embeddings=rope(u, torch.arange(LENGTH)[None]),
             attention_mask=mask,
         )[0]
-        step = AttentionStep(
-            2, LENGTH, None, head.rope.of(LENGTH, "cpu"), attention == "mla", torch.float64
-        )
+        step = batch_step(torch.zeros(2, LENGTH), head.rope, torch.float64)
         got = head.self_attn(u, step)
     assert (got - want).abs().max() < 1e-6  # both rotate by float32 angles
 

@@ -6,7 +6,7 @@ import torch
 from tests.json_files import read_json, write_json
 from tests.tiny import make_target
 from trtspec.errors import TrtspecError
-from trtspec.models.kimi import TargetOutput
+from trtspec.models.k2 import TargetOutput
 from trtspec.models.stream import LayerStream, States
 from trtspec.models.weights import load_target
 
@@ -31,7 +31,7 @@ def streamed(stream: LayerStream, states: States) -> list[TargetOutput]:
             captured.setdefault(number, []).append(output.clone())
 
     stream.run(batches(), states, on_output=keep)
-    ends = stream.ends()
+    ends = stream.model_without_layers()
     with torch.inference_mode():
         hidden = [ends.norm(states.get(number)) for number in range(len(batches()))]
         logits = [

@@ -20,7 +20,7 @@ from tests.engine.conftest import Running, served
 from tests.json_files import read_json
 from trtspec.checkpoint.tokenizer import SPLIT_PATTERN, KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 from trtspec.models.weights import load_target
 
 CLIENTS = Path(__file__).with_name("clients.py")

@@ -256,7 +256,7 @@ def test_force_replaces_a_conversion_and_nothing_else(tmp_path, new_target):
         make_target(tmp_path / "other", layers=1, shards=3),
     )
     before = {path.name: path.read_bytes() for path in foreign.iterdir()}
-    with pytest.raises(UsageError, match="already exists"):
+    with pytest.raises(UsageError, match="did not write"):
         quantize_checkpoint(source, foreign, K26)
     with pytest.raises(
         UsageError,

@@ -27,10 +27,11 @@ from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.server import thread_count
 from trtspec.models.eagle3 import Eagle3Head
+from trtspec.models.fast import prepare_for_decoding
 from trtspec.models.head_weights import load_head
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 from trtspec.models.precision import default_dtype
-from trtspec.models.weights import load_target, prepare_for_decoding
+from trtspec.models.weights import load_target
 
 CONTEXT_STEPS = 60
 

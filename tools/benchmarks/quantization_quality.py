@@ -34,8 +34,9 @@ from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
 from trtspec.models.head_weights import load_head
-from trtspec.models.kimi import KimiModel
-from trtspec.models.weights import NVFP4Linear, load_target
+from trtspec.models.k2 import KimiModel
+from trtspec.models.w4a4 import NVFP4Linear
+from trtspec.models.weights import load_target
 from trtspec.quant import nvfp4
 from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import load_policy

@@ -23,7 +23,7 @@ from trtspec.heads.training.options import TrainingRun, TrainOptions, new_head_s
 from trtspec.heads.training.samples import draft_vocabulary, read_samples
 from trtspec.heads.training.states import Features, compute_features
 from trtspec.models.eagle3 import Eagle3Head
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 from trtspec.models.weights import load_target
 from trtspec.report import write_json
 from trtspec.specs import HeadSpec

@@ -23,11 +23,12 @@ from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.sequence import Output
 from trtspec.models.eagle3 import Eagle3Head
+from trtspec.models.fast import prepare_for_decoding
 from trtspec.models.head_weights import load_head
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 from trtspec.models.moe import Experts
 from trtspec.models.precision import dtype_name
-from trtspec.models.weights import load_target, prepare_for_decoding
+from trtspec.models.weights import load_target
 
 # Root mean square of the difference to float32 on a CPU, over that of the logits.
 MOST_APART = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}

@@ -31,7 +31,7 @@ from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import load_head, open_head
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 from trtspec.models.precision import default_dtype, dtype_name
 from trtspec.models.weights import load_target
 from trtspec.report import write_json

@@ -14,7 +14,7 @@ import torch
 from trtspec import data_files
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.models.eagle3 import Eagle3Head
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 from trtspec.models.moe import Router
 
 CONTEXT = 256  # cached tokens while steps are timed

@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tools.nano import exercises, vocabulary
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.checkpoint.writer import write_shard
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 from trtspec.models.moe import MoE, Router
 from trtspec.models.precision import default_dtype
 from trtspec.models.weights import layout, load_target
@@ -301,7 +301,7 @@ class Balancer:
                 module.gate.register_forward_hook(self.count)
 
     def count(self, gate: Router, _: Any, output: tuple[Tensor, Tensor]) -> None:
-        chosen = torch.bincount(output[0].flatten(), minlength=gate.spec.n_routed_experts).float()
+        chosen = torch.bincount(output[0].flatten(), minlength=len(gate.weight)).float()
         self.counts[gate] = self.counts.get(gate, torch.zeros(())) + chosen
 
     def step(self) -> None:

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from trtspec.bench.results import read_results
 from trtspec.bench.statistics import acceptance_length
-from trtspec.client.client import RequestFailed, fetch, finite
+from trtspec.client.client import RequestFailed, fetch, finite, first_model
 from trtspec.client.servers import (
     Counters,
     adapter_of,
@@ -25,6 +25,7 @@ from trtspec.client.servers import (
     read_iterations,
     read_samples,
 )
+from trtspec.data_files import documented
 from trtspec.errors import TrtspecError, UsageError
 
 NO_METRICS = "TS-WATCH-NO-METRICS"
@@ -60,6 +61,8 @@ class Watch:
         """Reads once. Raises TrtspecError if the server does not answer, with the code NO_METRICS if it has never had
         metrics of speculation."""
         reasons = []
+        absent = 0
+        remedy = documented()[NO_METRICS]["remedy"]
         try:
             async with asyncio.timeout(TIMEOUT):
                 for path in [self.path] if self.path else PATHS:
@@ -71,17 +74,21 @@ class Watch:
                         if error.status is None:
                             raise
                         reasons.append(f"{path} answers {error.status}")
+                        absent += 1
                     else:
                         self.path, self.scrapes, self.failure = path, self.scrapes + 1, ""
                         return
+                if absent == len(PATHS):
+                    await first_model(client)  # says so if this is not an OpenAI-compatible server
             failure = f"{self.url} gives no metrics of speculation: {'; '.join(reasons)}"
         except TimeoutError:
             failure = f"{self.url} does not answer within {TIMEOUT:g} s"
+            remedy = "look at the server's log"
         except RequestFailed as error:
-            failure = error.message
+            failure, remedy = error.message, error.remedy
         self.missed, self.failure, self.acceptance_length = self.missed + 1, failure, None
         code = NO_METRICS if len(reasons) == len(PATHS) else None
-        raise TrtspecError(failure, "look at how the server was started", code)
+        raise TrtspecError(failure, remedy, code)
 
     def take(self, text: str) -> None:
         """Counts what one body of metrics says. Raises ValueError for anything but metrics of speculation."""

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trtspec.checkpoint.headers import HF_QUANT_NAME, Checkpoint, read_config, weight_map
 from trtspec.checkpoint.published import PublishedHead, PublishedTarget, known, published_as
@@ -280,39 +280,30 @@ def load_target(name: str, like: str | None = None) -> Target:
     when the name is a head's, or nothing that is known."""
     absent = like is not None and not user_path(name).exists()
     resolved = resolve(like if like is not None and absent else name, weights=False)
-    must_be(resolved, "target")
+    if resolved.kind != "target":
+        message = f"{resolved.name} is a draft head, not a target"
+        raise UsageError(message, "pass the target first and the head with `head`")
     if absent:
         resolved = replace(resolved, name=name, path=None)
     return Target(resolved, resolved.target_spec())
-
-
-def must_be(resolved: Resolved, kind: Literal["target", "head"]) -> None:
-    """As `load_target` and `load_head`, of what was found already."""
-    if resolved.kind == kind:
-        return
-    if kind == "target":
-        message = f"{resolved.name} is a draft head, not a target"
-        raise UsageError(message, "pass the target first and the head with `head`")
-    wrong = _no_head(resolved)
-    raise UsageError(f"{resolved.name}: {wrong.message} [{wrong.code}]", wrong.remedy)
 
 
 def load_head(name: str, *, values: bool = False) -> Head:
     """Raises UsageError with its code for what is no Eagle3 head: a whole model, Medusa heads and others; TrtspecError
     for a head in which an error is found, with `values` in a sample of its weights too."""
     resolved = resolve(name, weights=False)
-    must_be(resolved, "head")
+    if resolved.kind != "head":
+        wrong = _no_head(resolved)
+        raise UsageError(f"{resolved.name}: {wrong.message} [{wrong.code}]", wrong.remedy)
     return Head(resolved, resolved.head_spec(values=values))
 
 
 def _no_head(resolved: Resolved) -> Problem:
     """What it is instead: by its tensors where they are here, else a whole model, as its config says."""
     from trtspec.checkpoint.heads.read import no_eagle3_head
+    from trtspec.checkpoint.target_tensors import finding
 
-    whole = Problem(
-        "TS-HEAD-FULL-MODEL", "error", "config.json", "this is a whole model, not a draft head",
-        "pass the target first and an Eagle3 head with `head`",
-    )  # fmt: skip
+    whole = finding("TS-HEAD-FULL-MODEL", "config.json")
     if resolved.weights is None:
         return whole
     checkpoint = resolved.checkpoint

@@ -95,11 +95,13 @@ class OutputDirectory:
         Raises UsageError if the directory contains files that the command did not write, TrtspecError if there is no
         room.
         """
+        is_link = self.file is not None and self.path.is_symlink()
+        if is_link or self.path.is_file():
+            raise UsageError(f"{self.path} is not a directory", "choose another `output`")
         begun, parent = self.journal.exists(), machine.existing(self.path)
         if self.file is not None:
             refuse_existing(self.file, again.force or begun, "output")
-            self._refuse_used(begun)
-        elif not begun:
+        if not begun:
             self._refuse_foreign(again.force)
         if not os.access(parent, os.W_OK | os.X_OK):
             raise TrtspecError(
@@ -137,25 +139,18 @@ class OutputDirectory:
 
     def _refuse_foreign(self, force: bool) -> None:
         """Without a journal the directory must be empty, or `force` given for what a finished run left."""
-        present = self._present() if self.path.is_dir() else set()
-        if present or self.path.is_file():
-            refuse_overwrite(self.path, force)
-        if not present:
+        if not self.path.is_dir():
             return
+        present = self._present()
         ours = self._ours() if self._provenance() else set()
         folders = {path.name for path in self.path.iterdir() if path.is_dir()} - self.folders
         if foreign := sorted(present - ours | present & folders):
             raise UsageError(
                 f"{self.path} holds {listed(foreign)}, which `trtspec {self.command}` did not write",
-                f"move that away, or choose another `output`; `force` replaces only what {self.command} wrote",
+                "choose another `output`, or move that away",
             )
-
-    def _refuse_used(self, begun: bool) -> None:
-        """A work directory is no link, and empty without a journal."""
-        used = not begun and self.path.is_dir() and self._present()
-        if self.path.is_symlink() or used:
-            message = f"{self.path} is not a work directory of `trtspec {self.command}`"
-            raise UsageError(message, "move it away, or choose another `output`")
+        if present:
+            refuse_overwrite(self.path, force)
 
     def _present(self) -> set[str]:
         """The names in the directory but those of a run that begins beside this one, or was killed."""

@@ -138,11 +138,12 @@ def require_online(hub_id: HubId) -> None:
     if not is_online():
         raise MissingDependency(
             f"{hub_id} is not in the hub cache and HF_HUB_OFFLINE is set",
-            _suggest(hub_id, "unset it, or pass the directory of a Kimi-K2 model"),
+            _suggest(hub_id, f"unset it and {ELSEWHERE}"),
         )
 
 
 # what is wrong with a repository by the hub's error or status, and what to do
+ELSEWHERE = "run `{download}`, or pass the directory of a copy that was downloaded elsewhere"
 LOGIN = "run `hf auth login` with an account that may read it"
 FAILURES = {
     "GatedRepoError": ("is gated", f"accept its licence on the hub, then {LOGIN}"),
@@ -152,7 +153,7 @@ FAILURES = {
     403: ("is refused by the hub (HTTP 403)", LOGIN),
     None: (
         "is not on this machine, and the hub does not answer",
-        "check the network, or pass the directory of a Kimi-K2 model",
+        ELSEWHERE,
     ),
 }
 
@@ -175,7 +176,7 @@ def hub_errors(hub_id: HubId, ask: Callable[[], Result]) -> Result:
 
 
 def _suggest(hub_id: HubId, remedy: str) -> str:
-    close = similar_id(hub_id.name)
+    close, remedy = similar_id(hub_id.name), remedy.format(download=hub_id.download)
     if not close and "k2" not in hub_id.name.casefold():
         return f"by its name it is of another family; trtspec takes Kimi-K2. Otherwise {remedy}"
     return f"did you mean {close}? Otherwise {remedy}" if close else remedy

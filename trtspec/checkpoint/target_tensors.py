@@ -72,7 +72,9 @@ def tensor_problems(
     rest = [
         name
         for name in left
-        if name not in set(vision) and not name.endswith(UNREAD) and not _is_kv_scale(name)
+        if name not in set(vision)
+        and not name.endswith(UNREAD)
+        and not (".self_attn." in name and name.rpartition(".")[2] in KV_SCALES)
     ]
     faults["TS-TARGET-EXTRA"] += [name for name in rest if name.startswith(ours)]
     problems = [grouped(code, names) for code, names in faults.items() if names]
@@ -194,10 +196,6 @@ def _check_part(
     elif info.shape not in shapes:
         needed = " or ".join(str([*each]) for each in shapes)
         faults[shape].append(f"{info.name} is {[*info.shape]}, {by} needs {needed}")
-
-
-def _is_kv_scale(name: str) -> bool:
-    return ".self_attn." in name and name.rpartition(".")[2] in KV_SCALES
 
 
 def vision_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trtspec import report
 from trtspec.bench.check.kinds import CODES
 from trtspec.client.addresses import server_url
+from trtspec.client.client import remedy_for
 from trtspec.errors import CheckFailed, Problem, UsageError, as_typed
 from trtspec.records import checked
 from trtspec.report import Result
@@ -36,10 +37,7 @@ def check(options: CheckOptions) -> Result:
     if options.against:
         server_url(options.against, AGAINST)  # before anything is asked
     if options.record is not None:
-        if options.record == options.score:
-            raise UsageError(
-                f"--record {options.record} is also read", "give --record another file"
-            )
+        report.refuse_input(options.record, options.score)
         report.refuse_existing(options.record, options.force, "recording.jsonl")
     outcome = asyncio.run(run_check(options))
     cost, verdict = outcome.cost, outcome.verdict
@@ -51,13 +49,11 @@ def check(options: CheckOptions) -> Result:
         ]
         values = {"recorded": str(options.record), "failed": outcome.failed, **cost}
         return Result(values, lines=lines)
-    problems = [
-        Problem(
-            CODES[row.name], "error", row.name, row.faults[0], f"trtspec explain {CODES[row.name]}"
-        )
-        for row in verdict.rows
-        if row.faults
-    ]
+    problems = []
+    for row in (row for row in verdict.rows if row.faults):
+        code, fault = CODES[row.name], row.faults[0]
+        remedy = remedy_for(fault, f"trtspec explain {code}")
+        problems.append(Problem(code, "error", row.name, fault, remedy))
     results = [asdict(row) for row in verdict.rows]
     covered = outcome.covered
     values = {"verdict": verdict.word, "message": verdict.line, "covered": covered, "results": results, **cost,

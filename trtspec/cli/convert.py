@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from trtspec.checkpoint.heads.dialects import DIALECTS
-from trtspec.errors import CheckFailed, has_errors
+from trtspec.errors import check_failure, has_errors
 from trtspec.records import DryRunOption, ForceOption, JsonOption, argument, fill, option
 from trtspec.report import Result, progress_bar
 
@@ -59,11 +59,7 @@ def convert(options: ConvertOptions) -> Result:
             resolve(options.head), options.output, fill(Options, options), target, bar
         )
     message = f"{options.head} was not converted to {options.to}"
-    failed = (
-        CheckFailed(message, "follow the remedy of each error above")
-        if has_errors(done.problems)
-        else None
-    )
+    failed = check_failure(message, done.problems)
     return Result(done.to_json(), done.problems, lines=_lines(done, options.output), failure=failed)
 
 

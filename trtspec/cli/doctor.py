@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trtspec.errors import CheckFailed, Problem, has_errors
+from trtspec.errors import Problem, check_failure
 from trtspec.records import JsonOption
 from trtspec.report import Result, Table, value_table
 
@@ -24,10 +24,7 @@ def doctor(options: DoctorOptions) -> Result:
 
     found = examine()
     problems: list[Problem] = found.pop("problems")
-    failure = CheckFailed(
-        "this installation or machine has errors", "follow the remedy of each above"
-    )
-    wrong = failure if has_errors(problems) else None
+    wrong = check_failure("this installation or machine has errors", problems)
     return Result(found, problems, tables(found), lines(found, problems), wrong)
 
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-from trtspec.errors import CheckFailed, UsageError, errors_in
+from trtspec.errors import UsageError, check_failure, errors_in
 from trtspec.records import JsonOption, Mode, Modes, argument, checked, option
 from trtspec.report import Result, Table, value_table
 
@@ -84,7 +84,7 @@ def inspect(options: InspectOptions) -> Result:
             raise UsageError(f"{resolved.name} is a target and {other.name} a head", remedy)
     errors = len(errors_in(problems))
     message = f"{options.path} has {errors} error{'s' * (errors != 1)}"
-    wrong = CheckFailed(message, "follow the remedy of each above") if errors else None
+    wrong = check_failure(message, problems)
     clean = [] if problems else ["no problems found"]
     return Result(
         values, problems, _tables(options.path, values, report.known), ["", *clean], wrong

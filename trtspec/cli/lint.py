@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import yaml
 
 from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError, listed
-from trtspec.records import JsonOption, argument, option
+from trtspec.records import JsonOption, Mode, Modes, argument, checked, option
 from trtspec.report import Result, problem_lines, write_atomic, write_stderr
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 WALKED = {".yaml", ".yml", ".json", ".sh", ".bash", ".slurm", ".sbatch"}
 BY_VLLM = "vLLM's configuration, by the options that are known here"
+OF_TRTLLM = Modes(Mode("an engine file of TensorRT-LLM", "a file of TensorRT-LLM"))
+OF_VLLM = Mode("a file of vLLM", "a file of vLLM")
 MOST_COLUMNS = 65  # of a source line in the output, which then fits 80
 
 
@@ -47,22 +49,25 @@ class LintOptions:
         option(
             "Version to check for. Default: the one in the file's first line, else the installed one."
         ),
+        OF_TRTLLM,
     ] = None
     target: Annotated[
-        str | None, option("Target that the file is for: a directory or a hub id.")
+        str | None, option("Target that the file is for: a directory or a hub id."), OF_TRTLLM
     ] = None
     head: Annotated[
-        str | None, option("Eagle3 head that the file is for: a directory or a hub id.")
+        str | None, option("Eagle3 head that the file is for: a directory or a hub id."), OF_TRTLLM
     ] = None
     gpu: Annotated[
         str | None,
         option("GPU type that the file is for: b200, gb200, b300, gb300, h200, h100, or sm120."),
+        OF_TRTLLM,
     ] = None
     installed: Annotated[
         bool,
         option(
             "Also validate with the classes of the installed TensorRT-LLM, in a separate process."
         ),
+        OF_TRTLLM,
     ] = False
     fix: Annotated[
         bool, option("Apply the corrections that are certain to the file.", group="Corrections")
@@ -132,6 +137,8 @@ def lint(options: LintOptions) -> Result:
             "--fix has no file to write for standard input", "use --diff, or pass a file"
         )
     judged = [_judge(file, passed, options) for file in dict.fromkeys(files)]
+    if all(item.reason == BY_VLLM for item in judged):
+        checked(options, OF_VLLM)
     for item in judged if len(judged) > 1 else ():
         if item.error is not None:
             write_stderr(f"{item.name}: not judged: {item.error.message}\n")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from trtspec.errors import CheckFailed, UsageError, termination_as_interrupt
 from trtspec.records import (
     DryRunOption,
-    HeadOption,
     JsonOption,
     TargetArgument,
     argument,
@@ -41,7 +40,7 @@ class ProveOptions:
         tuple[str, ...],
         argument("After `--`: options of `trtspec serve` for both launches.", "[-- OPTIONS]"),
     ] = ()
-    head: HeadOption = None
+    head: Annotated[str, option("Eagle3 head: a directory or a hub id.", metavar="HEAD")]
     output: Annotated[Path, option("Directory of the proof; run again to resume.", "-o")] = Path(
         "proof"
     )
@@ -108,8 +107,6 @@ def prove(options: ProveOptions) -> Result:
     Launches the target with its head, and without it. Runs bench and check on both. Writes a page with a verdict.
     --dry-run prints the script. A killed run resumes.
     """
-    if options.head is None:
-        raise UsageError("a proof needs a head", "trtspec prove TARGET --head HEAD -o DIR")
     _refuse_own_options(options.passed)
     from trtspec.bench import prove as proving
     from trtspec.bench.questions.datasets import load_dataset, locate
@@ -145,13 +142,13 @@ def _setup(options: ProveOptions) -> ProveSetup:
     from trtspec.bench.questions import datasets
     from trtspec.checkpoint.published import PublishedAcceptance, known_head, require_published
 
-    record = known_head(str(options.head)) if options.card else None
+    record = known_head(options.head) if options.card else None
     measured = record.measured_on(options.target) if record is not None else None
     protocol = measured or PublishedAcceptance(figures={}, source="")
     named = [name for name in protocol.figures if name in datasets.catalogue()]
     dataset = options.dataset or (named or [datasets.NANO])[0]
     if options.card:
-        require_published(str(options.head), dataset)
+        require_published(options.head, dataset)
     return fill(
         ProveSetup,
         options,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from trtspec.errors import CheckFailed, has_errors
+from trtspec.errors import check_failure
 from trtspec.machine import check_device
 from trtspec.records import JsonOption, fill, option
 from trtspec.report import Result, Table, progress_bar, value_table
@@ -64,11 +64,15 @@ def quantize(options: QuantizeOptions) -> Result:
     The bytes equal those of ModelOpt's export for the same scales.
     """
     from trtspec.checkpoint.hub import find, resolve
-    from trtspec.quant.plan import ConversionOptions
+    from trtspec.checkpoint.published import known_target
+    from trtspec.formats import WeightFormat
+    from trtspec.quant.plan import ConversionOptions, refuse_fp4
     from trtspec.quant.policy import load_policy
     from trtspec.quant.run import QuantizePlan, quantize_checkpoint, to_json
 
     check_device(options.device)
+    if record := known_target(options.source):  # before anything is fetched
+        refuse_fp4(record.id, WeightFormat(record.format))
     # of a dry run what the headers say, which are read from the hub if need be
     source = (find if options.dry_run else resolve)(options.source).checkpoint
     policy = load_policy(options.policy) if options.policy else None
@@ -89,11 +93,7 @@ def quantize(options: QuantizeOptions) -> Result:
     ]
     table = Table("", ("linears", "tensors", "relative error", "zero blocks"), rows, ruled=False)
     message = f"{result.output} is complete, and {options.source} has errors, each with its remedy"
-    failure = (
-        CheckFailed(message, "inspect and serve repeat them")
-        if has_errors(result.problems)
-        else None
-    )
+    failure = check_failure(message, result.problems)
     inspect = shlex.join(["trtspec", "inspect", str(result.output), "--against", options.source])
     lines = [
         "",

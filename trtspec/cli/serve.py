@@ -7,7 +7,7 @@ import shlex
 import sys
 from dataclasses import replace
 
-from trtspec.errors import CheckFailed, has_errors
+from trtspec.errors import check_failure
 from trtspec.launch.options import REFERENCE, ServeOptions
 from trtspec.records import words
 from trtspec.report import Result, print_json
@@ -18,30 +18,25 @@ API_KEY = "TRTSPEC_SERVE_API_KEY"  # the key itself is never printed
 def serve(options: ServeOptions) -> Result | None:
     """Run all preflight checks, then serve TARGET. Signals and the exit status are passed on; nothing is restarted."""
     from trtspec.client.addresses import bearer
-    from trtspec.launch.preflight import launch
+    from trtspec.launch.preflight import launch, refuse_errors
     from trtspec.verbs.serve import plan_server, serve_reference
 
     bearer(options.api_key, "the key of --api-key or TRTSPEC_SERVE_API_KEY")
+    plan = None
     if options.mode is REFERENCE:
-        if options.dry_run:
-            return _command(options)
-        if options.json_:
-            print_json(_command(options).to_dict())
-        serve_reference(options)
-        return None
-    plan = plan_server(options)
-    # a dry run that found an error fails
-    wrong = (
-        CheckFailed("a launch would be refused for the errors above")
-        if has_errors(plan.problems)
-        else None
-    )
-    found = Result(plan.to_dict(), plan.problems, failure=wrong, text=plan.text())
+        found = _command(options)
+    else:
+        plan = plan_server(options)
+        found = Result(plan.to_dict(), plan.problems, text=plan.text())
     if options.dry_run:
-        return found
+        message = "a launch would be refused for the errors above"
+        return replace(found, failure=check_failure(message, found.problems))
     if options.json_:
-        print_json(replace(found, failure=None).to_dict())
-    if status := launch(plan):
+        print_json(found.to_dict())
+    if plan is None:
+        refuse_errors(found.problems)
+        serve_reference(options)
+    elif status := launch(plan):
         sys.exit(status)
     return None
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from trtspec.errors import TrtspecError
 from trtspec.records import JsonOption, Needs, argument, fill, option
-from trtspec.report import Result, progress_bar, value_table
+from trtspec.report import Result, progress_bar, refuse_input, value_table
 from trtspec.verbs.options import ExtraBody, JsonObject, OutputFlags, WaitReadyOption
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def synthesize(options: SynthesizeOptions) -> Result:
     sampling = fill(synthesis.AnswerSampling, options, extra_body=options.extra_body.value)
     every = synthesis.read_prompts(options.prompts, options.split, options.samples)
     chosen = synthesis.shard(every, options.shard)
+    refuse_input(options.output, Path(options.prompts))
     output, work = options.output, synthesis.work_directory(options.output)
     resumes = work.check(options)
     if options.dry_run:

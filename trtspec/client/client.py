@@ -20,7 +20,7 @@ import httpx
 
 from trtspec import files
 from trtspec.client.addresses import key_header
-from trtspec.errors import TrtspecError, UsageError
+from trtspec.errors import TrtspecError, UsageError, listed
 
 T = TypeVar("T")
 CHAT, RAW = (
@@ -43,6 +43,14 @@ SILENCE_S = 600.0  # without a byte, from a server that nobody gave a limit
 # moment fails with a ReadError, so the client closes it first
 KEPT_S = 2.0
 POLL_S = 0.2  # between two requests to a server that is not ready
+KEY = "set OPENAI_API_KEY to a key of the server"
+# by the status of /v1/models
+REMEDIES: dict[int | None, str] = {
+    404: "check host and port",
+    401: KEY,
+    403: KEY,
+}
+LATE = ("not complete after", "no answer within")  # in the error of an answer that took too long
 
 
 class RequestFailed(TrtspecError):
@@ -150,9 +158,10 @@ async def fetch(
         response = await client.send(request)
     except httpx.TimeoutException:
         limit = timeout or client.timeout.read or math.inf
-        raise RequestFailed(f"no answer within {limit:g} s from {request.url}") from None
+        raise RequestFailed(f"{LATE[1]} {limit:g} s from {request.url}") from None
     except httpx.HTTPError as error:
-        raise RequestFailed(f"{request.url} does not answer: {describe(error)}") from None
+        message = f"{request.url} does not answer: {describe(error)}"
+        raise RequestFailed(message, "check host and port, or start the server there") from None
     if response.status_code != 200:
         raise RequestFailed(
             error_message(response.status_code, response.text), status=response.status_code
@@ -165,20 +174,28 @@ async def health(client: httpx.AsyncClient, timeout: float = 2.0) -> None:
     await fetch(client, "/health", timeout=timeout)
 
 
-async def first_model(client: httpx.AsyncClient, timeout: float = 30.0) -> dict[str, Any]:
-    """The first entry of /v1/models, with an `id`. Raises RequestFailed."""
+async def first_model(
+    client: httpx.AsyncClient, timeout: float = 30.0, name: str | None = None
+) -> dict[str, Any]:
+    """The first entry of /v1/models, or the one called `name`, with an `id`.
+
+    Raises RequestFailed, and UsageError if the server lists others and not `name`."""
     remedy = "start the server with `trtspec serve TARGET`, or wait for it with `wait_ready` 300"
     where = f"{str(client.base_url).rstrip('/')}/v1/models"
     try:
-        first = files.parse_json(await fetch(client, "/v1/models", timeout=timeout))["data"][0]
-        if isinstance(first["id"], str) and first["id"]:
-            return dict(first)
+        models = files.parse_json(await fetch(client, "/v1/models", timeout=timeout))["data"]
+        entries = {model["id"]: model for model in models}
+        first = models[0]["id"]
+        if name is not None and name not in entries:
+            serves = f"{where} lists {listed(map(str, entries))}, and not {name}"
+            raise UsageError(serves, f"pass `model` {first}, or leave `model` out")
+        if isinstance(first, str) and first:
+            return dict(entries[name or first])
     except RequestFailed as failure:
         message = f"{where} answered {failure.message}" if failure.status else failure.message
         if failure.status == 404:
             message = f"{where} answered 404: this is not an OpenAI-compatible server"
-            remedy = "check host and port"
-        raise RequestFailed(message, remedy, failure.status) from None
+        raise RequestFailed(message, REMEDIES.get(failure.status, remedy), failure.status) from None
     except (ValueError, LookupError, TypeError):
         pass
     raise RequestFailed(f"{where} answered 200 without a model", remedy, 200)
@@ -232,6 +249,12 @@ def ask_once(
             return await look(client)
 
     return asyncio.run(asked())
+
+
+def remedy_for(error: str, otherwise: str) -> str:
+    """What to do about the error of an answer: more time for a late one."""
+    late = any(words in error for words in LATE)
+    return "allow more seconds with `timeout`" if late else otherwise
 
 
 def describe(error: Exception) -> str:
@@ -303,7 +326,7 @@ async def stream_answer(
                     absorb(answer, event, now)
                     on_event(answer)
     except TimeoutError:
-        answer.error = f"not complete after {limit_s:g} s"
+        answer.error = f"{LATE[0]} {limit_s:g} s"
     except (httpx.HTTPError, httpx.StreamError, OSError, ValueError) as error:
         answer.error = describe(error)
     except (AttributeError, KeyError, TypeError, OverflowError, RecursionError) as error:

@@ -115,11 +115,12 @@ class DetectedServer:
 async def detect_server(client: httpx.AsyncClient, model: str | None = None) -> DetectedServer:
     """Asks /v1/models for the owner, then /version and /metrics.
 
-    Raises RequestFailed if nothing answers, or if the server has no list of models and `model` is not given.
+    Raises RequestFailed if nothing answers, or if the server has no list of models and `model` is not given. Raises
+    UsageError if its list does not have `model`.
     """
     entry: dict[str, Any] = {}
     try:
-        entry = await first_model(client)
+        entry = await first_model(client, name=model)
     except RequestFailed as failure:
         if model is None or failure.status != 404:
             raise

@@ -172,9 +172,8 @@ class ChoiceStream:
         with the first token: a client that takes it for that measures the right time."""
         asked, first, self.opened = self.call.asked, not self.opened, True
         output = shown(self.call, output)
-        self.completion.add(
-            replace(output, text="", logprobs=[], prompt_logprobs=[])
-        )  # its counts are what is needed
+        # only the counts are needed
+        self.completion.add(replace(output, text="", logprobs=[], prompt_logprobs=[]))
         opening: list[dict[str, Any]] = []
         if first and asked.chat:
             opening = [{"delta": {"role": "assistant", "content": ""}}]

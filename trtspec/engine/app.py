@@ -93,14 +93,12 @@ def create_app(
         _require_model(asked.model, served)
         try:
             grammar = None
-            if (
-                asked.form is not None
-            ):  # first: a flood of forms is refused here, and takes no place in the queue
+            if asked.form is not None:
+                # first: a flood of forms is refused here, and takes no place in the queue
                 grammar = await _unless_disconnected(request, _compiled(asked.form, grammars))
             _require_room(asked.choices, reservation)  # before anything is tokenized
-            job = await asyncio.to_thread(
-                preparation.call, asked, grammar
-            )  # templates and long texts take a while
+            # templates and long texts take a while
+            job = await asyncio.to_thread(preparation.call, asked, grammar)
             _require_room_for_scores(job.scores(engine.max_seq_len), reservation)
             if asked.stream:
                 return Reply(reservation, _stream(job, worker), media_type="text/event-stream")
@@ -155,9 +153,8 @@ async def _compiled(form: Form, grammars: Grammars) -> Grammar:
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Made]) -> Made:
     """The result of `work`; it is cancelled when the client goes away, with an ApiError that nobody reads."""
     working, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
-    working.add_done_callback(
-        lambda done: done.cancelled() or done.exception()
-    )  # which nobody may ask for
+    # asyncio would log an exception that nobody asks for
+    working.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -178,12 +175,12 @@ async def _stream(job: ApiCall, worker: Worker) -> AsyncIterator[str]:
     streams = [ChoiceStream(job, index) for index in range(len(job.requests))]
     try:
         async for index, output in worker.run(job.requests):
-            push = streams[
-                index
-            ].push  # a long prompt's log-probabilities are written beside the event loop
-            chunk = (
-                await asyncio.to_thread(push, output) if output.prompt_logprobs else push(output)
-            )
+            push = streams[index].push
+            if output.prompt_logprobs:
+                # those of a long prompt are written beside the event loop
+                chunk = await asyncio.to_thread(push, output)
+            else:
+                chunk = push(output)
             if chunk:
                 yield chunk
     except (ApiError, RequestRefused) as failure:

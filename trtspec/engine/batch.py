@@ -1,5 +1,5 @@
-"""The rows that decode together, and the prompts on their way to them. Sequence i of the batch always is row i of the
-tensors here and of every cache."""
+"""The rows that decode together, and prompts on their way there. Sequence i of the batch is row i of the tensors here
+and of every cache."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from trtspec.models.state import TextPiece
 class DecodeBatch:
     """State of the decoding rows, compacted at the front.
 
-    block int64 [rows, 1+k]: a row's last token and its drafts. start int64 [rows]: the last token's position.
-    uniform float32 [rows, 2k+1]: the round's random numbers of a sampled row: k to draw drafts, k to accept them, one
-    for the token after them. draft_probs float32 [rows, k, Vd]: what the drafts were drawn from, None when the drafter
-    is deterministic.
+    block: int64 [rows, 1+k], a row's last token and its drafts.
+    start: int64 [rows], the last token's position.
+    uniform: float32 [rows, 2k+1], a round's random numbers: k to draw drafts, k to accept them, one for the last token.
+    draft_probs: float32 [rows, k, Vd], the distributions of the drafts, None if the drafter is deterministic.
     """
 
     def __init__(self, rows: int, draft_len: int, device: torch.device) -> None:
@@ -38,15 +38,14 @@ class DecodeBatch:
 
     @property
     def reach(self) -> int:
-        """Where the longest row ends, behind its last token; known without asking the device."""
+        """The end of the longest row, behind its last token; known without asking the device."""
         return max(sequence.length for sequence in self.sequences)
 
     def append(self, sequence: Sequence, token: int) -> None:
         """Adds a sequence whose prompt is in the caches and whose first token is `token`."""
         row = len(self.sequences)
-        self.block[row, 0].fill_(
-            token
-        )  # assigning a number to one element is a copy from the host that waits
+        # assigning a number to one element would be a copy from the host that waits
+        self.block[row, 0].fill_(token)
         self.start[row].fill_(len(sequence.request.prompt_ids))
         if sequence.sampled:
             self.uniform[row].copy_(sequence.uniform(self.uniform.shape[1]), non_blocking=True)
@@ -58,17 +57,17 @@ class DecodeBatch:
         last = len(self.sequences) - 1
         if row != last:
             self.sequences[row] = self.sequences[last]
-            state = [self.block, self.start, self.uniform]
-            for tensor in [*state, self.draft_probs] if self.draft_probs is not None else state:
-                tensor[row] = tensor[last]
+            for tensor in (self.block, self.start, self.uniform, self.draft_probs):
+                if tensor is not None:
+                    tensor[row] = tensor[last]
         self.sequences.pop()
         self.sampling = BatchSampling.of(self.sequences, self.device)
         return last
 
     def advance(self, tokens: Tensor, accepted: Tensor) -> None:
-        """Puts each row behind its accepted drafts: tokens int64 [B, T], of which tokens[b, accepted[b]] is the last.
+        """Moves each row behind its accepted drafts: tokens int64 [B, T], of which tokens[b, accepted[b]] is the last.
 
-        Draws the next round's random numbers, the same count per row whatever the batch looks like.
+        Draws the next round's random numbers, the same count per row in any batch.
         """
         rows = len(accepted)
         self.block[:rows, 0] = tokens[self.row_index[:rows], accepted]
@@ -91,8 +90,12 @@ class DecodeBatch:
 
 @dataclass
 class Chunk:
-    """A piece of a sequence's prompt. Its pass fills in the token that follows it, of its last token the logits [V] and
-    margins [1], and the log-probabilities of the prompt's tokens behind its first, where they are asked for."""
+    """A piece of a sequence's prompt; its pass fills in the rest.
+
+    following: the token behind the piece.
+    logits, margins: [V] and [1], of the piece's last token.
+    logprobs: of the prompt's tokens behind the piece's first, if the request asks for them.
+    """
 
     sequence: Sequence
     piece: TextPiece
@@ -115,5 +118,5 @@ class Chunk:
 
     @property
     def scored(self) -> int:
-        """Positions, from the last one back, that logits are needed of."""
+        """Number of trailing positions that need logits."""
         return len(self) if self.sequence.request.prompt_logprobs else 1

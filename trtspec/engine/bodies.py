@@ -194,9 +194,8 @@ class GenerationBody(Sampling):
     def _streams_only(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ApiError("stream_options are for streams", param="stream_options")
-        if (
-            self.form is not None and self.ignore_eos
-        ):  # the form is made here, beside the event loop
+        # the form is made here, beside the event loop
+        if self.form is not None and self.ignore_eos:
             raise ApiError(
                 "an answer with a form ends when that is complete: omit ignore_eos",
                 param="ignore_eos",

@@ -129,9 +129,8 @@ class Boundary:
             await self.app(scope, receive_body, send_named)
         except ClientDisconnect:
             return
-        except (
-            asyncio.CancelledError
-        ):  # a stop whose grace is over; raised on, it would be logged as a fault
+        except asyncio.CancelledError:
+            # a stop whose grace is over; raised on, it would be logged as a fault
             if not started:
                 await error_response(ApiError("the server was stopped", status=503))(
                     scope, receive, send_named

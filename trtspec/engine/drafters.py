@@ -12,16 +12,16 @@ from trtspec.models.state import State, TextPiece
 
 if TYPE_CHECKING:
     from trtspec.models.eagle3 import Eagle3Head
-    from trtspec.models.kimi import KimiModel
+    from trtspec.models.k2 import KimiModel
 
 DraftSampling = Literal["argmax", "probabilistic"]
 
 
 class Drafter:
-    """What the engine asks of a drafter, and plain decoding: no drafts, one token per round.
+    """The interface of a drafter, and plain decoding: no drafts, one token per round.
 
-    The engine calls `prompts` for each pass over prompts; in each round `propose` before the verification and `learn`
-    after it; and `move` when a row changes its place.
+    The engine calls `prompts` for each pass over prompts, in each round `propose` before the verification and `learn`
+    after it, and `move` when a row of the batch moves.
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -29,7 +29,7 @@ class Drafter:
     cache: State | None = None
 
     def prompts(self, aux: Tensor | None, tokens: Tensor, pieces: list[TextPiece]) -> None:
-        """Takes the target's states [1, N, n_aux*H] of pieces of prompts with the tokens [1, N] that follow each."""
+        """Takes the target's states [1, T, n_aux*H] of pieces of prompts, with the token that follows each, [1, T]."""
 
     def propose(self, batch: DecodeBatch) -> list[int]:
         """Writes up to `batch.draft_len` drafts of each row behind its last token; returns how many."""
@@ -38,23 +38,25 @@ class Drafter:
     def learn(
         self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, accepted: Tensor
     ) -> None:
-        """Takes what a verification says of the batch's rows, before they advance: the captured states
-        [B, T, n_aux*H] of the block's tokens, the tokens int64 [B, T] that follow each, and accepted drafts int64 [B].
+        """Takes the result of a verification, before the rows advance.
+
+        aux: [B, T or more, n_aux*H], the target's states of each row's last token and its drafts.
+        tokens: int64 [B, T], the token that follows each; accepted: int64 [B], the accepted drafts.
         """
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copies what is kept of a row of `length` tokens to another row."""
+        """Copies the memory of a row of `length` tokens to another row."""
 
 
 class Eagle3Drafter(Drafter):
     """Chain drafting with an Eagle3 head and its own KV cache.
 
-    Row t of the head pairs the target's state at position t with the token at t+1. Rows of true states are written
-    for the prompt and after each verification; the rows a chain adds beyond them are overwritten by the next ones.
+    The head's input at position t is the target's state there and the token at t + 1. Cache entries of true states are
+    written for the prompt and after each verification. Those that a chain of drafts adds are overwritten by them.
 
-    The drafts of a sampled request are the head's likeliest tokens (`argmax`, as vLLM and TensorRT-LLM draft): the
-    target's probability p accepts them. Or they are drawn from the head's distribution q (`probabilistic`): min(1, p/q)
-    accepts them. Both leave the target's distribution unchanged.
+    The drafts of a sampled request are the head's likeliest tokens (`argmax`, as vLLM and TensorRT-LLM draft), accepted
+    with the target's probability p. Or they are drawn from the head's distribution q (`probabilistic`), accepted with
+    min(1, p/q). Both leave the target's distribution unchanged.
     """
 
     def __init__(
@@ -71,48 +73,43 @@ class Eagle3Drafter(Drafter):
         self.draft_ids = head.target_ids
         self.cache: State = head.new_cache(rows, max_len)
         weight, hidden = head.fc.weight, head.spec.hidden_size
-        self.feedback = weight.new_zeros(
-            rows, 1, hidden
-        )  # of each row's last true state: the first step's input,
-        self.normed = weight.new_zeros(rows, hidden)  # and what its first draft is read from
+        # the head's outputs at each row's last true state: input of the first draft step, and of the first logits
+        self.feedback = weight.new_zeros(rows, 1, hidden)
+        self.normed = weight.new_zeros(rows, hidden)
 
     def prompts(self, aux: Tensor | None, tokens: Tensor, pieces: list[TextPiece]) -> None:
         assert aux is not None
         feedback, normed = self.head.prompts(self.head.fuse(aux), tokens, pieces, self.cache)
         rows = on_device([piece.row for piece in pieces], tokens.device)
-        self.feedback[rows, 0], self.normed[rows] = feedback[0], normed[0]
+        self.feedback[rows, 0] = feedback[0]
+        self.normed[rows] = normed[0]
 
     def propose(self, batch: DecodeBatch) -> list[int]:
-        """A chain from the last true state: each step's output is the next one's input.
-
-        A step's own row has the position of the token before its draft.
-        """
-        rows, length = len(batch), batch.draft_len
+        """A chain from the last true state: each step's output is the next one's input."""
+        rows = len(batch)
         x, normed = self.feedback[:rows], self.normed[:rows]
-        start, drafts = batch.start[:rows], batch.block[:rows, 1:]
-        for step in range(length):
-            if step:
-                x, steps = self.head(
-                    x,
-                    drafts[:, step - 1 : step],
-                    start + (step - 1),
-                    self.cache,
-                    length=batch.reach + step - 1,
-                )
-                normed = steps[:, 0]
-            drafts[:, step] = self._choose(batch, step, self.head.logits(normed))
-        return [length] * rows
+        drafts = batch.block[:rows, 1:]
+        drafts[:, 0] = self._choose(batch, 0, self.head.logits(normed))
+        for step in range(1, batch.draft_len):
+            # the draft that this step reads, and its distance from the row's last token
+            before = step - 1
+            start, end = batch.start[:rows] + before, batch.reach + before
+            x, states = self.head(x, drafts[:, before:step], start, self.cache, length=end)
+            drafts[:, step] = self._choose(batch, step, self.head.logits(states[:, 0]))
+        return [batch.draft_len] * rows
 
     def learn(
         self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, accepted: Tensor
     ) -> None:
-        """Runs the head over the true states."""
-        rows, end = len(batch), batch.reach + tokens.shape[1] - 1
+        """Runs the head over the true states; no row keeps its outputs behind its accepted drafts."""
         assert aux is not None
+        rows, width = tokens.shape
+        x, end = self.head.fuse(aux[:, :width]), batch.reach + width - 1
         feedback, normed = self.head(
-            self.head.fuse(aux), tokens, batch.start[:rows], self.cache, length=end, at=accepted
+            x, tokens, batch.start[:rows], self.cache, length=end, at=accepted
         )
-        self.feedback[:rows], self.normed[:rows] = feedback, normed[:, 0]
+        self.feedback[:rows] = feedback
+        self.normed[:rows] = normed[:, 0]
 
     def move(self, source: int, target: int, length: int) -> None:
         self.cache.move(source, target, length)
@@ -120,7 +117,7 @@ class Eagle3Drafter(Drafter):
             state[target] = state[source]
 
     def _choose(self, batch: DecodeBatch, step: int, logits: Tensor) -> Tensor:
-        """Draft `step` of each row in target ids, from logits [B, Vd]: the likeliest, or drawn where the row draws."""
+        """Draft `step` of each row in target ids, from logits [B, Vd]: the likeliest, or drawn in rows that draw."""
         ids, sampling = logits.argmax(-1), batch.sampling
         if sampling is not None and self.draws:
             probs = sampling.probabilities(logits[sampling.rows])

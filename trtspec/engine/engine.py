@@ -30,24 +30,28 @@ from trtspec.engine.sampling import (
 )
 from trtspec.engine.sequence import Output, Sequence, Totals, steered
 from trtspec.errors import UsageError
+from trtspec.models.fast import prepare_for_decoding
 from trtspec.models.state import State, TextPiece
-from trtspec.models.weights import prepare_for_decoding
 
 if TYPE_CHECKING:
     from trtspec.models.eagle3 import Eagle3Head
-    from trtspec.models.kimi import KimiModel
+    from trtspec.models.k2 import KimiModel
 
 PREFILL_TOKENS = 512  # per step, so that a long prompt does not stall the rows that decode
-PASSING = 256  # requests
+OVERTAKEN_BY = 256  # later requests, by a request that may keep others waiting
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """`draft_len` drafts are verified per round, with a head. `max_seq_len` bounds prompt plus output, in
-    tokens; `max_num_tokens` the tokens of a step, prompts and rounds together; `prefill_tokens` the share of prompts
-    that one pass takes, and one step where `max_num_tokens` is not given. `draft_sampling` is how the drafts of sampled
-    requests are chosen. Up to `prefix_bytes` of computed texts are kept and reused (prefix.py); 0: none. `record_gaps`
-    keeps, per emitted token, how far the best logit was ahead of the second and the chosen experts of the others."""
+    """
+    draft_len: drafts that a round verifies, with a head.
+    max_seq_len: tokens of a prompt and its output together.
+    record_gaps: keep, per emitted token, the lead of the best logit and of the chosen experts.
+    draft_sampling: how the drafts of sampled requests are chosen.
+    prefill_tokens: of prompts in one pass, and in one step unless `max_num_tokens` is given.
+    max_num_tokens: of a step, prompts and rounds together.
+    prefix_bytes: of computed texts that are kept and reused in blocks of `block_tokens` (prefix.py); 0: none.
+    """
 
     draft_len: int = 3
     max_batch_size: int = 16
@@ -82,9 +86,8 @@ class Engine:
         self.draft_len = options.draft_len if head is not None else 0
         self.eos_ids = tokenizer.eos_ids if tokenizer else target.spec.eos_token_ids
         self.device = target.embed.weight.device
-        cache_len = (
-            options.max_seq_len + self.draft_len
-        )  # drafts of a row that is nearly full reach beyond its end
+        # drafts of a row that is nearly full reach beyond its end
+        cache_len = options.max_seq_len + self.draft_len
         self.cache: State = target.new_cache(options.max_batch_size, cache_len)
         self.drafter = Drafter()
         if head is not None:
@@ -102,13 +105,11 @@ class Engine:
             )
         self.batch = DecodeBatch(options.max_batch_size, self.draft_len, self.device)
         self.waiting: deque[Sequence] = deque()
-        self.prefilling: Sequence | None = (
-            None  # the prompt that was begun, in cache row `prefill_row`
-        )
+        # the prompt that is partly computed, and its row of the caches
+        self.prefilling: Sequence | None = None
         self.prefill_row = 0
-        self.cancelled: set[str] = (
-            set()
-        )  # ids of requests that end at the next step; unknown ones are ignored
+        # ids of requests that end at the next step; unknown ones are ignored
+        self.cancelled: set[str] = set()
         self.submitted = 0
         self.reset_counters()
 
@@ -129,8 +130,8 @@ class Engine:
         )
 
     def enqueue(self, request: GenerationRequest, earlier: int = 0) -> None:
-        """Queues a request that `check` took, behind `earlier` ones of the same call. For each of them, and for its own
-        grammar, it lets PASSING later requests go first, so that neither keeps others waiting."""
+        """Queues a request that `check` took, after `earlier` ones of the same call. For each of those, and for its own
+        grammar, OVERTAKEN_BY later requests go first, so that neither keeps others waiting."""
         sequence = Sequence(
             request,
             draft_len=self.draft_len,
@@ -140,9 +141,9 @@ class Engine:
             seed=self.options.seed + self.submitted + 1,
         )
         own_grammar = request.grammar is not None and request.grammar.size > 0
-        sequence.turn = self.submitted + (earlier + own_grammar) * PASSING
+        sequence.turn = self.submitted + (earlier + own_grammar) * OVERTAKEN_BY
         self.submitted += 1
-        insort(self.waiting, sequence, key=lambda one: one.turn)
+        insort(self.waiting, sequence, key=lambda sequence: sequence.turn)
 
     @property
     def has_work(self) -> bool:
@@ -163,10 +164,10 @@ class Engine:
         batch, drafter, rows = self.batch, self.drafter, len(self.batch)
 
         # Draft: guesses at each row's next tokens; a row offers none that it could not emit any more.
-        found = drafter.propose(batch)
+        proposed = drafter.propose(batch)
         offered = [
             min(count, sequence.remaining - 1)
-            for count, sequence in zip(found, batch.sequences, strict=True)
+            for count, sequence in zip(proposed, batch.sequences, strict=True)
         ]
 
         # Verify: one pass of the target over each row's last token and its drafts.
@@ -181,22 +182,19 @@ class Engine:
         # Commit: each row's last token and its accepted drafts are text now. The pass itself changed nothing.
         self.cache.commit(accepted + 1)
 
-        # Learn: the drafter reads the target's states of the emitted tokens. No row keeps states behind `known`.
-        known = max(map(len, emitted))
-        drafter.learn(
-            batch, None if out.aux is None else out.aux[:, :known], tokens[:, :known], accepted
-        )
+        # Learn: the drafter reads the target's states of the tokens that the longest row emits.
+        drafter.learn(batch, out.aux, tokens[:, : max(map(len, emitted))], accepted)
         batch.advance(tokens, accepted)
 
-        # Emit: from the last row, because one that ends gives its place to the last.
-        made = [
+        # Emit: rows that end leave from the last one on, because each gives its place to the last row.
+        results = [
             self._emit(row, emitted[row], offered[row], out.logits[row], out.margins[row])
             for row in range(rows)
         ]
         for row in reversed(range(rows)):
-            if made[row].finish_reason:
+            if results[row].finish_reason:
                 self._remove(row)
-        outputs += made
+        outputs += results
 
     def _accept(self, logits: Tensor, drafts: Tensor, offered: list[int]) -> tuple[Tensor, Tensor]:
         """(tokens int64 [B, T], accepted int64 [B]) of logits [B, T, V] after the last token and the T-1 drafts."""
@@ -228,9 +226,8 @@ class Engine:
         try:
             output = sequence.emit(tokens, offered)
             if self.prefix is not None and output.finish_reason:
-                self.prefix.save(
-                    (sequence.request.prompt_ids + sequence.token_ids)[:-1], row
-                )  # the last never ran
+                text = sequence.request.prompt_ids + sequence.token_ids
+                self.prefix.save(text[:-1], row)  # the last token was never computed
             logits = logits[: len(output.token_ids)]
             if self.options.record_gaps:
                 first, second = logits.topk(2, -1).values.unbind(-1)
@@ -269,8 +266,8 @@ class Engine:
         return room - budget
 
     def _next_chunks(self, budget: int) -> list[Chunk]:
-        """What the next pass computes: the prompt that was begun and then waiting ones, while there is room for them.
-        Only the last of them may end within its prompt. `budget` tokens are left of the step."""
+        """The next pass: the rest of the prompt that was begun, then waiting prompts, while there is room. Only the
+        last chunk may end within its prompt. `budget`: tokens that are left of the step."""
         room = min(budget, self.options.prefill_tokens)
         chunks: list[Chunk] = []
         if self.prefilling is not None:
@@ -282,24 +279,20 @@ class Engine:
                 break
             self.prefilling = None
             begin = sequence.prefilled
-            chunks.append(
-                Chunk(
-                    sequence,
-                    TextPiece(row, begin, min(begin + room, len(sequence.request.prompt_ids))),
-                )
-            )
-            room -= len(chunks[-1])
+            end = min(begin + room, len(sequence.request.prompt_ids))
+            chunks.append(Chunk(sequence, TextPiece(row, begin, end)))
+            room -= end - begin
         return chunks
 
     def _next_prompt(self, row: int, beside: list[Chunk]) -> Sequence | None:
-        """Takes the next prompt up, with what is known of its beginning; None where none may begin now. One whose
-        beginning is being computed `beside` it waits for that."""
+        """Takes the next prompt from the queue and loads the known prefix of it; None if none may begin now. A prompt
+        waits if a chunk `beside` it computes more of its prefix."""
         if not self.waiting or row >= self.max_batch_size:
             return None
         request = self.waiting[0].request
         prefix = None if request.prompt_logprobs else self.prefix
         if prefix is not None and any(
-            prefix.gains(request.prompt_ids, chunk.prompt, chunk.sequence.cached_tokens)
+            prefix.worth_waiting(request.prompt_ids, chunk.prompt, chunk.sequence.cached_tokens)
             for chunk in beside
         ):
             return None
@@ -309,7 +302,7 @@ class Engine:
         return sequence
 
     def _prefill_pass(self, chunks: list[Chunk], outputs: list[Output]) -> None:
-        """One pass over the chunks; where that fails, each is tried alone, so that only what is at fault fails."""
+        """One pass over the chunks. If it fails, each is tried alone, so that only the one at fault fails."""
         try:
             aux, following = self._compute(chunks)
             self.drafter.prompts(aux, following, [chunk.piece for chunk in chunks])
@@ -325,43 +318,39 @@ class Engine:
             outputs += self._advance_prompt(chunk)
 
     def _compute(self, chunks: list[Chunk]) -> tuple[Tensor | None, Tensor]:
-        """Fills the cache's rows of the chunks; returns the captured states [1, N, n_aux*H] and the token that follows
-        each position, int64 [1, N].
+        """Fills the cache's rows of the chunks; returns the captured states [1, T, n_aux*H] and the token that follows
+        each position, int64 [1, T].
 
-        The chunks lie one behind the other in a single row of tokens, without padding. Every product takes them all at
+        The chunks are behind each other in a single row of tokens, without padding. Every product takes them all at
         once, so that a weight is read once; only attention goes from text to text."""
-        tokens = [
-            token for chunk in chunks for token in chunk.prompt[chunk.piece.begin : chunk.piece.end]
-        ]
-        kept: list[int] = []  # positions whose logits are needed
-        end = 0
+        tokens: list[int] = []
+        scored: list[int] = []  # positions in `tokens` whose logits are needed
         for chunk in chunks:
-            end += len(chunk)
-            kept += range(end - chunk.scored, end)
+            tokens += chunk.prompt[chunk.piece.begin : chunk.piece.end]
+            scored += range(len(tokens) - chunk.scored, len(tokens))
         pieces = [chunk.piece for chunk in chunks]
-        out = self.target.prompts(
-            on_device([tokens], self.device), pieces, self.cache, self.drafter.aux_layers, kept
+        ids = on_device([tokens], self.device)
+        out = self.target.prompts(ids, pieces, self.cache, self.drafter.aux_layers, scored)
+        counts = [chunk.scored for chunk in chunks]
+        by_chunk = zip(
+            chunks, out.logits[0].split(counts), out.margins[0].split(counts), strict=True
         )
-        scored = [chunk.scored for chunk in chunks]
-        for chunk, logits, margins in zip(
-            chunks, out.logits[0].split(scored), out.margins[0].split(scored), strict=True
-        ):
+        for chunk, logits, margins in by_chunk:
             chunk.logits, chunk.margins = logits[-1], margins[-1:]
             if chunk.sequence.request.prompt_logprobs:
-                known = chunk.prompt[chunk.piece.begin + 1 : chunk.piece.end + 1]
-                scores = logits[: len(known)].log_softmax(-1)
-                chunk.logprobs = token_logprobs(
-                    scores, known, max(1, chunk.sequence.request.logprobs)
-                )
-        first = iter(self._first_tokens([chunk for chunk in chunks if chunk.done]))
-        following = []
+                following = chunk.prompt[chunk.piece.begin + 1 : chunk.piece.end + 1]
+                scores = logits[: len(following)].log_softmax(-1)
+                alternatives = max(1, chunk.sequence.request.logprobs)
+                chunk.logprobs = token_logprobs(scores, following, alternatives)
+        first_tokens = iter(self._first_tokens([chunk for chunk in chunks if chunk.done]))
+        shifted: list[int] = []
         for chunk in chunks:
-            chunk.following = next(first) if chunk.done else chunk.prompt[chunk.piece.end]
-            following += [*chunk.prompt[chunk.piece.begin + 1 : chunk.piece.end], chunk.following]
-        return out.aux, on_device([following], self.device)
+            chunk.following = next(first_tokens) if chunk.done else chunk.prompt[chunk.piece.end]
+            shifted += [*chunk.prompt[chunk.piece.begin + 1 : chunk.piece.end], chunk.following]
+        return out.aux, on_device([shifted], self.device)
 
     def _advance_prompt(self, chunk: Chunk) -> list[Output]:
-        """What came out of the pass: nothing inside a prompt, else the first token of a new row of the batch."""
+        """Takes the chunk's result: inside a prompt there is no output, at its end the first token of a new row."""
         sequence, piece, row = chunk.sequence, chunk.piece, len(self.batch)
         sequence.prompt_logprobs += chunk.logprobs
         sequence.prefilled = piece.end
@@ -376,10 +365,8 @@ class Engine:
         except Exception as error:
             return [sequence.fail(error)]
         output = self._emit(row, [chunk.following], None, chunk.logits.unsqueeze(0), chunk.margins)
-        output.prompt_logprobs, output.cached_tokens = (
-            sequence.prompt_logprobs,
-            sequence.cached_tokens,
-        )
+        output.prompt_logprobs = sequence.prompt_logprobs
+        output.cached_tokens = sequence.cached_tokens
         if output.finish_reason:
             self._remove(row)
         return [output]
@@ -413,14 +400,14 @@ class Engine:
         self.drafter.move(source, target, length)
 
     def _drop_cancelled(self) -> list[Output]:
-        gone, self.cancelled = self.cancelled, set()
-        dropped = [sequence for sequence in self.waiting if sequence.id in gone]
-        self.waiting = deque(sequence for sequence in self.waiting if sequence.id not in gone)
-        if self.prefilling and self.prefilling.id in gone:
+        ids, self.cancelled = self.cancelled, set()
+        dropped = [sequence for sequence in self.waiting if sequence.id in ids]
+        self.waiting = deque(sequence for sequence in self.waiting if sequence.id not in ids)
+        if self.prefilling and self.prefilling.id in ids:
             dropped.append(self.prefilling)
             self.prefilling = None
         for row in reversed(range(len(self.batch))):
-            if self.batch.sequences[row].id in gone:
+            if self.batch.sequences[row].id in ids:
                 dropped.append(self.batch.sequences[row])
                 self._remove(row)
         return [

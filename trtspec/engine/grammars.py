@@ -176,9 +176,8 @@ class Grammars:
             writer.write(asked)
             writer.write_eof()
             answer = await reader.read()
-            return (
-                dict(json.loads(answer)) if answer else {"error": TOO_DEAR}
-            )  # the kernel ended it
+            # without an answer, the kernel ended the process
+            return dict(json.loads(answer)) if answer else {"error": TOO_DEAR}
         finally:
             writer.close()
 
@@ -200,9 +199,8 @@ class Grammars:
                         words, stdin=theirs.fileno(), stdout=null, stderr=null
                     )
                 self._control.setblocking(False)
-                await asyncio.get_running_loop().sock_recv(
-                    self._control, 1
-                )  # it holds the vocabulary
+                # a byte says that the process holds the vocabulary
+                await asyncio.get_running_loop().sock_recv(self._control, 1)
             return self._control
 
     def compile(self, kind: str, text: str) -> Any:
@@ -227,9 +225,8 @@ class Grammars:
         matcher.compute_bitmask()  # the first mask builds most of the lexer, and fails where that is too large
         if matcher.is_error():
             raise ValueError(matcher.get_error().splitlines()[0])
-        getattr(ctypes.CDLL(None), "malloc_trim", bool)(
-            0
-        )  # glibc keeps freed memory; nothing to do elsewhere
+        # glibc keeps freed memory; nothing to do elsewhere
+        getattr(ctypes.CDLL(None), "malloc_trim", bool)(0)
         return matcher
 
     def close(self) -> None:

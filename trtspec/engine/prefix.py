@@ -1,9 +1,8 @@
-"""Prefix reuse: the caches of texts that were computed, kept in blocks, so that a prompt that begins like one of them
-is not computed again.
+"""Prefix reuse: caches of computed texts, kept in blocks, so that a prompt with a known prefix is not computed again.
 
-A block is known by its tokens and by the block before it, so only equal texts share one. It keeps snapshots of the
-target's state and of the head's. A head's row at position t needs the token at t+1 and what the target computes at t.
-So with a head all snapshots end one position before their block, and the target computes that position again.
+A block is identified by its tokens and by the block before it, so only equal texts share one. It keeps a snapshot of
+the target's state and one of the head's. The head's input at position t needs the token at t + 1, which the next prompt
+may change. So with a head all snapshots end one position before their block, and that position is computed again.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ BLOCK_TOKENS = 32  # TensorRT-LLM's default tokens_per_block
 PREFIX_BYTES = 256 << 20
 ROOT = 0
 
-Key = tuple[int, tuple[int, ...]]  # number of the block before, and the block's own tokens
+BlockKey = tuple[int, tuple[int, ...]]  # number of the block before, and the block's own tokens
 
 
 @dataclass
 class PrefixStats:
-    """Since the start. `tokens` are those of the prompts that were looked up, `cached_tokens` those of them that needed
-    no computation."""
+    """Since the start. tokens: of all prompts; cached_tokens: of them, those that needed no computation."""
 
     tokens: int = 0
     cached_tokens: int = 0
@@ -37,14 +35,14 @@ class PrefixStats:
 
 @dataclass(frozen=True)
 class Block:
-    """`snapshots`: of the target's state and, with a head, of the head's."""
+    """snapshots: of the target's state and, with a head, of the head's."""
 
     number: int
     snapshots: list[Any]
 
 
 class PrefixCache:
-    """Blocks of computed texts, the least recently used one leaving first. Raises UsageError if `max_bytes` hold no
+    """Blocks of computed texts; the least recently used one is evicted first. Raises UsageError if `max_bytes` hold no
     block."""
 
     def __init__(
@@ -52,9 +50,8 @@ class PrefixCache:
     ) -> None:
         self.block_tokens = block_tokens
         self.states = [target] if head is None else [target, head]
-        self.behind = (
-            len(self.states) - 1
-        )  # positions, from the end of a block back to its snapshots
+        # positions from the end of a snapshot to the end of its block
+        self.behind = len(self.states) - 1
         block_bytes = sum(state.bytes(block_tokens) for state in self.states)
         self.capacity = max_bytes // block_bytes
         if not self.capacity:
@@ -62,14 +59,14 @@ class PrefixCache:
             raise UsageError(
                 message, f"give at least {-(-block_bytes >> 20)} MiB, or 0 to switch the reuse off"
             )
-        # A parent always counts as used after its children, so the oldest block, which leaves first, has no child.
-        self.blocks: OrderedDict[Key, Block] = OrderedDict()
+        # Oldest first. A parent always counts as used after its children, so the oldest block has no child.
+        self.blocks: OrderedDict[BlockKey, Block] = OrderedDict()
         self.stats = PrefixStats()
         self._numbers = itertools.count(ROOT + 1)
 
     def load(self, tokens: Sequence[int], row: int) -> int:
-        """Fills a row of the states with the longest known beginning of a prompt; returns how many of its tokens need
-        no computation, never all."""
+        """Fills a row of the states with the longest known prefix of a prompt; returns its length in tokens, which is
+        never the whole prompt's."""
         blocks = self._chain(tokens)
         reused = len(tokens) - 1
         for index, state in enumerate(self.states):
@@ -78,20 +75,20 @@ class PrefixCache:
         self.stats.cached_tokens += reused
         return reused
 
-    def gains(self, tokens: list[int], computed: list[int], cached_tokens: int) -> bool:
-        """Whether more of a prompt could be loaded after the prompt `computed`, of which `cached_tokens` are known."""
+    def worth_waiting(self, tokens: list[int], computed: list[int], cached_tokens: int) -> bool:
+        """Whether `tokens` could reuse more after the prompt `computed`, whose first `cached_tokens` are known."""
         shared = len(os.path.commonprefix([tokens, computed]))
         return shared - shared % self.block_tokens - self.behind > cached_tokens
 
     def save(self, tokens: Sequence[int], row: int) -> None:
-        """Keeps the whole blocks of `tokens`, which a row holds, up to the first that a state has no snapshot of."""
+        """Keeps the whole blocks of `tokens`, the text of a row, up to the first block without a snapshot."""
         self._chain(tokens, row)
 
     def _chain(self, tokens: Sequence[int], row: int | None = None) -> list[Block]:
-        """The longest known chain of blocks that `tokens` begin with, and new blocks of `row` behind it, if one is
-        given. The chain counts as used."""
+        """The longest known chain of blocks that `tokens` begin with, which counts as used. With a `row`, new blocks of
+        its text follow."""
         size, before = self.block_tokens, ROOT
-        chain: dict[Key, Block] = {}
+        chain: dict[BlockKey, Block] = {}
         for begin in range(0, len(tokens) - size + 1, size):
             key = before, tuple(tokens[begin : begin + size])
             block = self.blocks.get(key)
@@ -107,7 +104,8 @@ class PrefixCache:
         return list(chain.values())
 
     def _new_block(self, row: int, begin: int, in_use: int) -> Block | None:
-        """In the place of the oldest block, if need be, but not of the `in_use` last ones; None if that cannot be."""
+        """A block of a row's text from `begin` on; evicts the oldest block if all are taken. None if a state has no
+        snapshot, or if all blocks are among the `in_use` of this chain."""
         if in_use == self.capacity:
             return None
         snapshots = [state.snapshot(row, begin, begin + self.block_tokens) for state in self.states]

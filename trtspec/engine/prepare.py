@@ -79,9 +79,8 @@ class Preparation:
         for prompt in asked.prompts:
             if isinstance(prompt, str):
                 prompt = self.tokenizer.encode(prompt)
-            length = max(
-                1, asked.max_tokens
-            )  # of 0 tokens, an echo alone, one is generated and not shown
+            # of 0 tokens, an echo alone, one is generated and not shown
+            length = max(1, asked.max_tokens)
             requests += self._choices(asked, prompt, length, grammar, prompt_logprobs=scored)
         return ApiCall(asked, self.tokenizer, self.model, requests)
 
@@ -141,9 +140,8 @@ class Preparation:
         except PromptTooLong:
             raise
         except TrtspecError as error:
-            reason = error.message.removeprefix(
-                f"{template.where}: "
-            )  # a path is nobody's business
+            # a client does not learn the server's paths
+            reason = error.message.removeprefix(f"{template.where}: ")
             if reason != error.message:
                 reason = f"the chat template refuses the request: {reason}"
             raise ApiError(reason, param="messages") from None
@@ -159,9 +157,8 @@ class Preparation:
         """The checked requests behind the choices for one prompt; a seed that is given is moved on for each."""
         fields = {name: getattr(asked, name) for name in Sampling.model_fields} | more
         fields["logit_bias"] = {int(token): value for token, value in asked.logit_bias.items()}
-        fields["logprobs"] = (
-            0 if asked.top is None else max(1, asked.top)
-        )  # 0 alternatives: the chosen token's alone
+        # with 0 alternatives the chosen token's alone
+        fields["logprobs"] = 0 if asked.top is None else max(1, asked.top)
         common = GenerationRequest(
             "", prompt, max_tokens, stop=asked.stops, grammar=grammar, **fields
         )
@@ -172,9 +169,8 @@ class Preparation:
         for choice in range(asked.n):
             seed = common.seed
             if seed is not None and choice:
-                seed = (
-                    seed + choice + SEEDS // 2
-                ) % SEEDS - SEEDS // 2  # stays a signed 64-bit number
+                # stays a signed 64-bit number
+                seed = (seed + choice + SEEDS // 2) % SEEDS - SEEDS // 2
             requests.append(
                 common.model_copy(
                     update={"id": uuid.uuid4().hex, "seed": seed, "stop_token_ids": stops}

@@ -1,5 +1,5 @@
-"""From logits to probabilities to tokens, and which drafts are accepted. Pure functions over whole batches; randomness
-comes in as uniform numbers.
+"""From logits to probabilities to tokens, and which drafts are accepted. Pure functions over whole batches, which take
+their random numbers as arguments.
 
 Sampled verification is Leviathan et al. 2023 (arXiv 2211.17192). Draft x is kept with probability min(1, p(x)/q(x)). At
 the first rejection a token is drawn from max(p - q, 0), normalised. If all are kept, one more is drawn from p. The
@@ -20,18 +20,20 @@ from trtspec.engine.sequence import Sequence, TokenLogprobs
 
 @dataclass(frozen=True)
 class BatchSampling:
-    """Parameters of the sampled rows of a batch.
+    """Parameters of the S sampled rows of a batch; top_k comes before top_p.
 
-    `rows` int64 [S]; `temperature` float32 [S] is > 0. `top_k` int64 [S] (0 = off) keeps the k likeliest tokens, then
-    `top_p` float32 [S] (1 = off) keeps the smallest set whose mass reaches top_p. None for either means that no row
-    asks for it. `most` is the largest top_k; 0: it is not known, or a row has top_k off.
+    rows: int64 [S], in the batch.
+    temperature: float32 [S], above 0.
+    top_p: float32 [S], keeps the smallest set of likeliest tokens with that mass; 1: off, None: off in all rows.
+    top_k: int64 [S], keeps the k likeliest tokens; 0: off, None: off in all rows.
+    max_top_k: the largest of them; 0 if unknown or if a row has top_k off.
     """
 
     rows: Tensor
     temperature: Tensor
     top_p: Tensor | None = None
     top_k: Tensor | None = None
-    most: int = 0
+    max_top_k: int = 0
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """The sampling distribution, float32 [S, ..., V], of these rows' logits [S, ..., V]."""
@@ -40,44 +42,35 @@ class BatchSampling:
         # the best logit becomes 0 first: a tiny temperature then gives -inf to all others, never inf to the best
         scaled = (logits - logits.amax(-1, keepdim=True)) / self.temperature.view(shape)
         if self.top_k is not None:
-            scaled = keep_top_k(scaled, self.top_k.view(shape), self.most)
+            scaled = keep_top_k(scaled, self.top_k.view(shape), self.max_top_k)
         probs = scaled.softmax(-1)
         return probs if self.top_p is None else keep_top_p(probs, self.top_p.view(shape))
 
     @staticmethod
     def of(sequences: list[Sequence], device: torch.device) -> BatchSampling | None:
         """None when every sequence is greedy."""
-        picked = [
-            (row, sequence.request) for row, sequence in enumerate(sequences) if sequence.sampled
-        ]
-        if not picked:
+        rows = [row for row, sequence in enumerate(sequences) if sequence.sampled]
+        if not rows:
             return None
-        requests = [request for _, request in picked]
-        top_p = (
-            on_device([r.top_p for r in requests], device)
-            if any(r.top_p < 1 for r in requests)
-            else None
-        )
-        top_k = (
-            on_device([r.top_k for r in requests], device)
-            if any(r.top_k > 0 for r in requests)
-            else None
-        )
+        requests = [sequences[row].request for row in rows]
+        temperatures = [request.temperature for request in requests]
+        top_p = [request.top_p for request in requests]
+        top_k = [request.top_k for request in requests]
         return BatchSampling(
-            on_device([row for row, _ in picked], device),
-            on_device([r.temperature for r in requests], device, torch.float32),
-            top_p,
-            top_k,
-            max(r.top_k for r in requests) if all(r.top_k > 0 for r in requests) else 0,
+            on_device(rows, device),
+            on_device(temperatures, device, torch.float32),
+            on_device(top_p, device) if min(top_p) < 1 else None,
+            on_device(top_k, device) if max(top_k) > 0 else None,
+            max_top_k=max(top_k) if min(top_k) > 0 else 0,
         )
 
 
-def keep_top_k(logits: Tensor, top_k: Tensor, most: int) -> Tensor:
+def keep_top_k(logits: Tensor, top_k: Tensor, max_top_k: int) -> Tensor:
     """Sets all but the `top_k` [..., 1] largest logits (and those equal to the last of them) to -inf; 0 keeps all.
-    With `most`, as in BatchSampling, fewer logits are sorted."""
+    If `max_top_k` is known, as in BatchSampling, fewer logits are sorted."""
     size = logits.shape[-1]
     kept = torch.where(top_k > 0, top_k, size).clamp(max=size)
-    ordered = logits.topk(min(most, size) or size, dim=-1).values
+    ordered = logits.topk(min(max_top_k, size) or size, dim=-1).values
     threshold = ordered.gather(-1, (kept - 1).expand(*logits.shape[:-1], 1))
     return logits.masked_fill(logits < threshold, float("-inf"))
 
@@ -99,23 +92,21 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     """
     cumulative = probs.double().cumsum(-1)
     threshold = uniform.double().unsqueeze(-1) * cumulative[..., -1:]
-    return (
-        torch.searchsorted(cumulative, threshold, right=True)
-        .squeeze(-1)
-        .clamp(max=probs.shape[-1] - 1)
-    )
+    tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+    return tokens.clamp(max=probs.shape[-1] - 1)
 
 
 def leading(matches: Tensor, counts: Tensor | None = None) -> Tensor:
-    """Accepted drafts per row, int64 [B]: how many leading columns of matches bool [B, k] are true. counts int64 [B]
-    says how many of a row's drafts are real (None: all)."""
+    """Accepted drafts per row, int64 [B]: how many leading columns of matches bool [B, k] are true. counts int64 [B]:
+    how many of a row's drafts are offered (None: all)."""
     run = matches.long().cumprod(-1).sum(-1)
     return run if counts is None else torch.minimum(run, counts)
 
 
 def on_host(tokens: Tensor, accepted: Tensor) -> list[list[int]]:
-    """The tokens int64 [B, T] that each row emits, accepted int64 [B] of them and one more, in one transfer."""
-    return [row[: row[-1] + 1] for row in torch.cat((tokens, accepted.unsqueeze(1)), 1).tolist()]
+    """The tokens that each row emits, in one transfer: of tokens int64 [B, T] the accepted int64 [B], and one more."""
+    rows = torch.cat((tokens, accepted.unsqueeze(1)), 1).tolist()
+    return [row[: row[-1] + 1] for row in rows]
 
 
 def accept_sampled(
@@ -129,19 +120,18 @@ def accept_sampled(
 ) -> tuple[Tensor, Tensor]:
     """(tokens int64 [B, k+1], accepted int64 [B]); row b emits tokens[b, :accepted[b]+1].
 
-    - target float32 [B, k+1, V]: p after the last token and after each draft.
-    - drafts int64 [B, k], in target ids; draft_ids int64 [Vd] maps the draft vocabulary to them (None: the same).
-    - draft_probs float32 [B, k, Vd]: the q that each draft was drawn from (None: the drafter is deterministic, q = 1).
-    - uniform [B, k+1] in [0, 1): one number per draft to accept it, the last one for the token drawn after them.
-    - counts: as in `leading`.
+    target: float32 [B, k+1, V], p after the last token and after each draft.
+    drafts: int64 [B, k], in target ids; draft_ids: int64 [Vd], those of the draft vocabulary (None: the same).
+    draft_probs: float32 [B, k, Vd], the q that each draft was drawn from (None: the drafter is deterministic, q = 1).
+    uniform: [B, k+1] in [0, 1), a number for each draft to accept it, and one for the token drawn after them.
+    counts: as in `leading`.
     """
     width = drafts.shape[1]
     rows = torch.arange(len(drafts), device=drafts.device)
     p = target[:, :width].gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
     q = draft_probs
-    if (
-        q is not None and draft_ids is not None
-    ):  # zero for tokens that a pruned draft vocabulary lacks
+    if q is not None and draft_ids is not None:
+        # zero for tokens that a pruned draft vocabulary lacks
         q = q.new_zeros(*q.shape[:-1], target.shape[-1]).index_copy_(-1, draft_ids, q)
     q_drafted = torch.ones_like(p) if q is None else q.gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
     accepted = leading(uniform[:, :width] * q_drafted < p, counts)
@@ -151,9 +141,8 @@ def accept_sampled(
         last = accepted.clamp(max=width - 1)
         offered = torch.full_like(accepted, width) if counts is None else counts
         if q is None:
-            rejected = torch.zeros_like(final).scatter_(
-                1, drafts[rows, last].unsqueeze(1), float("inf")
-            )
+            rejected_id = drafts[rows, last].unsqueeze(1)
+            rejected = torch.zeros_like(final).scatter_(1, rejected_id, float("inf"))
         else:
             rejected = q[rows, last]
         final = torch.where((accepted < offered).unsqueeze(1), residual(final, rejected), final)
@@ -163,20 +152,17 @@ def accept_sampled(
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """What a rejected draft leaves of p: max(p - q, 0) of [B, V], normalised; p itself where rounding leaves nothing.
-    Of a deterministic drafter q is infinite at the draft, which is then never drawn."""
+    """max(p - q, 0) of [B, V], normalised; p itself if rounding leaves nothing. A deterministic drafter's q is infinite
+    at the draft, which is then never drawn."""
     left = (p - q).clamp_(min=0)
     mass = left.sum(-1, keepdim=True)
     return torch.where(mass > 0, left / mass, p)
 
 
 def token_logprobs(scores: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs]:
-    """The chosen tokens' scores [T, V] and the `count` best ones of each row."""
-    chosen = (
-        scores.gather(-1, torch.tensor(tokens, device=scores.device).unsqueeze(-1))
-        .squeeze(-1)
-        .tolist()
-    )
+    """The scores [T, V] of the chosen tokens [T], and the `count` best ones of each row."""
+    columns = torch.tensor(tokens, device=scores.device).unsqueeze(-1)
+    chosen = scores.gather(-1, columns).squeeze(-1).tolist()
     top = scores.topk(min(count, scores.shape[-1]), -1)
     ids, values = top.indices.tolist(), top.values.tolist()
     return [
@@ -186,6 +172,6 @@ def token_logprobs(scores: Tensor, tokens: list[int], count: int) -> list[TokenL
 
 
 def on_device(values: list[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """What the host knows, as a tensor of the device. Does not wait for the device, as `torch.tensor` there would.
-    The driver stages a copy from memory that is not pinned (CUDA driver API, "API synchronization behavior")."""
+    """`values` as a tensor of the device. Does not wait for the device, as `torch.tensor` there would. The driver
+    stages a copy from memory that is not pinned (CUDA driver API, "API synchronization behavior")."""
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)

@@ -1,5 +1,4 @@
-"""One request on its way through the engine: its tokens and its text, what was produced, why it ended; and the sums
-over all requests."""
+"""A request on its way through the engine: its tokens, its text and why it ended; and the sums over all requests."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ from trtspec.engine.request import GenerationRequest, RequestRefused
 from trtspec.engine.steering import Steering
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-STEP_SECONDS = 0.1  # of processor time for the masks of one step
-COLDEST = 1e-30  # a temperature below it is greedy: float32 cannot divide by it
+MAX_MASKS_S = 0.1  # of processor time for the grammars' masks of one step
+MIN_TEMPERATURE = 1e-30  # below, a request is greedy: float32 cannot divide by it
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities under the model (temperature 1): the chosen token's and the likeliest ones'. Those are
-    arrays because a server keeps millions of them: 25 bytes each, a list of pairs takes 140."""
+    """Natural-log probabilities under the model (temperature 1) of the chosen token and of the likeliest ones. A server
+    keeps millions of the latter: 25 bytes each in arrays, 140 in a list of pairs."""
 
     token: int
     logprob: float
@@ -51,12 +50,12 @@ class Stats:
 
 @dataclass
 class Output:
-    """What one engine step added to one request, or all that its steps added, joined by `add`.
+    """The tokens that one engine step added to a request, or all of its steps, joined by `add`.
 
-    The last one of a request has a finish reason and the statistics. `round` is (drafts offered, drafts accepted) of
-    this step, None for a prefill. `cached_tokens` of the prompt needed no computation; the first output says so.
-    With record_gaps, at each emitted token: `gaps`, best minus second-best logit; `margins`, the least lead of the
-    chosen experts.
+    finish_reason, stats: in the last output of a request.
+    round: drafts offered and accepted in this step, None for a prefill.
+    cached_tokens: of the prompt, those that needed no computation; in the first output.
+    gaps, margins: with record_gaps, for each token, best minus second-best logit and the least lead of its experts.
     """
 
     id: str
@@ -112,14 +111,14 @@ class Sequence:
         self.steering = Steering(request, self.ends) if request.constrained else None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.stats = Stats(histogram=[0] * (draft_len + 1))
-        self.sampled = request.temperature >= COLDEST
+        self.sampled = request.temperature >= MIN_TEMPERATURE
         self.generator = torch.Generator().manual_seed(
             request.seed if request.seed is not None else seed
         )
         self.turn = 0  # in the queue
         self.prefilled = 0  # prompt tokens in the caches
-        self.failure: Exception | None = None  # met where no output could tell it; `emit` raises it
-        self.cached_tokens = 0
+        self.cached_tokens = 0  # of them, those that another request computed
+        self.failure: Exception | None = None  # of its constraints; `emit` raises it
         self.finish_reason: FinishReason | None = None
 
     @property
@@ -135,15 +134,14 @@ class Sequence:
         return torch.rand(count, generator=self.generator)
 
     def fail(self, error: Exception) -> Output:
-        """The last output of a request that something went wrong in."""
+        """Ends the request with an error, in its last output."""
         self.finish_reason = "error"
         return Output(self.id, finish_reason="error", stats=self.stats, error=error)
 
     def emit(self, tokens: list[int], offered: int | None = None) -> Output:
-        """Takes the tokens a step produced, cut at the token that ends the request; `offered` drafts were verified.
+        """Takes the tokens of a step, at most `remaining`, and cuts them at the one that ends the request.
 
-        There are at most `remaining` tokens, as no more drafts are offered. `offered` is None for the token that comes
-        out of the prefill, which is no speculation step.
+        offered: how many drafts were verified; None after a prefill, which is not a speculation step.
         """
         if self.failure is not None:
             raise self.failure
@@ -172,10 +170,10 @@ class Sequence:
 
 
 def steered(sequences: list[Sequence], logits: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
-    """Logits [B, T, V] after the last token and the drafts [B, T-1], as the constraints of each sequence want them; the
-    same tensor without constraints. A sequence whose constraints fail keeps the failure until it takes its tokens.
+    """Applies each sequence's constraints to logits [B, T, V] after its last token and its drafts [B, T-1]; without
+    constraints the same tensor. A sequence whose constraints fail keeps the failure until it takes its tokens.
 
-    Once the grammars have taken STEP_SECONDS of this step, those that were slow before are refused: everybody waits.
+    After MAX_MASKS_S of this step, sequences whose grammar was slow before are refused: everybody waits.
     """
     if all(sequence.steering is None for sequence in sequences):
         return logits
@@ -186,7 +184,7 @@ def steered(sequences: list[Sequence], logits: torch.Tensor, drafts: torch.Tenso
             continue
         grammar = sequence.request.grammar
         try:
-            if grammar is not None and grammar.slow and time.thread_time() - began > STEP_SECONDS:
+            if grammar is not None and grammar.slow and time.thread_time() - began > MAX_MASKS_S:
                 raise RequestRefused(
                     "the form of the answer takes too long to follow beside others: simplify it"
                 )
@@ -199,8 +197,8 @@ def steered(sequences: list[Sequence], logits: torch.Tensor, drafts: torch.Tenso
 class TextStream:
     """The growing text of one request.
 
-    With stop strings, tokens are looked at one by one. So the generation ends at the same token whether tokens arrive
-    singly or several per step. Text that may be the beginning of a stop string is held back.
+    With stop strings, tokens are read one by one, so a generation ends at the same token whatever number a step brings.
+    Text that may be the beginning of a stop string is held back.
     """
 
     def __init__(self, tokenizer: KimiTokenizer | None, stop: Rows[str] = ()) -> None:
@@ -210,27 +208,24 @@ class TextStream:
         self.stopped = False
 
     def push(self, ids: list[int]) -> tuple[str, int]:
-        """(text that is now certain, how many of `ids` belong to the output): fewer than all after a stop string."""
+        """(text that is now certain, number of `ids` in the output); a stop string ends the output."""
         if self._detokenizer is None:
             return "", len(ids)
         if not self.stop:
             return self._detokenizer.push(ids), len(ids)
         for used, token in enumerate(ids, 1):
             self._pending += self._detokenizer.push((token,))
-            found = min(
-                (at for word in self.stop if (at := self._pending.find(word)) >= 0), default=None
-            )
-            if found is not None:
+            positions = [self._pending.find(word) for word in self.stop if word in self._pending]
+            if positions:
                 self.stopped = True
-                text, self._pending = self._pending[:found], ""
+                text, self._pending = self._pending[: min(positions)], ""
                 return text, used
-        keep = held_back(self._pending, self.stop)
-        cut = len(self._pending) - keep
+        cut = len(self._pending) - held_back(self._pending, self.stop)
         text, self._pending = self._pending[:cut], self._pending[cut:]
         return text, len(ids)
 
     def finish(self) -> str:
-        """What was held back, when no stop string ended the generation; U+FFFD for half a character."""
+        """The held-back text, unless a stop string ended the generation; U+FFFD for half a character."""
         if self.stopped or self._detokenizer is None:
             return ""
         text, self._pending = self._pending + self._detokenizer.flush(), ""

@@ -28,8 +28,8 @@ from trtspec.engine.prefix import PREFIX_BYTES
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.worker import Worker
 from trtspec.errors import TrtspecError, signals_handled
+from trtspec.models.footprint import MemoryLoad, require_fitting
 from trtspec.models.head_weights import load_head, open_head
-from trtspec.models.memory import MemoryLoad, require_fitting
 from trtspec.models.precision import default_dtype, dtype_name
 from trtspec.models.weights import load_target
 
@@ -61,17 +61,15 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
 
     Raises TrtspecError when something does not load, the port is taken, or the engine dies.
     """
-    listener = machine.listen(
-        options.host, options.port
-    )  # before the weights: a taken port should not cost a load
+    # before the weights: a taken port should not cost a load
+    listener = machine.listen(options.host, options.port)
     engine, tokenizer = build_engine(target, head, options)
     torch.set_num_threads(thread_count(engine.target.spec.hidden_size))
     warm_up(engine)
     name = options.served_model_name or target.resolve().name
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (most, most)
-    )  # idle clients should not keep out the others
+    # idle clients should not keep out the others
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     app = create_app(engine, tokenizer, name, options.api_key, options.max_queue)
     worker: Worker = app.state.worker
     drafting = (

@@ -31,9 +31,8 @@ class Steering:
         self.prompt = torch.tensor(sorted(set(request.prompt_ids)), dtype=torch.int64)
         self.length = 0
         self.guided = request.grammar is not None and request.grammar_after is None
-        self.dead_end: tuple[int, str] | None = (
-            None  # after so many tokens of the step nothing is allowed, and why
-        )
+        # after so many tokens of the step nothing is allowed, and why
+        self.dead_end: tuple[int, str] | None = None
 
     @cached_property
     def grammar(self) -> Grammar:
@@ -75,9 +74,8 @@ class Steering:
                 fault = self.grammar.fault if request.grammar else ""
                 self.dead_end = index, fault or "every token is forbidden"
                 break
-            if (
-                draft is None or row[draft] == -math.inf
-            ):  # what lies behind a rejected draft is not read
+            # positions behind a rejected draft are not read
+            if draft is None or row[draft] == -math.inf:
                 break
             if guided:
                 if draft in self.ends or not self.grammar.consume(draft):
@@ -87,9 +85,8 @@ class Steering:
             length += 1
             counts[draft] += 1
         if consumed:
-            self.grammar.rollback(
-                consumed
-            )  # drafts are only tried: `advance` takes what is emitted
+            # drafts are only tried: `advance` takes what is emitted
+            self.grammar.rollback(consumed)
         return logits
 
     def _penalize(self, row: Tensor, counts: Counter[int]) -> None:

@@ -114,9 +114,8 @@ class Worker:
         finally:
             for name in running:
                 del self._outputs[name]
-            self._commands.put(
-                lambda: self.engine.cancelled.update(running)
-            )  # nobody else touches the engine
+            # nothing but the engine's thread touches the engine
+            self._commands.put(lambda: self.engine.cancelled.update(running))
 
     async def collect(self, requests: Sequence[GenerationRequest]) -> list[Output]:
         """The whole answers; raises what `run` raises."""

@@ -37,8 +37,9 @@ from trtspec.client.client import (
     complete,
     new_client,
     refuse_owned,
+    remedy_for,
 )
-from trtspec.client.servers import DetectedServer, detect_server
+from trtspec.client.servers import detect_server
 from trtspec.client.text_quality import degeneration
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.report import Bar, OutputOptions, file_sha256, provenance, write_atomic, write_json
@@ -291,7 +292,11 @@ async def _answer_all(
         url, endpoint.concurrency, endpoint.timeout, headers, proxies=True
     ) as client:
         if todo:
-            server = await _server(client, sampling.model, endpoint)
+            try:
+                server = await _with_retries(lambda: detect_server(client, sampling.model))
+            except RequestFailed as failure:
+                message = f"TS-SYNTH-SERVER {failure.message}"
+                raise TrtspecError(message, failure.remedy) from None
             journal.answered_by({"server": server.identity})
             sampling = replace(sampling, model=server.model)
         outcome.server = journal.servers.get("server", {})
@@ -305,9 +310,10 @@ async def _answer_all(
                     in_a_row += 1
                     outcome.failed[prompt.id] = failure.message
                     if in_a_row >= MAX_FAILED_IN_A_ROW:
+                        then = remedy_for(failure.message, "look at the server")
                         raise TrtspecError(
                             f"TS-SYNTH-SERVER {MAX_FAILED_IN_A_ROW} requests in a row failed, last: {failure.message}",
-                            "look at the server, then run the same command again: finished answers are kept",
+                            f"{then}, then run the same command again: finished answers are kept",
                         ) from None
                     continue
                 in_a_row = 0
@@ -383,36 +389,21 @@ async def _ask(
         **sampling.extra_body,
         **body,
     }
-    reply = await _with_retries(lambda: complete(client, CHAT, body), target)
+    reply = await _with_retries(lambda: complete(client, CHAT, body))
     try:
         return reply["choices"][0], int((reply.get("usage") or {}).get("completion_tokens") or 0)
     except (AttributeError, TypeError, ValueError):
         raise RequestFailed(f"the answer is no completion: {str(reply)[:200]}") from None
 
 
-async def _with_retries(send: Callable[[], Awaitable[T]], target: TargetEndpoint) -> T:
+async def _with_retries(send: Callable[[], Awaitable[T]]) -> T:
     """What `send` returns. Connection errors and busy statuses are tried again, other statuses are final."""
     attempt = 0
     while True:
         try:
             return await send()
         except RequestFailed as failure:
-            if failure.status in (401, 403, 404):
-                remedy = "check `base_url`, `model` and `api_key`"
-                raise UsageError(f"{target.base_url}: {failure.message}", remedy) from None
             if attempt == RETRIES or failure.status not in (None, *RETRY_STATUS):
                 raise
         await asyncio.sleep(FIRST_DELAY_S * 2**attempt * random.uniform(0.5, 1.0))
         attempt += 1
-
-
-async def _server(
-    client: httpx.AsyncClient, model: str | None, target: TargetEndpoint
-) -> DetectedServer:
-    try:
-        return await _with_retries(lambda: detect_server(client, model), target)
-    except RequestFailed as failure:
-        raise TrtspecError(
-            f"TS-SYNTH-SERVER {failure.message}",
-            "start it: `trtspec serve TARGET`, and pass its URL as `base_url` http://HOST:PORT",
-        ) from None

@@ -269,17 +269,22 @@ class ServerPlan(ServerLaunch):
         return f"{shlex.join(self.argv)}\n{file}"
 
 
+def refuse_errors(problems: Sequence[Problem]) -> None:
+    """Raises CheckFailed if an error is among them; tells the others."""
+    listed = "\n".join(problem_lines(problems))
+    if has_errors(problems):
+        raise CheckFailed(f"not launched:\n{listed}")
+    if listed:
+        write_stderr(f"{listed}\n")
+
+
 def launch(plan: ServerPlan) -> int:
     """Blocks until the server ends; returns its status when it ended as requested. Raises before anything starts when a
     problem of the plan is an error, and ServerFailed when the server fails."""
     from trtspec.launch.supervisor import run
 
-    listed = "\n".join(problem_lines(plan.problems))
     plan.program.require()
-    if has_errors(plan.problems):
-        raise CheckFailed(f"not launched:\n{listed}")
-    if listed:
-        write_stderr(f"{listed}\n")
+    refuse_errors(plan.problems)
     announce(f"{plan.program.title} {plan.version[0]}: {plan.version[1]}")
     with tempfile.TemporaryDirectory(prefix="trtspec-serve-") as directory:
         argv = list(plan.argv)

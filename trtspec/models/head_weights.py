@@ -17,7 +17,7 @@ from trtspec.checkpoint.values import compare_embeddings, embedding_rows, head_v
 from trtspec.errors import Problem, TrtspecError, errors_in
 from trtspec.families.kimi_k2 import FUSED
 from trtspec.models.eagle3 import Eagle3Head
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 from trtspec.models.layers import Linear
 from trtspec.specs import HeadSpec, ModelSpec
 
@@ -43,32 +43,29 @@ def load_head(
 def open_head(path: Path | str, target: ModelSpec) -> tuple[Checkpoint, HeadSpec]:
     """A head that can draft for `target`, unread. Raises as `load_head` does, except for its embedding."""
     checkpoint = Checkpoint.open(Path(path))
-    spec, found = read_head(checkpoint)
-    found = errors_in(found + pair_problems(spec, target)) + uncomputed(checkpoint.config)
-    _refuse(path, found or head_value_problems(checkpoint, checkpoint.tensors))
+    spec, problems = read_head(checkpoint)
+    errors = errors_in(problems + pair_problems(spec, target)) + uncomputed(checkpoint.config)
+    _refuse(path, errors or head_value_problems(checkpoint, checkpoint.tensors))
     return checkpoint, spec
 
 
-def _refuse(path: Path | str, found: list[Problem]) -> None:
-    if found:
-        listed = "; ".join(
-            f"[{problem.code}] {problem.where}: {problem.message}" for problem in found
-        )
-        raise TrtspecError(f"{path} cannot draft for this target: {listed}", found[0].remedy)
+def _refuse(path: Path | str, errors: list[Problem]) -> None:
+    if errors:
+        listed = "; ".join(f"[{error.code}] {error.where}: {error.message}" for error in errors)
+        raise TrtspecError(f"{path} cannot draft for this target: {listed}", errors[0].remedy)
 
 
 def _embedding(checkpoint: Checkpoint, target: KimiModel) -> list[Problem]:
-    """What is wrong with the head's own embedding, which this engine would draft with."""
+    """The errors of the head's own embedding, which this engine would draft with."""
     name = "embed_tokens.weight"
     if name not in checkpoint.tensors:
         return []
     with LazyTensors(checkpoint) as stored:
-        own = stored[name]
-        rows = torch.from_numpy(embedding_rows(len(own)))
-        ours, theirs = (
-            weight[rows].double().numpy() for weight in (own, target.embed.weight.detach().cpu())
-        )
-    return errors_in(compare_embeddings(ours, theirs))
+        weight = stored[name]
+        rows = torch.from_numpy(embedding_rows(len(weight)))
+        head_rows = weight[rows].double().numpy()
+    target_rows = target.embed.weight.detach().cpu()[rows].double().numpy()
+    return errors_in(compare_embeddings(head_rows, target_rows))
 
 
 def assemble(
@@ -84,19 +81,10 @@ def assemble(
         head = Eagle3Head(spec)
     for parameter, names in layout(spec).items():
         parts = [tensors[name] for name in names]
+        value = torch.stack(parts) if parameter == "fc_norm" else torch.cat(parts)
         owner, _, leaf = parameter.rpartition(".")
-        value = (
-            torch.stack(parts)
-            if parameter == "fc_norm"
-            else torch.cat(parts)
-            if len(parts) > 1
-            else parts[0]
-        )
-        setattr(
-            head.get_submodule(owner),
-            leaf,
-            nn.Parameter(value.to(device=device, dtype=dtype), False),
-        )
+        stored = nn.Parameter(value.to(device=device, dtype=dtype), False)
+        setattr(head.get_submodule(owner), leaf, stored)
     if "lm_head.weight" in tensors:
         head.lm_head = Linear(spec.hidden_size, spec.draft_vocab_size)
         head.lm_head.weight = nn.Parameter(

@@ -1,7 +1,8 @@
-"""What the layers of a model remember of texts, a text in each row.
+"""The memory of a model's layers: rows, each with what the layers keep of one text.
 
 A forward never changes what cannot be overwritten: it appends what it computes, and `commit` says how many of its
 tokens became text. Rejected drafts, failed passes, snapshots and reuse need no other rule, for any type of memory.
+Here is the memory of latent attention, a cache of latents by position.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 
 class TextPiece(NamedTuple):
-    """Tokens `begin` to `end` of a text, which lives in row `row`."""
+    """Tokens `begin` to `end` of the text in row `row`."""
 
     row: int
     begin: int
@@ -22,8 +23,12 @@ class TextPiece(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The tokens of a call, as a slice of its width, that read the same rows. `start` is the position of their first
-    token, int64 [rows] or one for all, None without a cache; `end` is where the longest row ends behind them."""
+    """Tokens of a call that read the same rows.
+
+    tokens: slice of the call's width; rows: slice of the memory's rows.
+    start: position of their first token, int64 [rows] or one for all; None without a cache.
+    end: where the longest row ends, behind these tokens.
+    """
 
     tokens: slice
     rows: slice
@@ -40,34 +45,34 @@ class State(Protocol):
     max_len: int
 
     def append(self, layer: int, places: Any, entries: Any) -> None:
-        """Takes what a layer computed of a call's tokens."""
+        """Takes a layer's entries for the tokens of a call."""
 
     def seen(self, layer: int, span: Span) -> Any:
-        """What a layer remembers of the rows of a span."""
+        """Returns a layer's memory of the rows of a span."""
 
     def commit(self, counts: Tensor | Sequence[int]) -> None:
-        """The first `counts` tokens in each row of the last call became text; those behind never happened."""
+        """Makes the first `counts` tokens of each row's last call text; those behind never happened."""
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copies what is remembered of a row of `length` tokens over another row."""
+        """Copies the memory of a row of `length` tokens over another row."""
 
     def snapshot(self, row: int, begin: int, end: int) -> Any:
-        """A copy from which `restore` resumes behind token `end`; None if the row has moved on too far.
+        """A copy from which `restore` resumes behind token `end`; None if the row is already too far behind it.
 
-        `begin` is the end of the snapshot before.
+        begin: the end of the snapshot before.
         """
 
     def restore(self, row: int, snapshots: Sequence[Any], length: int) -> int:
-        """Fills a row with as much of a text as its snapshots tell, at most `length` tokens; returns how many."""
+        """Fills a row from the snapshots of a text, with at most `length` tokens; returns how many."""
 
     def bytes(self, tokens: int) -> int:
-        """Of a snapshot of so many tokens."""
+        """Size of a snapshot of so many tokens."""
 
 
 class LatentCache:
     """Entries by position [layers, rows, max_len, width]; for MLA the width is kv_lora_rank + qk_rope_head_dim.
 
-    What a rejected draft left is overwritten before it can be seen, so there is nothing to commit.
+    The entry of a rejected draft is overwritten before it can be seen, so there is nothing to commit.
     `dtype=torch.float8_e4m3fn` keeps the entries as the scale-free FP8 cast.
     """
 
@@ -87,7 +92,8 @@ class LatentCache:
 
     def append(self, layer: int, places: Tensor, entries: Tensor) -> None:
         """`places` int64 [B * T]: row * max_len + position of each entry of [B, T, width]."""
-        stored, target = entries.flatten(0, 1), self.entries[layer]
+        stored = entries.flatten(0, 1)
+        target = self.entries[layer]
         if target.dtype == torch.float8_e4m3fn:
             # the cast saturates in the engines but gives NaN in torch
             stored = stored.clamp(-448, 448).to(target.dtype).view(torch.uint8)

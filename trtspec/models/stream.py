@@ -1,8 +1,8 @@
-"""A target run one decoder layer at a time: for what needs its hidden states but cannot hold its weights.
+"""A target run one decoder layer at a time, for its hidden states on a machine that cannot hold its weights.
 
-Layers come from the checkpoint one after the other; every batch passes a layer before the next one. Memory holds one
-layer and the hidden states, which go to files beyond a budget; where a second layer fits, it is decoded meanwhile.
-The arithmetic is `KimiModel`'s own: for the same batches all outputs equal the whole model's bit for bit.
+Layers come from the checkpoint one after the other, and every batch passes a layer before the next one. Memory holds
+one layer, the next one if it fits, and the hidden states, which go to files beyond a budget. The arithmetic is
+`KimiModel`'s own: for the same batches all outputs equal the whole model's bit for bit.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from trtspec import machine
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError
-from trtspec.models.kimi import DecoderLayer, KimiModel
-from trtspec.models.layers import AttentionStep, RopeTables
+from trtspec.models import fast
+from trtspec.models.attention import AttentionStep, batch_step
+from trtspec.models.k2 import DecoderLayer, KimiModel
+from trtspec.models.rope import RotaryEmbedding
 from trtspec.models.weights import Activation, install, layer_layout, layout
 from trtspec.report import create, file_sha256, fsync, writing
 
-ENDS = ("embed.weight", "norm.weight", "lm_head.weight")
-ROOM = 4  # layers: two of weights, what is being decoded, and as much again for the rest
+OUTER_WEIGHTS = ("embed.weight", "norm.weight", "lm_head.weight")
+# memory in layers to decode one ahead: two of weights, what is being decoded, and as much again for the rest
+PREFETCH_MEMORY_LAYERS = 4
 FORWARD_TOKENS = 2048  # per forward of the target: large enough for full matrix multiplications
 
 
@@ -37,9 +40,9 @@ class LayerStream:
     """The layers of a checkpoint in any published format, loaded on demand, run over batches of token ids.
 
     `dtype` is the compute type. NVFP4 linears compute as `activation` says; "decoded" treats them as plain weights.
-    `threads` decode the parts of a layer side by side. `load_ahead`: the next layer is decoded while one computes, in
-    the memory of both, where ROOM layers fit into the free memory. Raises TrtspecError for a checkpoint in which
-    `trtspec inspect` finds an error.
+    `threads` decode the parts of a layer side by side. `load_ahead`: the next layer is decoded while one computes, if
+    PREFETCH_MEMORY_LAYERS fit into the free memory. Raises TrtspecError for a checkpoint in which `trtspec inspect`
+    finds an error.
     """
 
     def __init__(
@@ -53,11 +56,14 @@ class LayerStream:
     ) -> None:
         target = require_target(path)
         self.checkpoint, self.spec = target.checkpoint, target.spec
-        self.dtype, self.device, self.activation, self.threads = dtype, device, activation, threads
+        self.dtype, self.device = dtype, device
+        self.activation, self.threads = activation, threads
         self._tensors = LazyTensors(self.checkpoint)
-        self.load_ahead = machine.free_memory() > ROOM * self.layer_bytes(self.num_layers - 1)
-        self._rope = RopeTables(self.spec.rope, self.spec.qk_rope_head_dim, interleaved=True)
-        self._step: tuple[tuple[int, ...], AttentionStep] | None = None
+        self.load_ahead = machine.free_memory() > PREFETCH_MEMORY_LAYERS * self.layer_bytes(
+            self.num_layers - 1
+        )
+        self._rope = RotaryEmbedding(self.spec.rope, self.spec.qk_rope_head_dim, interleaved=True)
+        self._step: tuple[torch.Size, AttentionStep] | None = None
 
     @property
     def num_layers(self) -> int:
@@ -79,14 +85,14 @@ class LayerStream:
         return sum(parameter.numel() for parameter in layer.parameters()) * self.dtype.itemsize
 
     def load(self, index: int) -> DecoderLayer:
-        """Decoder layer `index` with its weights, on the CPU. `activation`: how NVFP4 weights are computed with."""
+        """Decoder layer `index` with its weights, on the CPU."""
         with torch.device("meta"):
             layer = DecoderLayer(self.spec, index)
         with ThreadPoolExecutor(self.threads) as pool:
-            for source in layer_layout(self.spec, index):
+            for mapping in layer_layout(self.spec, index):
                 install(
                     layer,
-                    source,
+                    mapping,
                     self._tensors,
                     dtype=self.dtype,
                     activation=self.activation,
@@ -94,16 +100,16 @@ class LayerStream:
                 )
         return layer.eval().requires_grad_(False)
 
-    def ends(self, *parameters: str) -> KimiModel:
-        """The model without its layers, on the device: embeddings, final norm and lm_head; of them those named in
-        `parameters`, if any. The others are on the meta device. `spec` is the whole one."""
+    def model_without_layers(self, *parameters: str) -> KimiModel:
+        """Embeddings, final norm and lm_head on the device; with `parameters` those alone, the others on the meta
+        device. `spec` is the whole model's."""
         with torch.device("meta"):
             model = KimiModel(self.spec, layers=0)
-        for source in layout(self.spec):
-            if source.parameter in (parameters or ENDS):
+        for mapping in layout(self.spec):
+            if mapping.parameter in (parameters or OUTER_WEIGHTS):
                 install(
                     model,
-                    source,
+                    mapping,
                     self._tensors,
                     dtype=self.dtype,
                     device=self.device,
@@ -114,7 +120,7 @@ class LayerStream:
     @torch.inference_mode()
     def embed(self, batches: Sequence[Tensor], states: States) -> None:
         """Puts the embeddings of all batches (int64 [B, T]) into `states`; the table is held for this call only."""
-        embed = self.ends("embed.weight").embed
+        embed = self.model_without_layers("embed.weight").embed
         states.begin(0)
         for number, tokens in enumerate(batches):
             states.put(number, embed(tokens.to(self.device)))
@@ -139,6 +145,7 @@ class LayerStream:
             pending: Future[DecoderLayer] | None = None
             for index in range(first, self.num_layers):
                 layer = (self.load(index) if pending is None else pending.result()).to(self.device)
+                fast.after_loading(layer)
                 pending = None
                 if self.load_ahead and index + 1 < self.num_layers:
                     pending = ahead.submit(self.load, index + 1)
@@ -146,22 +153,20 @@ class LayerStream:
                 with torch.inference_mode():
                     states.begin(index + 1)
                     for number, tokens in enumerate(batches):
-                        output = layer(
-                            states.get(number).to(self.device),
-                            self.attention_step(tuple(tokens.shape)),
-                        )
+                        x = states.get(number).to(self.device)
+                        output = layer(x, self.attention_step(tokens))
                         states.put(number, output)
                         on_output(index, number, output)
                     states.seal()
                 del layer  # before another one is loaded
                 after_layer(index)
 
-    def attention_step(self, shape: tuple[int, ...]) -> AttentionStep:
-        """Positions and mask of a plain causal forward; the last shape's are kept, for runs of equal batches."""
-        if self._step is None or self._step[0] != shape:
-            batch, length = shape
-            tables = self._rope.of(length, self.device)
-            self._step = shape, AttentionStep(batch, length, None, tables, True, self.dtype)
+    def attention_step(self, tokens: Tensor) -> AttentionStep:
+        """Positions and mask of a plain causal forward over tokens [B, T]; the last shape's are kept, for runs of equal
+        batches."""
+        if self._step is None or self._step[0] != tokens.shape:
+            step = batch_step(tokens.to(self.device), self._rope, self.dtype)
+            self._step = tokens.shape, step
         return self._step[1]
 
 
@@ -206,7 +211,7 @@ class States:
         return self.directory / f"states-{generation:03d}.bin"
 
     def begin(self, generation: int) -> None:
-        """Starts writing generation `generation`, while the one before it is read."""
+        """Starts to write a generation, while the one before it is read."""
         if self.on_disk:
             path = self.path(generation).with_suffix(".partial")
             with writing(path):
@@ -216,7 +221,7 @@ class States:
         self._generation = generation
 
     def put(self, number: int, states: Tensor) -> None:
-        """Batch `number` of the generation being written; batches come in order."""
+        """Writes batch `number` of the new generation; batches come in order."""
         states = states.detach().to("cpu", self.dtype)
         if self.in_memory:
             self._memory[number] = states
@@ -234,9 +239,9 @@ class States:
         return self._read(self._source, number)
 
     def seal(self) -> None:
-        """The written generation becomes the one that is read. `record` is what `restore` takes.
+        """Makes the written generation the one that is read; `restore` takes its `record`.
 
-        What is durable is fsynced and stays until `drop_older`; without `durable` the older file goes at once.
+        A durable file is fsynced and stays until `drop_older`. Without `durable` the older file is removed at once.
         """
         if self._target is None:
             return
@@ -260,13 +265,11 @@ class States:
             self.drop_older()
 
     def restore(self, record: dict[str, Any]) -> bool:
-        """Takes up a sealed generation; False when its file is not what the record says."""
+        """Reads from a sealed generation; False if its file does not match the record."""
         path = self.path(record["generation"])
-        if (
-            not path.is_file()
-            or path.stat().st_size != record["bytes"]
-            or record["bytes"] != self.bytes
-        ):
+        if not path.is_file():
+            return False
+        if not path.stat().st_size == record["bytes"] == self.bytes:
             return False
         if file_sha256(path) != record["sha256"]:
             return False
@@ -288,7 +291,8 @@ class States:
         """Closes the files; leaves them in place."""
         for file in (self._source, self._target):
             if file is not None:
-                with suppress(OSError):  # of bytes that could not be written, as `put` has said
+                # `put` has reported bytes that could not be written
+                with suppress(OSError):
                     file.close()
         self._source = self._target = None
 

@@ -1,10 +1,8 @@
-"""From a Kimi checkpoint of any published format to a `KimiModel` that decodes: the names of its weights, loading them
-(strict, all misfits in one report), their NVFP4 forms, and their layout for products of few rows.
-"""
+"""From a Kimi checkpoint of any published format to a `KimiModel`: the names of its weights, and loading them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,8 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.target_problems import require_target
@@ -21,16 +18,14 @@ from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError
 from trtspec.families.family import Part, Role
 from trtspec.formats import stored_format
-from trtspec.models.kimi import KimiModel
-from trtspec.models.layers import LatentAttention, Linear, RMSNorm, by_input
-from trtspec.models.moe import Experts, MoE, dispatch, is_small, together
-from trtspec.models.precision import pack
+from trtspec.models import fast
+from trtspec.models.k2 import KimiModel
+from trtspec.models.w4a4 import NVFP4Experts, NVFP4Linear
 from trtspec.quant import nvfp4
 from trtspec.specs import ModelSpec
 
-Activation = Literal[
-    "w4a4", "weight-only", "decoded"
-]  # how NVFP4 weights are computed; decoded: as plain ones
+# how NVFP4 weights are computed; decoded: as plain ones
+Activation = Literal["w4a4", "weight-only", "decoded"]
 
 
 def load_target(
@@ -50,8 +45,9 @@ def load_target(
     with torch.device("meta"):
         model = KimiModel(spec, torch.float8_e4m3fn if spec.quant.kv_cache else None)
     with LazyTensors(checkpoint) as tensors:
-        for source in layout(spec):
-            install(model, source, tensors, dtype=dtype, device=device, activation=activation)
+        for mapping in layout(spec):
+            install(model, mapping, tensors, dtype=dtype, device=device, activation=activation)
+    fast.after_loading(model)
     return model.eval().requires_grad_(False)
 
 
@@ -62,7 +58,7 @@ def is_nvfp4(checkpoint: Checkpoint, name: str) -> bool:
 
 def install(
     module: nn.Module,
-    source: Source,
+    mapping: ParameterMapping,
     tensors: LazyTensors,
     *,
     dtype: torch.dtype,
@@ -70,36 +66,45 @@ def install(
     activation: Activation = "w4a4",
     pool: Executor | None = None,
 ) -> None:
-    """Decodes `source` into its parameter of `module`, part by part, in the threads of `pool` if there is one.
+    """Decodes a parameter of `module`, tensor by tensor, in the threads of `pool` if there is one.
 
     NVFP4 weights become modules that compute with `activation`, unless it is "decoded". Memory holds the parameter and
-    the parts in work.
+    the tensors in work.
     """
-    owner, _, leaf = source.parameter.rpartition(".")
-    if activation != "decoded" and is_nvfp4(tensors.checkpoint, source.names[0]):
+    if activation != "decoded" and is_nvfp4(tensors.checkpoint, mapping.names[0]):
         linear = partial(
             nvfp4_linear, tensors=tensors, activation=activation, dtype=dtype, device=device
         )
-        if not owner.endswith(".experts"):
-            module.set_submodule(owner, linear(source.names))
-        elif leaf == "gate_up":
-            pairs = zip(source.names[::2], source.names[1::2], strict=True)
-            module.set_submodule(owner, NVFP4Experts(map(linear, pairs), []))
-        else:
-            module.get_submodule(owner).down = nn.ModuleList(
-                linear([name]) for name in source.names
-            )
+        _install_nvfp4(module, mapping, linear)
         return
-    place = module.get_submodule(owner)
-    shape = getattr(place, leaf).shape
-    keep = torch.float32 if owner.endswith("mlp.gate") else dtype  # the router computes in float32
-    value = torch.empty(shape, dtype=keep)
+    owner, _, leaf = mapping.parameter.rpartition(".")
+    plain = module.get_submodule(owner)
+    # the router computes in float32
+    stored_dtype = torch.float32 if owner.endswith("mlp.gate") else dtype
+    value = torch.empty(getattr(plain, leaf).shape, dtype=stored_dtype)
     rows = value.flatten(0, 1) if value.dim() == 3 else value
-    parts = zip(rows.split(source.rows), source.names, strict=True)
-    decode = partial(_decode_into, tensors=tensors)
-    for _ in (pool.map if pool else map)(lambda part: decode(*part), parts):
+    for _ in (pool.map if pool else map)(
+        partial(_decode_into, tensors=tensors), rows.split(mapping.rows), mapping.names
+    ):
         pass
-    setattr(place, leaf, nn.Parameter(value.to(device), requires_grad=False))
+    setattr(plain, leaf, nn.Parameter(value.to(device), requires_grad=False))
+
+
+def _install_nvfp4(
+    module: nn.Module,
+    mapping: ParameterMapping,
+    linear: Callable[[Sequence[str]], NVFP4Linear],
+) -> None:
+    """Puts an NVFP4 module in the place of the parameter's owner; experts come as gate_up, then as down."""
+    owner, _, leaf = mapping.parameter.rpartition(".")
+    if not owner.endswith(".experts"):
+        module.set_submodule(owner, linear(mapping.names))
+    elif leaf == "gate_up":
+        pairs = zip(mapping.names[::2], mapping.names[1::2], strict=True)
+        module.set_submodule(owner, NVFP4Experts(map(linear, pairs), []))
+    else:
+        experts = module.get_submodule(owner)
+        experts.down = nn.ModuleList(linear([name]) for name in mapping.names)
 
 
 def _decode_into(target: torch.Tensor, name: str, tensors: LazyTensors) -> None:
@@ -109,7 +114,7 @@ def _decode_into(target: torch.Tensor, name: str, tensors: LazyTensors) -> None:
 
 
 @dataclass(frozen=True)
-class Source:
+class ParameterMapping:
     """One parameter and the checkpoint tensors whose rows, so many of each, concatenated in order are its value."""
 
     parameter: str
@@ -118,20 +123,20 @@ class Source:
     rows: list[int]
 
 
-def layout(spec: ModelSpec) -> Iterator[Source]:
+def layout(spec: ModelSpec) -> Iterator[ParameterMapping]:
     """Every parameter of `KimiModel(spec)` with its names in a published checkpoint."""
-    yield from _sources(spec.family.ends(spec), spec.family.prefix)
+    yield from _mappings(spec.family.ends(spec), spec.family.prefix)
     for index in range(spec.num_hidden_layers):
-        for source in layer_layout(spec, index):
-            yield replace(source, parameter=f"layers.{index}.{source.parameter}")
+        for mapping in layer_layout(spec, index):
+            yield replace(mapping, parameter=f"layers.{index}.{mapping.parameter}")
 
 
-def layer_layout(spec: ModelSpec, index: int) -> Iterator[Source]:
+def layer_layout(spec: ModelSpec, index: int) -> Iterator[ParameterMapping]:
     """Every parameter of decoder layer `index`, named as in its `DecoderLayer` (without `layers.N.`)."""
-    return _sources(spec.family.layer(spec, index), spec.family.stem(index))
+    return _mappings(spec.family.layer(spec, index), spec.family.stem(index))
 
 
-def _sources(parts: Iterable[Part], stem: str) -> Iterator[Source]:
+def _mappings(parts: Iterable[Part], stem: str) -> Iterator[ParameterMapping]:
     """Parts of one parameter follow each other, expert after expert."""
     members: dict[str, list[Part]] = {}
     for part in parts:
@@ -140,54 +145,7 @@ def _sources(parts: Iterable[Part], stem: str) -> Iterator[Source]:
         numbered = [(part, number) for number in range(group[0].copies) for part in group]
         names = (stem + part.name.format(number) for part, number in numbered)
         rows = [part.shape[0] for part, _ in numbered]
-        yield Source(parameter, group[0].role, tuple(names), rows)
-
-
-class NVFP4Linear(nn.Module):
-    """A linear whose weight is NVFP4, computed as an FP4 tensor core does.
-
-    Both operands enter the product as E2M1 value times FP8 block scale, which bf16 holds exactly; the two
-    per-tensor scales multiply the accumulated result. With `activation="weight-only"` x stays as it is.
-    """
-
-    values: Tensor  # E2M1 value times FP8 block scale, [out, in]
-    scale_2: Tensor  # float32 scalar
-    input_scale: Tensor  # float32 scalar
-
-    def __init__(
-        self, values: Tensor, scale_2: Tensor, input_scale: Tensor, activation: str
-    ) -> None:
-        super().__init__()
-        self.activation = activation
-        self.register_buffer("values", values)
-        self.register_buffer("scale_2", scale_2.float())
-        self.register_buffer("input_scale", input_scale.float())
-        self.out_features, self.in_features = self.values.shape[0], self.values.shape[1]
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.activation == "weight-only":
-            return (F.linear(x, self.values) * self.scale_2).to(x.dtype)
-        values, input_scale = nvfp4.fake_quantize_activation(x, self.input_scale)
-        return (F.linear(values.to(x.dtype), self.values) * (self.scale_2 * input_scale)).to(
-            x.dtype
-        )
-
-
-class NVFP4Experts(nn.Module):
-    """Routed experts in NVFP4; each expert is a pair of NVFP4 products with its own scales (see NVFP4Linear)."""
-
-    def __init__(self, gate_up: Iterable[nn.Module], down: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.gate_up = nn.ModuleList(gate_up)
-        self.down = nn.ModuleList(down)
-
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """As `Experts.forward`."""
-        return dispatch(x, ids, weights, len(self.down), self.one_expert)
-
-    def one_expert(self, expert: int, x: Tensor) -> Tensor:
-        gate, up = self.gate_up[expert](x).chunk(2, -1)
-        return self.down[expert](F.silu(gate) * up)
+        yield ParameterMapping(parameter, group[0].role, tuple(names), rows)
 
 
 def nvfp4_linear(
@@ -209,42 +167,3 @@ def nvfp4_linear(
     weight = nvfp4.NVFP4Tensor(packed, scale, scales[0][0])
     values = nvfp4.codes_times_scale(weight).to(dtype)
     return NVFP4Linear(values, weight.scale_2, scales[0][1], activation).to(device)
-
-
-@torch.no_grad()
-def prepare_for_decoding(model: nn.Module) -> None:
-    """Prepares a loaded model: the same function, its weights laid out for products of few rows. In place; does nothing
-    the second time.
-
-    Large float32 weights on a CPU get a packed copy. Smaller ones with at least as many outputs as inputs are laid out
-    in memory as [in, out], which takes up to a third off a product of one to sixteen rows. Their norms
-    take fewer operators. Small experts of plain weights are stacked.
-
-    Weights must not change afterwards: packed and stacked copies would not follow.
-    """
-    for module in list(model.modules()):
-        if isinstance(module, Linear) and not module.used_in_parts and module.packed is None:
-            module.packed = pack(module.weight)
-            wide = module.weight.shape[0] >= module.weight.shape[1]
-            if module.packed is None and wide and is_float32_on_cpu(module.weight):
-                module.weight.data = by_input(module.weight.data)
-        elif isinstance(module, RMSNorm) and is_float32_on_cpu(module.weight):
-            module.fold()
-        elif isinstance(module, LatentAttention) and module.folded is None:
-            if is_float32_on_cpu(module.kv_b_proj.weight):
-                module.fold()
-        elif isinstance(module, MoE) and module.together is None:
-            module.together = together(module)
-        elif (
-            isinstance(module, Experts)
-            and is_float32_on_cpu(module.down)
-            and is_small(module.gate_up, module.down)
-        ):
-            module.gate_up.data, module.down.data = (
-                by_input(module.gate_up.data),
-                by_input(module.down.data),
-            )
-
-
-def is_float32_on_cpu(weight: Tensor) -> bool:
-    return weight.dtype == torch.float32 and weight.is_cpu

@@ -195,8 +195,7 @@ def prepare(
         ]  # the pass names it
     if has_errors(problems):
         raise refusal(checkpoint.path, problems)
-    if spec.quant.format.is_fp4:
-        raise UsageError(f"{checkpoint.path} is NVFP4 already", "pass its BF16, FP8 or INT4 source")
+    refuse_fp4(str(checkpoint.path), spec.quant.format)
     if output.resolve() == checkpoint.path.resolve():
         raise UsageError("source and output are the same directory", "choose another `output`")
     policy = policy or default_policy(spec, source_name(checkpoint.path))
@@ -206,6 +205,13 @@ def prepare(
     return Conversion(
         checkpoint, spec, output, policy, options, scales, weight_scales, plans, problems
     )
+
+
+def refuse_fp4(name: str, stored: WeightFormat) -> None:
+    """Raises UsageError for a checkpoint that is NVFP4 already."""
+    if stored.is_fp4:
+        remedy = f"`trtspec serve {name}` takes it as it is; else quantize its source"
+        raise UsageError(f"{name} is NVFP4 already", remedy)
 
 
 def plan_conversion(target: ReadTarget, policy: Policy, scales: InputScales) -> list[ShardPlan]:

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trtspec.checkpoint.hub import engine_path, load_head, load_target
+from trtspec.checkpoint.hub import engine_path
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, refusals
 from trtspec.report import problem_lines
@@ -95,15 +95,6 @@ def build(
     findings = _judged(intent, target, head, text, cache)
     argv = build_command(intent, target, Document.parse(text), config_path, cache=cache)
     return EngineConfig(intent, text, argv, findings)
-
-
-def build_named(
-    intent: Intent, config_path: str = ENGINE_FILE, cache: str | None = None
-) -> EngineConfig:
-    """As `build`, of the names in the intent, looked up as the commands do."""
-    head = load_head(intent.head).spec if intent.head else None
-    target = load_target(intent.target, intent.like).spec
-    return build(intent, target, head, config_path, cache)
 
 
 def disaggregated(intent: Intent) -> dict[str, Intent]:

@@ -209,8 +209,9 @@ def _refuse_overwrite(options: BenchOptions) -> None:
 
     begun = options.output is not None and (options.output / ANSWERS).is_file()
     if options.output is not None and not (options.resume and begun):
-        more = "; `resume` continues an interrupted run" if begun else ""
-        report.refuse_overwrite(options.output, options.force, more)
+        remedy = "pass `force`, or choose another `output`"
+        remedy += "; `resume` continues an interrupted run" if begun else ""
+        report.refuse_overwrite(options.output, options.force, remedy)
 
 
 def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:

@@ -17,7 +17,6 @@ from trtspec.checkpoint.hub import (
     Target,
     load_head,
     load_target,
-    must_be,
     resolve,
 )
 from trtspec.checkpoint.target_problems import sound
@@ -28,7 +27,7 @@ from trtspec.launch.preflight import ServerPlan, as_in_dry_run, check_start, rea
 from trtspec.launch.server import LogPatterns, ServerAddress
 from trtspec.machine import check_device, listen
 from trtspec.records import fill
-from trtspec.report import announce, problem_lines
+from trtspec.report import announce
 from trtspec.trtllm.build import engine_yaml
 from trtspec.trtllm.deployment import (
     Deployment,
@@ -275,18 +274,11 @@ def serve_reference(options: ServeOptions) -> None:
     """Fetches what is not here, then serves in this process until a signal ends it."""
     check_device(options.device)
     listen(options.host, options.port).close()
-    # what can be refused is, before anything is fetched, and before the seconds of importing PyTorch
-    must_be(resolve(options.target, weights=False), "target")
-    if options.head:
-        must_be(resolve(options.head, weights=False), "head")
     from trtspec.engine.server import ServerOptions, run
 
     target = resolve(options.target)
     head = resolve(options.head) if options.head else None
     announce(f"trtspec: loading {target.name}")
-    if head is not None:
-        for line in problem_lines(learned_problems(head, target)):
-            announce(line)
     more = (
         {} if options.prefix_cache_mib is None else {"prefix_bytes": options.prefix_cache_mib << 20}
     )

@@ -15,7 +15,7 @@ from trtspec.report import progress_bar, say
 if TYPE_CHECKING:
     from trtspec.heads.training.curve import CurvePoint
     from trtspec.heads.training.samples import Sample
-    from trtspec.models.kimi import KimiModel
+    from trtspec.models.k2 import KimiModel
 
 # of an answer, and per step, when acceptance is measured at the end
 ACCEPTANCE_TOKENS = 64
@@ -72,7 +72,7 @@ def train_and_measure(
             model = load_target(run.target_dir, dtype=options.dtype, device=device)
         else:
             with LayerStream(run.target_dir, dtype=options.dtype, device=device) as stream:
-                model = stream.ends()
+                model = stream.model_without_layers()
         if not whole and asked and prompts:
             text = "`acceptance_prompts` is not used where the target does not fit in memory beside its dumps"
             raise UsageError(text, "leave it out, serve both, then run `trtspec bench`")

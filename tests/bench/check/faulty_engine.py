@@ -35,7 +35,7 @@ def wrap(owner: Any, name: str) -> Callable[[Patch], None]:
 
 def temperature_ignored() -> None:
     """sampled distribution: every request is greedy."""
-    sequence.COLDEST = float("inf")  # type: ignore[misc]
+    sequence.MIN_TEMPERATURE = float("inf")  # type: ignore[misc]
 
 
 def drafts_kept() -> None:
@@ -83,6 +83,14 @@ def choices_equal() -> None:
     requests_changed(lambda request, first: setattr(request, "seed", first.seed))
 
 
+def held_text_lost() -> None:
+    """transport begun stop: text that begins a stop string is lost at the end."""
+
+    @wrap(sequence.TextStream, "finish")
+    def _(exact: Patch, self: sequence.TextStream) -> Any:
+        return "" if self.stop else exact(self)
+
+
 def seed_ignored() -> None:
     """sampled seed: every answer is drawn anew."""
     sequence.Sequence.uniform = lambda self, count: torch.rand(count)  # type: ignore[method-assign]
@@ -91,14 +99,6 @@ def seed_ignored() -> None:
 def top_k_ignored() -> None:
     """parameters top_k: no effect."""
     sampling.keep_top_k = lambda scaled, *_: scaled
-
-
-def held_text_lost() -> None:
-    """transport begun stop: text that begins a stop string is lost at the end."""
-
-    @wrap(sequence.TextStream, "finish")
-    def _(exact: Patch, self: sequence.TextStream) -> Any:
-        return "" if self.stop else exact(self)
 
 
 def first_stop_only() -> None:

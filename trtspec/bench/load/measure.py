@@ -33,6 +33,7 @@ from trtspec.client.client import (
     chat_body,
     new_client,
     refuse_owned,
+    remedy_for,
     stream_answer,
 )
 from trtspec.errors import TrtspecError, UsageError
@@ -206,10 +207,12 @@ async def measure(
                 bar.say(f"{target.name}, {level.label}: {total_rate(found):.1f} tokens/s{trouble}")
         for target in targets:
             if (answers := target.answers()) and not good(answers):
-                message = f"all {len(answers)} requests to {target.name} failed; the first said: {answers[0].error}"
-                raise TrtspecError(
-                    message, "look at the server's log; send one request by hand (curl)"
+                reason = str(answers[0].error)
+                message = (
+                    f"all {len(answers)} requests to {target.name} failed; the first said: {reason}"
                 )
+                by_hand = "look at the server's log; send one request by hand (curl)"
+                raise TrtspecError(message, remedy_for(reason, by_hand))
             await target.ask_by_category()
     return targets
 

@@ -164,14 +164,7 @@ def no_eagle3_head(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Pr
     if len(layers) < 2 and any(name.endswith(("eh_proj.weight", "enorm.weight")) for name in names):
         return finding("TS-HEAD-OTHER-DRAFT", "tensor names")
     if len(layers) > 1 or any(".experts." in name for name in names):
-        message = f"this is a whole model ({len(layers)} layers, no fc), not a draft head"
-        return Problem(
-            "TS-HEAD-FULL-MODEL",
-            "error",
-            "fc.weight",
-            message,
-            "name an Eagle3 head here, and the target where the command asks for it",
-        )
+        return finding("TS-HEAD-FULL-MODEL", "fc.weight")
     return None
 
 

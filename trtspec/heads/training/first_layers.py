@@ -56,9 +56,10 @@ def check_first_layers(
 
 def first_outputs(stream: LayerStream, tokens: tuple[int, ...], layers: int) -> list[Tensor]:
     """Outputs [S, H] of the first layers for one sequence, float32."""
-    output = stream.ends("embed.weight").embed(torch.tensor([tokens]))
+    ids = torch.tensor([tokens])
+    output = stream.model_without_layers("embed.weight").embed(ids)
     outputs = []
     for index in range(layers):
-        output = stream.load(index)(output, stream.attention_step((1, len(tokens))))
+        output = stream.load(index)(output, stream.attention_step(ids))
         outputs.append(output[0].float())
     return outputs

@@ -51,7 +51,7 @@ from trtspec.report import (
 from trtspec.specs import HeadSpec, ModelSpec
 
 if TYPE_CHECKING:
-    from trtspec.models.kimi import KimiModel
+    from trtspec.models.k2 import KimiModel
 
 
 def run_training(

@@ -17,7 +17,7 @@ import httpx
 import torch
 from torch import Tensor, nn
 
-from trtspec.client.client import RequestFailed, ask_once, first_model
+from trtspec.client.client import RequestFailed, ask_once
 from trtspec.client.servers import DetectedServer, detect_server
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.samples import Sample
@@ -36,16 +36,17 @@ def state_servers(urls: tuple[str, ...], longest: int) -> list[DetectedServer]:
     servers = []
     for url in urls:
         try:
-            room = ask_once(url, first_model, headers={}).get("max_model_len")
-            servers.append(ask_once(url, detect_server, headers={}))
+            server = ask_once(url, detect_server, headers={})
         except RequestFailed as failure:
             raise TrtspecError(
                 f"TS-FEATURES-SERVER {url} does not name its model ({failure.message})",
                 "start the command that `trtspec train --dry-run` prints, and wait until it is ready",
             ) from None
-        if isinstance(room, int) and room <= longest:
+        servers.append(server)
+        if server.context is not None and server.context <= longest:
             raise TrtspecError(
-                f"TS-FEATURES-SERVER {url} takes {room} tokens, and the longest sample has {longest} and one more",
+                f"TS-FEATURES-SERVER {url} takes {server.context} tokens, and the longest sample has {longest} "
+                "and one more",
                 f"start it with --max-model-len {longest + 1}, or pass a smaller `seq_len`",
             )
     if len({server.model for server in servers}) > 1:

@@ -17,7 +17,7 @@ from trtspec.heads.training.processes import World
 from trtspec.heads.training.served import ServedFeatures, state_servers
 from trtspec.heads.training.states import Features, compute_features
 from trtspec.heads.training.streamed import open_stream, stream_features
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 from trtspec.report import progress_bar
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.samples import Sample, loss_mask
-from trtspec.models.kimi import KimiModel
+from trtspec.models.k2 import KimiModel
 from trtspec.models.stream import padded, similar_length
 from trtspec.specs import ModelSpec
 

@@ -26,7 +26,13 @@ from trtspec.heads.training.plan import TrainingPlan
 from trtspec.heads.training.processes import ALONE, World, require_shared
 from trtspec.heads.training.samples import MAX_HELD_OUT, Sample, TrainingData, split_data
 from trtspec.heads.training.states import Features, bytes_per_token
-from trtspec.models.stream import ROOM, LayerStream, States, padded, similar_length
+from trtspec.models.stream import (
+    PREFETCH_MEMORY_LAYERS,
+    LayerStream,
+    States,
+    padded,
+    similar_length,
+)
 from trtspec.report import remove_folder, say
 from trtspec.specs import ModelSpec
 
@@ -44,7 +50,7 @@ def open_stream(
     stream = LayerStream(target_dir, dtype=dtype, device=device, threads=threads)
     layer = stream.layer_bytes(stream.num_layers - 1)
     share = machine.free_memory() / world.local_size
-    stream.load_ahead = share > ROOM * layer
+    stream.load_ahead = share > PREFETCH_MEMORY_LAYERS * layer
     if layer > share:
         raise TrtspecError(
             f"TS-FEATURES-MEMORY a decoded layer of the target takes {layer / 1e9:,.1f} GB, and each of "
@@ -277,7 +283,7 @@ class StreamedFeatures(Features):
             ):
                 self.stream.embed(batches, states)
                 self.stream.run(batches, states, on_output=on_output)
-                norm = self.stream.ends("norm.weight").norm
+                norm = self.stream.model_without_layers("norm.weight").norm
                 with torch.inference_mode():
                     for number in range(len(batches)):
                         keep("hidden", number, norm(states.get(number).to(self.stream.device)))

@@ -1,18 +1,28 @@
-"""Packed weights against the weights themselves: the identity's product gives every one of them back, to the bit."""
+"""The fast forms against the plain ones, and packed weights, of which the identity's product gives back every bit."""
 
-from pathlib import Path
+import copy
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from trtspec.models import precision
+from trtspec.data_files import kimi_nano_dir
+from trtspec.models import fast
+from trtspec.models.fast import (
+    MIN_PACKED_ELEMENTS,
+    FoldedLatentAttention,
+    FoldedRMSNorm,
+    GroupedExperts,
+    PackedLinear,
+    StackedMoE,
+    pack,
+    prepare_for_decoding,
+)
 from trtspec.models.layers import Linear, RMSNorm
-from trtspec.models.precision import MIN_ELEMENTS, has_native_bf16, pack
-from trtspec.models.weights import prepare_for_decoding
+from trtspec.models.precision import has_native_bf16
+from trtspec.models.weights import load_target
 
 IN, OUT = 256, 512
 PACKS = "fbgemm" in torch.backends.quantized.supported_engines
@@ -78,7 +88,7 @@ def test_what_would_not_be_exact_or_not_pay_is_left_alone() -> None:
         infinite,
         trained,
         torch.zeros(OUT, IN),
-        weight[: MIN_ELEMENTS // OUT],
+        weight[: MIN_PACKED_ELEMENTS // OUT],
         weight.half(),
     ):
         assert pack(refused) is None
@@ -102,54 +112,46 @@ def test_bfloat16_without_its_instructions_is_float32_rounded(rows: int) -> None
     ).all()  # half a unit in the last place
 
 
-def test_a_prepared_linear_and_norm_are_the_same_function() -> None:
-    generator = torch.Generator().manual_seed(9)
-    for weight in (stored_as_bf16(5), torch.randn(OUT, IN, generator=generator) * 0.02):
-        model = nn.Sequential(norm := RMSNorm(IN, 1e-5), linear := Linear(IN, OUT))
-        linear.weight.data, norm.weight.data = weight, torch.rand(IN, generator=generator) + 0.5
-        x = torch.randn(3, IN, generator=torch.Generator().manual_seed(6))
-        plain = model(x).detach()
-        prepare_for_decoding(model)
-        assert torch.equal(linear.weight, weight)
-        with torch.no_grad():
-            torch.testing.assert_close(model(x), plain, rtol=1e-5, atol=1e-5)
-            tiny = torch.full((1, IN), 1e-6)  # where epsilon decides
-            torch.testing.assert_close(norm(tiny), F.rms_norm(tiny, (IN,), norm.weight, 1e-5))
+# of the largest output, in float32; the weights are kimi-nano's, which has a place for every form
+BOUNDS = {
+    PackedLinear: 2e-6,
+    FoldedRMSNorm: 1e-6,
+    FoldedLatentAttention: 5e-6,
+    GroupedExperts: 2e-6,
+    StackedMoE: 5e-6,
+}
 
 
-CPUINFO = Path("/proc/cpuinfo")
-FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
+@needs_fbgemm
+@torch.inference_mode()
+def test_each_fast_form_equals_its_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, "after_loading", lambda model: None)
+    plain = load_target(kimi_nano_dir(), dtype=torch.float32)
+    prepared = copy.deepcopy(plain)
+    monkeypatch.undo()
+    fast.after_loading(prepared)
+    prepare_for_decoding(prepared)
+    prepare_for_decoding(prepared)
+    worst = dict.fromkeys(BOUNDS, 0.0)
+
+    def compare(name: str, inputs: Any, expected: torch.Tensor) -> None:
+        form = prepared.get_submodule(name)
+        if type(form) in BOUNDS:
+            difference = (form(*inputs) - expected).abs().max() / expected.abs().max()
+            worst[type(form)] = max(worst[type(form)], float(difference))
+
+    for name, module in plain.named_modules():
+        module.register_forward_hook(lambda _, *seen, name=name: compare(name, *seen))
+    for tokens in (3, 80):  # stacked experts and packed products are for few
+        plain(torch.randint(300, (1, tokens), generator=torch.Generator().manual_seed(tokens)))
+    for form, difference in worst.items():
+        print(f"{form.__name__}: {difference:.1e} of the largest output, bound {BOUNDS[form]}")
+    assert all(0 < worst[form] < bound for form, bound in BOUNDS.items())
 
 
-@pytest.mark.skipif(not CPUINFO.is_file(), reason="needs /proc/cpuinfo")
-def test_the_kernel_names_the_same_capability() -> None:
-    lines = CPUINFO.read_text().splitlines()
-    flags = {
-        word
-        for line in lines
-        if line.lower().startswith(("flags", "features"))
-        for word in line.split()
-    }
-    assert precision.has_native_bf16("cpu") == bool(flags & FLAGS)
-
-
-def test_default_follows_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    for flag, expected in (("avx512_bf16", torch.bfloat16), ("avx2", torch.float32)):
-        monkeypatch.setattr(
-            torch.cpu, "get_capabilities", lambda flag=flag: {flag: True}, raising=False
-        )
-        assert precision.default_dtype("cpu") == expected
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_capability",
-        lambda device: (7 if torch.device(device).index else 8, 0),
-    )
-    assert [precision.has_native_bf16(device) for device in ("cuda", "cuda:1")] == [True, False]
-
-
-def test_no_gpu_no_claim() -> None:
-    assert precision.has_native_bf16("cuda") == (
-        torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
-    )
-    assert precision.default_dtype("meta") == torch.float32
+def test_a_folded_norm_has_the_epsilon() -> None:
+    norm = RMSNorm(IN, 1e-5)
+    x = torch.full((1, IN), 1e-6)
+    plain = norm(x).detach()
+    FoldedRMSNorm.replace(norm)
+    torch.testing.assert_close(norm(x), plain)

@@ -1,5 +1,4 @@
-"""What a loaded target, a head and their caches take on a device, and whether the requests of a server fit beside them:
-from their headers, before anything is loaded."""
+"""Bytes of a target, a head and their caches on a device, and whether a server's requests fit: from headers alone."""
 
 from __future__ import annotations
 
@@ -11,12 +10,15 @@ import torch
 from trtspec import machine
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.errors import MissingDependency
-from trtspec.models.kimi import KimiModel
-from trtspec.models.precision import dtype_name, through_float32
+from trtspec.models.fast import through_float32
+from trtspec.models.k2 import KimiModel
+from trtspec.models.precision import dtype_name
 from trtspec.models.weights import is_nvfp4, layout
 from trtspec.specs import HeadSpec, ModelSpec
 
-PACKED_SHARE = 0.5  # of a float32 weight on a CPU: its copy for products of few rows (precision.py)
+PACKED_SHARE = (
+    0.5  # of a float32 weight on a CPU: its copy for products of few rows (fast.PackedLinear)
+)
 SPARE = 1.05  # weights plus what loading and products allocate, over the weights
 LOGITS_COPIES = 4  # float32 logits of a round: as computed, scaled, sorted, accepted
 MIN_LENGTH = 64  # a context below it is not worth proposing
@@ -38,7 +40,8 @@ def target_bytes(path: Path, spec: ModelSpec, dtype: torch.dtype, device: str) -
     packed = 0
     if device == "cpu" and (dtype == torch.float32 or through_float32(dtype)):
         stored = Checkpoint.open(path)
-        fp4 = {source.parameter for source in layout(spec) if is_nvfp4(stored, source.names[0])}
+        mappings = [mapping for mapping in layout(spec) if is_nvfp4(stored, mapping.names[0])]
+        fp4 = {mapping.parameter for mapping in mappings}
         packed = sum(count for name, count in elements.items() if name not in fp4)
     return int(sum(elements.values()) * dtype.itemsize + packed * 4 * PACKED_SHARE)
 
@@ -62,8 +65,11 @@ class MemoryLoad:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes: `weights`; `kept` for weights, reused prefixes and margin; `row` of one request of `length` tokens, of
-    which `logits` do not grow with its length."""
+    """In bytes, with length in tokens.
+
+    kept: weights, reused prefixes and a margin.
+    row: one request of `length` tokens, with `logits`, which do not grow with its length.
+    """
 
     weights: int
     kept: int
@@ -88,13 +94,13 @@ def footprint(
     path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpec] | None, load: MemoryLoad
 ) -> Footprint:
     """Footprint of a target and a head; reads only the headers of the target."""
-    weights = target_bytes(path, spec, load.dtype, load.device) + (
-        head_bytes(head[0], load.dtype) if head else 0
-    )
+    weights = target_bytes(path, spec, load.dtype, load.device)
     logits = LOGITS_COPIES * (1 + load.draft_len) * spec.vocab_size * 4
     # an entry in each layer of the target (FP8 if the checkpoint asks for it), and the head's
     token = spec.kv_elements_per_token * (1 if spec.quant.kv_cache else load.dtype.itemsize)
-    token += head[1].kv_elements_per_token * load.dtype.itemsize if head else 0
+    if head is not None:
+        weights += head_bytes(head[0], load.dtype)
+        token += head[1].kv_elements_per_token * load.dtype.itemsize
     row = token * (load.length + load.draft_len) + logits
     return Footprint(weights, int(SPARE * weights) + load.prefix_bytes, row, logits, load.length)
 
@@ -103,18 +109,18 @@ def require_fitting(
     path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpec] | None, load: MemoryLoad
 ) -> None:
     """Raises MissingDependency with the bytes needed and free, and the sizes that fit."""
-    found, free = footprint(path, spec, head, load), free_bytes(load.device)
-    needed = found.needed(load.rows)
+    total, free = footprint(path, spec, head, load), free_bytes(load.device)
+    needed = total.needed(load.rows)
     if needed <= free:
         return
-    if rows := found.rows_in(free):
+    if rows := total.rows_in(free):
         remedy = f"use `max_batch_size` {rows}, or a `max_seq_len` below {load.length}"
-    elif length := found.length_in(free):
+    elif length := total.length_in(free):
         remedy = f"use `max_batch_size` 1 `max_seq_len` {length}"
     else:
         remedy = "use a machine with more memory, or a smaller target: its weights alone do not fit"
     raise MissingDependency(
-        f"{path} takes {needed / 2**30:.2f} GiB on {load.device} ({found.weights / 2**30:.2f} of weights in "
+        f"{path} takes {needed / 2**30:.2f} GiB on {load.device} ({total.weights / 2**30:.2f} of weights in "
         f"{dtype_name(load.dtype)}, {load.rows} requests of {load.length} tokens, "
         f"{load.prefix_bytes / 2**30:.2f} for reused prefixes), {free / 2**30:.2f} are free",
         remedy,

@@ -1,0 +1,145 @@
+"""The text model of Kimi-K2, K2-Thinking, K2.5, K2.6 and K2.7-Code in plain PyTorch.
+
+The architecture is DeepSeek-V3's (arXiv 2412.19437): latent attention (mla.py) and, behind a first dense layer,
+mixtures of experts (moe.py). attention.py says where a call's tokens are, state.py what the layers remember of them.
+fast.py has the forms that the engine puts in the place of some of these modules.
+
+Shapes: B rows, T tokens of the call, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trtspec.models.attention import AttentionStep, batch_step, prompt_step
+from trtspec.models.layers import MLP, Linear, RMSNorm, embedding
+from trtspec.models.mla import LatentAttention
+from trtspec.models.moe import MoE, Router
+from trtspec.models.rope import RotaryEmbedding
+from trtspec.models.state import LatentCache, State, TextPiece
+from trtspec.specs import ModelSpec
+
+
+@dataclass
+class TargetOutput:
+    """logits: float32 [B, T, V], of the positions that were asked for.
+    hidden: [B, T, H], after the final norm.
+    aux: [B, T, n_aux * H], the outputs of the captured layers side by side; None without any.
+    margins: of the same positions as the logits, the least lead of the chosen experts over the others in all layers;
+    infinite unless recorded.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+    aux: Tensor | None
+    margins: Tensor
+
+
+class KimiModel(nn.Module):
+    """Logits, final hidden states and, on request, the outputs of given decoder layers (an Eagle3 head's input)."""
+
+    def __init__(
+        self, spec: ModelSpec, kv_dtype: torch.dtype | None = None, *, layers: int | None = None
+    ) -> None:
+        """`layers=0` leaves the decoder layers out, for stream.py."""
+        super().__init__()
+        self.spec = spec
+        self.kv_dtype = kv_dtype
+        self.embed = embedding(spec.vocab_size, spec.hidden_size)
+        count = spec.num_hidden_layers if layers is None else layers
+        self.layers = nn.ModuleList(DecoderLayer(spec, index) for index in range(count))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.lm_head = Linear(spec.hidden_size, spec.vocab_size)
+        self.rope = RotaryEmbedding(spec.rope, spec.qk_rope_head_dim, interleaved=True)
+        self.recorded: list[Router] = []
+
+    def forward(
+        self,
+        tokens: Tensor,
+        start: Tensor | None = None,
+        cache: State | None = None,
+        row: int = 0,
+        aux_layers: tuple[int, ...] = (),
+        last_only: bool = False,
+        length: int | None = None,
+    ) -> TargetOutput:
+        """Runs tokens int64 [B, T], whose place `start`, `cache`, `row` and `length` give as in `batch_step`.
+
+        aux_layers: 0-based layers whose outputs are captured, in ascending order.
+        last_only: logits of the last position alone.
+        """
+        step = batch_step(tokens, self.rope, self.dtype, start, cache, row, length)
+        return self._run(tokens, step, aux_layers, slice(-1, None) if last_only else slice(None))
+
+    def prompts(
+        self,
+        tokens: Tensor,
+        pieces: Sequence[TextPiece],
+        cache: State,
+        aux_layers: tuple[int, ...],
+        scored: Sequence[int],
+    ) -> TargetOutput:
+        """Runs tokens int64 [1, T]: pieces of texts behind each other, each in its cache row and seeing its own text
+        only. `scored`: the positions that need logits."""
+        step = prompt_step(pieces, self.rope, self.dtype, cache, tokens.device)
+        positions = torch.tensor(scored).to(tokens.device, non_blocking=True)
+        return self._run(tokens, step, aux_layers, positions)
+
+    def _run(
+        self,
+        tokens: Tensor,
+        step: AttentionStep,
+        aux_layers: tuple[int, ...],
+        scored: slice | Tensor,
+    ) -> TargetOutput:
+        x = self.embed(tokens)
+        captured = []
+        for index, layer in enumerate(self.layers):
+            x = layer(x, step.at(index))
+            if index in aux_layers:
+                captured.append(x)
+        hidden = self.norm(x)
+        aux = torch.cat(captured, -1) if captured else None
+        margins = hidden.new_full(tokens.shape, math.inf)
+        for router in self.recorded:
+            margins = margins.minimum(router.margin.view_as(margins))
+        logits = self.lm_head(hidden[:, scored]).float()
+        return TargetOutput(logits, hidden, aux, margins[:, scored])
+
+    def new_cache(self, rows: int, max_len: int) -> State:
+        """A cache for `rows` sequences of up to `max_len` tokens, in the model's dtype or FP8 (`kv_dtype`)."""
+        width = self.spec.kv_lora_rank + self.spec.qk_rope_head_dim
+        dtype = self.kv_dtype or self.dtype
+        return LatentCache(len(self.layers), rows, max_len, width, dtype, self.embed.weight.device)
+
+    def record_margins(self) -> None:
+        """From now on outputs have margins."""
+        self.recorded = [module for module in self.modules() if isinstance(module, Router)]
+        for router in self.recorded:
+            router.recording = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.weight.dtype
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and added to its input. The MLP of later layers is a mixture of experts."""
+
+    def __init__(self, spec: ModelSpec, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.self_attn = LatentAttention(spec, spec.hidden_size)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        dense = index < spec.first_k_dense_replace
+        self.mlp: nn.Module = MLP(spec.hidden_size, spec.intermediate_size) if dense else MoE(spec)
+
+    def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
+        """x [B, T, H] -> [B, T, H]."""
+        x = x + self.self_attn(self.input_layernorm(x), step)
+        return x + self.mlp(self.post_attention_layernorm(x))

@@ -1,0 +1,57 @@
+"""NVFP4 linears as an FP4 tensor core computes them: 4-bit weights, and activations that are quantized to 4 bits.
+
+Both operands enter the product as E2M1 value times FP8 block scale, which bf16 holds exactly. The two per-tensor scales
+multiply the accumulated result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trtspec.models.moe import dispatch
+from trtspec.quant import nvfp4
+
+
+class NVFP4Linear(nn.Module):
+    """y = x W^T with W in NVFP4. With `activation="weight-only"` x stays as it is."""
+
+    values: Tensor  # E2M1 value times FP8 block scale, [out, in]
+    scale_2: Tensor  # float32 scalar
+    input_scale: Tensor  # float32 scalar
+
+    def __init__(
+        self, values: Tensor, scale_2: Tensor, input_scale: Tensor, activation: str
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.register_buffer("values", values)
+        self.register_buffer("scale_2", scale_2.float())
+        self.register_buffer("input_scale", input_scale.float())
+        self.out_features, self.in_features = self.values.shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, scale = x, self.scale_2
+        if self.activation == "w4a4":
+            quantized, input_scale = nvfp4.fake_quantize_activation(x, self.input_scale)
+            values, scale = quantized.to(x.dtype), self.scale_2 * input_scale
+        return (F.linear(values, self.values) * scale).to(x.dtype)
+
+
+class NVFP4Experts(nn.Module):
+    """Routed experts in NVFP4; each expert is a pair of NVFP4 products with its own scales."""
+
+    def __init__(self, gate_up: Iterable[nn.Module], down: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.gate_up = nn.ModuleList(gate_up)
+        self.down = nn.ModuleList(down)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """As `Experts.forward`."""
+        return dispatch(x, ids, weights, len(self.down), self.one_expert)
+
+    def one_expert(self, expert: int, x: Tensor) -> Tensor:
+        gate, up = self.gate_up[expert](x).chunk(2, -1)
+        return self.down[expert](F.silu(gate) * up)
