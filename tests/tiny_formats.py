@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 INT4_CONFIG: dict[str, Any] = json.loads(
     Path(__file__).with_name("tiny_files").joinpath("int4.json").read_text()
@@ -20,13 +21,12 @@ FP8_CONFIG = {
 def pack_int4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """compressed-tensors pack-quantized, group 32, symmetric: eight values plus 8 in one int32, low bits first."""
     rows, columns = weight.shape
-    groups = weight.float().reshape(rows, columns // 32, 32)
-    scale = (groups.abs().amax(-1, keepdim=True) / 7).clamp(min=1e-6).to(torch.bfloat16)
-    codes = (groups / scale.float()).round().clamp(-8, 7).to(torch.int64).reshape(
-        rows, columns // 8, 8
-    ) + 8
+    groups = F.pad(weight.float(), (0, -columns % 32)).unflatten(1, (-1, 32))
+    scale = (groups.abs().amax(-1, keepdim=True) / 7).clamp(min=1e-6).bfloat16()
+    codes = (groups / scale.float()).round().clamp(-8, 7).long().flatten(1)
+    codes = codes[:, :columns].unflatten(1, (-1, 8)) + 8
     packed = (codes << (4 * torch.arange(8))).sum(-1)
-    packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+    packed = torch.where(packed >= 2**31, packed - 2**32, packed).int()
     return {
         "weight_packed": packed,
         "weight_scale": scale.squeeze(-1).contiguous(),
@@ -78,18 +78,17 @@ def quantize_tensors(tensors: dict[str, torch.Tensor], format: str) -> dict[str,
     stored: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         stem, packed = _stem(name), None
-        linear = name.endswith("_proj.weight") or name.endswith("_mqa.weight")
+        linear = name.endswith(("_proj.weight", "_mqa.weight"))
         if format == "int4" and linear and ".mlp.experts." in name:
             packed = pack_int4(tensor)
         elif format == "fp8-block" and linear:
             packed = pack_fp8_block(tensor)
         elif format == "nvfp4" and linear and ".mlp." in name:
-            pair = {"gate_proj": "up_proj", "up_proj": "gate_proj"}.get(stem.rsplit(".", 1)[1])
+            parent, _, leaf = stem.rpartition(".")
+            pair = {"gate_proj": "up_proj", "up_proj": "gate_proj"}.get(leaf)
             amax = tensor.abs().max()
             if pair:
-                amax = torch.maximum(
-                    amax, tensors[f"{stem.rsplit('.', 1)[0]}.{pair}.weight"].abs().max()
-                )
+                amax = torch.maximum(amax, tensors[f"{parent}.{pair}.weight"].abs().max())
             packed = pack_nvfp4(tensor, amax)
         if packed is None:
             stored[name] = tensor

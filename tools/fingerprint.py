@@ -27,10 +27,8 @@ from fingerprint_rows import AREAS, FAILED  # noqa: E402
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200",
                "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": "", "TZ": "UTC", "PYTHONHASHSEED": "0"}  # fmt: skip
-SIDES = {
-    "before": 1,
-    "after": 2,
-}  # in paths the numbers, of one length, so that no table wraps elsewhere
+# in paths the numbers, of one length, so that no table wraps elsewhere
+SIDES = {"before": 1, "after": 2}
 Rows = dict[str, dict[str, str]]
 
 
@@ -104,12 +102,7 @@ def make_inputs(place: Path, whole: bool) -> Path:
         return place
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
-    maker = [
-        sys.executable,
-        str(HERE / "tools" / "fingerprint_inputs.py"),
-        str(place),
-        *["--whole"] * whole,
-    ]
+    maker = [sys.executable, f"{HERE}/tools/fingerprint_inputs.py", place, *["--whole"] * whole]
     subprocess.run(maker, check=True, env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(HERE)})
     (place / "complete").write_text(done)
     return place
@@ -123,31 +116,18 @@ def listing(place: Path) -> list[tuple[str, int, int]]:
 def run_sides(
     checkouts: dict[str, Path], inputs: Path, room: Path, options: argparse.Namespace
 ) -> dict[str, Rows]:
-    cores, running = sorted(os.sched_getaffinity(0)), {}
+    cores = sorted(os.sched_getaffinity(0))
+    form = "whole" if options.whole else "short"
+    inherited = {name: os.environ[name] for name in os.environ if not name.startswith("TRTSPEC_")}
+    running = {}
     for side, package in checkouts.items():
         work = room / f"side-{SIDES[side]}"
         work.mkdir(parents=True)
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith("TRTSPEC_")
-        }
-        environment |= {
-            **ENVIRONMENT,
-            "PYTHONPATH": str(package),
-            "XDG_CACHE_HOME": str(work / "cache"),
-        }
-        environment |= {"MPLCONFIGDIR": str(work / "cache")}
-        line = [
-            sys.executable,
-            str(HERE / "tools" / "fingerprint_rows.py"),
-            str(package),
-            str(inputs),
-            str(work),
-        ]
-        line += [
-            str(cores[SIDES[side] % len(cores)]),
-            "whole" if options.whole else "short",
-            *(options.only or AREAS),
-        ]
+        cache = {"XDG_CACHE_HOME": f"{work}/cache", "MPLCONFIGDIR": f"{work}/cache"}
+        environment = {**inherited, **ENVIRONMENT, "PYTHONPATH": str(package), **cache}
+        core = str(cores[SIDES[side] % len(cores)])
+        script = f"{HERE}/tools/fingerprint_rows.py"
+        line = [sys.executable, script, package, inputs, work, core, form, *(options.only or AREAS)]
         running[side] = subprocess.Popen(line, env=environment, cwd=work)
     failed = [side for side, process in running.items() if process.wait() != 0]
     if failed:

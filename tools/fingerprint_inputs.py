@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(HERE))
 
 from tests.heads.convert.foreign_heads import DIALECTS, expressible, write_head  # noqa: E402
-from tests.tiny import (  # noqa: E402  # noqa: E402
+from tests.tiny import (  # noqa: E402
     make_head,
     make_target,
     make_tokenizer,
@@ -42,20 +42,8 @@ HEAD_KINDS = list(itertools.product(("mha", "mla"), ("3", "3.1"), (None, 128)))
 FULL_SIZE = {"experts": 12, "hidden": 7168, "inner": 2048}
 MUTATIONS = {False: 100, True: 1000}
 WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "while",
-    "def",
-    "return",
-    "import",
-]
+    "the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "def", "return", "import",
+]  # fmt: skip
 ODD: list[Any] = [
     None, True, False, 0, 1, -1, 3, 8192, 0.5, 1.5, -0.5, float("inf"), "true", "8", " 8 ", "0x10", "1e3", "text", "",
     [], [1, 2], [-1], ["8"], [None], [[1]], {}, {"a": 1}, {4: 3, 8: 1}, {"key": None}, datetime.date(2026, 1, 31),
@@ -150,30 +138,11 @@ def kimi_nano(root: Path, whole: bool) -> None:
         if not whole:
             make_head(place, nano, attention=attention, eagle=eagle, draft_vocab=vocab and 1024)
             continue
-        words = [
-            "--attention",
-            attention,
-            "--eagle",
-            eagle,
-            "--steps",
-            "100",
-            "--seq-len",
-            "96",
-            "--acceptance-prompts",
-            "0",
-        ]
-        words += ["--draft-vocab-size", "1024"] if vocab else []
-        line = [
-            sys.executable,
-            "-m",
-            "trtspec",
-            "train",
-            str(nano),
-            str(root / "data" / "nano.jsonl"),
-            "-o",
-            str(place),
-        ]
-        subprocess.run([*line, *words], check=True, capture_output=True, cwd=HERE)
+        line = f"train {nano} {root}/data/nano.jsonl -o {place} --attention {attention} --eagle {eagle}"
+        line += " --steps 100 --seq-len 96 --acceptance-prompts 0"
+        line += " --draft-vocab-size 1024" if vocab else ""
+        command = [sys.executable, "-m", "trtspec", *line.split()]
+        subprocess.run(command, check=True, capture_output=True, cwd=HERE)
 
 
 def engine_files(root: Path, mutations: int) -> None:

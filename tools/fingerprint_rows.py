@@ -59,7 +59,13 @@ PUBLISHED = {  # target: heads
     "nvidia/Kimi-K2.7-Code-NVFP4": ("lightseekorg/kimi-k2.7-coder-eagle3.1-mla",),
     "moonshotai/Kimi-K2.6": ("nvidia/Kimi-K2.6-Eagle3",),
 }
-TARGET, HEAD = "nvidia/Kimi-K2.6-NVFP4", "nvidia/Kimi-K2.6-Eagle3"
+PAIRS = [
+    f"{target} --head {head}" if head else target
+    for target, heads in PUBLISHED.items()
+    for head in ("", *heads)
+]
+TARGET = "nvidia/Kimi-K2.6-NVFP4"
+PAIR = f"{TARGET} --head nvidia/Kimi-K2.6-Eagle3"
 
 
 class Side:
@@ -68,17 +74,14 @@ class Side:
         self.rows: dict[str, str] = {}
 
     def command(
-        self,
-        name: str,
-        *words: object,
-        own_process: bool = False,
-        values: bool = True,
+        self, line: str, name: str = "", *, own_process: bool = False, values: bool = True,
         **environment: str,
-    ) -> str:
+    ) -> str:  # fmt: skip
         """A row for what the command answered: status and keys of its JSON object, or its error; with `values`, a row
-        for the whole object. {name} in words: a path of the inputs."""
-        line = [str(word).replace("IN/", f"{self.inputs}/") for word in words]
-        status, out, err = (outside if own_process else inside)(line, environment)
+        for the whole object. IN/ and WORK/ in the line are the folders of inputs and of this side."""
+        name = name or line
+        words = line.replace("IN/", f"{self.inputs}/").replace("WORK/", f"{self.work}/").split()
+        status, out, err = (outside if own_process else inside)(words, environment)
         crash = re.search(
             r"unexpected \w+: .*|^(?:\w+\.)*\w+(?:Error|Exception|Exit)\b.*\Z", err.strip(), re.M
         )
@@ -122,18 +125,20 @@ class Side:
         return f"sha256 {digest(data)}"
 
     def normal(self, text: str) -> str:
+        text = text.replace(sys.executable, "PYTHON")
         for path, word in ((self.inputs, "IN"), (self.work, "WORK"), (self.package, "PACKAGE")):
             text = text.replace(str(path), word)
         for pattern, put, _ in NORMALIZED:
             text = re.sub(pattern, put, text)
         return text
 
-    def made(self, name: str, *words: object, **options: Any) -> None:
+    def made(self, line: str, name: str = "", **options: Any) -> None:
         """The answer of a command that writes OUT, and its files."""
+        name = name or line.replace("/", "_").replace(" ", "_")
         place = self.work / "out" / name
         shutil.rmtree(place, ignore_errors=True)
         place.parent.mkdir(parents=True, exist_ok=True)
-        self.command(name, *(str(word).replace("OUT", str(place)) for word in words), **options)
+        self.command(line.replace("OUT", f"WORK/out/{name}"), name, **options)
         if place.is_file():
             self.rows[f"{name}/"] = self.content(place)
         else:
@@ -184,93 +189,43 @@ def digest(data: bytes) -> str:
 
 def quantize(side: Side) -> None:
     for source, policy in itertools.product(SOURCES, POLICIES):
-        side.made(
-            f"{source}-{policy}",
-            "quantize",
-            f"IN/targets/{source}",
-            "-o",
-            "OUT",
-            "--policy",
-            policy,
-            "--json",
-        )
-    for more in ("--kv-cache none", "--weight-scales mse", "--workers 2"):
-        for source in SOURCES if side.whole else ("bf16", "int4"):
-            side.made(
-                f"{source} {more}",
-                "quantize",
-                f"IN/targets/{source}",
-                "-o",
-                "OUT",
-                *more.split(),
-                "--json",
-            )
-    side.made("again nvfp4", "quantize", "IN/targets/nvfp4", "-o", "OUT", "--json")
+        side.made(f"quantize IN/targets/{source} -o OUT --policy {policy} --json")
+    for source in SOURCES if side.whole else ("bf16", "int4"):
+        for options in ("--kv-cache none", "--weight-scales mse", "--workers 2"):
+            side.made(f"quantize IN/targets/{source} -o OUT {options} --json")
+    side.made("quantize IN/targets/nvfp4 -o OUT --json")
     if side.whole:
         for source in ("full-bf16", "full-int4", "full-fp8-block"):
-            side.made(
-                source, "quantize", f"IN/targets/{source}", "-o", "OUT", "--json", own_process=True
-            )
+            side.made(f"quantize IN/targets/{source} -o OUT --json", source, own_process=True)
             shutil.rmtree(side.work / "out" / source)
-        modelopt = ("quantize", "IN/targets/bf16", "-o", "OUT", "--engine", "modelopt", "--json")
-        side.made("modelopt", *modelopt, own_process=True)
+        side.made("quantize IN/targets/bf16 -o OUT --engine modelopt --json", own_process=True)
 
 
 def calibrate(side: Side) -> None:
     for source in ("bf16", "int4", "fp8-block") if side.whole else ("bf16",):
-        side.made(f"{source}.safetensors", "calibrate", f"IN/targets/{source}", "IN/data/answers.jsonl", "-o", "OUT",
-                  "--samples", 8, "--json", own_process=True)  # fmt: skip
-        scales = side.work / "out" / f"{source}.safetensors"
-        side.rows[f"{source} provenance"] = side.content(
-            scales.with_name(f"{scales.name}.provenance.json")
-        )
-        words = ("quantize", f"IN/targets/{source}", "-o", "OUT", "--input-scales", scales)
-        side.made(f"{source} quantized", *words, "--json")
+        scales = f"{source}.safetensors"
+        line = f"calibrate IN/targets/{source} IN/data/answers.jsonl -o OUT --samples 8 --json"
+        side.made(line, scales, own_process=True)
+        provenance = side.work / "out" / f"{scales}.provenance.json"
+        side.rows[f"{source} provenance"] = side.content(provenance)
+        side.made(f"quantize IN/targets/{source} -o OUT --input-scales WORK/out/{scales} --json")
 
 
 def convert(side: Side) -> None:
-    names = {"modelopt": "trtllm"}
     for kind in KINDS if side.whole else ("mha-3-128", "mla-3.1-full"):
-        for one, other in itertools.product(DIALECTS, DIALECTS):
-            source = f"heads/{one}-{kind}"
-            if (side.inputs / source).is_dir():
-                words = (
-                    "convert",
-                    f"IN/{source}",
-                    "-o",
-                    "OUT",
-                    "--to",
-                    names.get(other, other),
-                    "--json",
-                )
-                side.made(f"{kind}-{one}-to-{other}", *words, "--target", "IN/targets/bf16")
+        for source, layout in itertools.product(DIALECTS, DIALECTS):
+            head = f"heads/{source}-{kind}"
+            if (side.inputs / head).is_dir():
+                to = "trtllm" if layout == "modelopt" else layout
+                side.made(f"convert IN/{head} -o OUT --to {to} --json --target IN/targets/bf16")
 
 
 def train(side: Side) -> None:
-    kinds = [(attention, eagle) for attention in ("mha", "mla") for eagle in ("3", "3.1")]
-    for attention, eagle in kinds if side.whole else (("mha", "3"), ("mla", "3.1")):
-        words = (
-            "--attention",
-            attention,
-            "--eagle",
-            eagle,
-            "--steps",
-            6,
-            "--acceptance-prompts",
-            2,
-            "--json",
-        )
-        name = f"{attention}-{eagle}"
-        side.made(
-            name,
-            "train",
-            "IN/targets/bf16",
-            "IN/data/answers.jsonl",
-            "-o",
-            "OUT",
-            *words,
-            own_process=True,
-        )
+    kinds = list(itertools.product(("mha", "mla"), ("3", "3.1")))
+    for attention, eagle in kinds if side.whole else kinds[::3]:
+        options = f"--attention {attention} --eagle {eagle} --steps 6 --acceptance-prompts 2 --json"
+        line = f"train IN/targets/bf16 IN/data/answers.jsonl -o OUT {options}"
+        side.made(line, f"{attention}-{eagle}", own_process=True)
 
 
 def greedy(side: Side) -> None:
@@ -300,66 +255,23 @@ def greedy(side: Side) -> None:
 
 def clients(side: Side) -> None:
     """Commands that query a server; their figures depend on the clock, so only keys are compared."""
-    few = (
-        ("--samples", 32, "--max-tokens", 96) if side.whole else ("--samples", 2, "--max-tokens", 8)
-    )
+    few = "--samples 32 --max-tokens 96" if side.whole else "--samples 2 --max-tokens 8"
     with served(side, "serves", "--head", "IN/nano-heads/shipped") as url:
         if not url:
             return
-        side.command(
-            "bench", "bench", url, *few, "--concurrency", 2, "-o", side.work / "bench", values=False
-        )
+        side.command(f"bench {url} {few} --concurrency 2 -o WORK/bench", "bench", values=False)
         results = side.work / "bench" / "results.json"
-        found = keys_of(json.loads(results.read_text())) if results.is_file() else {"none"}
+        keys = keys_of(json.loads(results.read_text())) if results.is_file() else {"none"}
         # whether there are problems depends on how steady the machine was
-        side.rows["bench keys"] = "\n".join(
-            sorted(key for key in found if not key.startswith(".problems[]"))
-        )
-        record = side.work / "record.jsonl"
-        side.command(
-            "record",
-            "check",
-            url,
-            *few,
-            "--contexts",
-            0,
-            "--record",
-            record,
-            "--json",
-            values=False,
-        )
-        side.command("against", "check", url, "--against", record, "--json", values=False)
-        side.command(
-            "watch",
-            "watch",
-            url,
-            "--once",
-            "--baseline",
-            side.work / "bench",
-            "--json",
-            values=False,
-        )
-        words = (
-            "synthesize",
-            "IN/data/prompts.jsonl",
-            "-o",
-            "OUT",
-            "--base-url",
-            f"{url}/v1",
-            "--samples",
-            4,
-        )
-        side.made(
-            "synthesize",
-            *words,
-            "--max-tokens",
-            8,
-            "--temperature",
-            0,
-            "--concurrency",
-            1,
-            "--json",
-        )
+        steady = sorted(key for key in keys if not key.startswith(".problems[]"))
+        side.rows["bench keys"] = "\n".join(steady)
+        record = f"check {url} {few} --contexts 0 --record WORK/record.jsonl --json"
+        side.command(record, "record", values=False)
+        side.command(f"check {url} --against WORK/record.jsonl --json", "against", values=False)
+        side.command(f"watch {url} --once --baseline WORK/bench --json", "watch", values=False)
+        answers = f"synthesize IN/data/prompts.jsonl -o OUT --base-url {url}/v1 --samples 4"
+        answers += " --max-tokens 8 --temperature 0 --concurrency 1 --json"
+        side.made(answers, "synthesize")
 
 
 @contextlib.contextmanager
@@ -369,19 +281,9 @@ def served(side: Side, name: str, *words: str) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url, log = f"http://127.0.0.1:{port}", side.work / "server.log"
-    line = [
-        sys.executable,
-        "-m",
-        "trtspec",
-        "serve",
-        "IN/nano",
-        "--backend",
-        "reference",
-        "--dtype",
-        "float32",
-    ]
-    line += ["--host", "127.0.0.1", "--port", str(port), *words]
-    line = [word.replace("IN/", f"{side.inputs}/") for word in line]
+    line = [sys.executable, "-m", "trtspec", "serve", f"{side.inputs}/nano", "--host", "127.0.0.1"]
+    line += ["--backend", "reference", "--dtype", "float32", "--port", str(port)]
+    line += [word.replace("IN/", f"{side.inputs}/") for word in words]
     with (
         open(log, "w") as written,
         subprocess.Popen(line, stdout=written, stderr=written) as process,
@@ -415,66 +317,41 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def lint(side: Side) -> None:
     """The configurations and mutations for every release, many files at once; each trap for its own release."""
-    for release, place in itertools.product((None, *RELEASES), ("configs", "mutations")):
-        words = ["--trtllm-version", release] if release else []
-        if release or place == "configs":
-            by_file(side, place, words, f"{release or 'own release'} ")
-    target = ["--target", TARGET, "--head", HEAD, "--gpu", "b200", "--trtllm-version", "1.3.0rc20"]
-    by_file(side, "mutations", target, f"{TARGET} ")
+    by_file(side, "configs", "")
+    for release, place in itertools.product(RELEASES, ("configs", "mutations")):
+        by_file(side, place, f"--trtllm-version {release}")
+    by_file(side, "mutations", f"--target {PAIR} --gpu b200 --trtllm-version 1.3.0rc20")
     for number, trap in enumerate(json.loads((side.inputs / "lint" / "traps.json").read_text())):
-        words = ["--trtllm-version", trap["release"], *trap.get("words", "").split()]
-        words += ["--", *trap["passed"].split()] if "passed" in trap else []
-        file = f"IN/lint/traps/trap-{number:03}.yml"
-        side.command(
-            f"trap {trap['name']}", "lint", file, "--json", *words, **trap.get("environment", {})
-        )
+        line = f"lint IN/lint/traps/trap-{number:03}.yml --json --trtllm-version {trap['release']}"
+        line += f" {trap.get('words', '')}"
+        line += f" -- {trap['passed']}" if "passed" in trap else ""
+        side.command(line, f"trap {trap['name']}", **trap.get("environment", {}))
 
 
-def by_file(side: Side, place: str, words: list[str], name: str) -> None:
+def by_file(side: Side, place: str, words: str) -> None:
     files = [str(file) for file in sorted((side.inputs / "lint" / place).iterdir())]
-    answer = side.command(f"{name}{place}", "lint", *files, "--json", *words, values=False)
-    found: dict[str, list[Any]] = {file: [] for file in files}
+    name = f"{words} {place}"
+    answer = side.command(f"lint {' '.join(files)} --json {words}", name, values=False)
+    problems: dict[str, list[Any]] = {file: [] for file in files}
     for problem in (json.loads(answer) if answer else {}).get("problems", []):
-        found.setdefault(problem["where"].split(":")[0], []).append(problem)
-    for file, problems in found.items():
-        listed = (side.normal(json.dumps(problem, sort_keys=True)) for problem in problems)
-        side.rows[f"{name}{Path(file).name}"] = "\n".join([f"{len(problems)} problems", *listed])
+        problems.setdefault(problem["where"].split(":")[0], []).append(problem)
+    for file, own in problems.items():
+        lines = [side.normal(json.dumps(problem, sort_keys=True)) for problem in own]
+        side.rows[f"{name} {Path(file).name}"] = "\n".join([f"{len(own)} problems", *lines])
 
 
 def build_config(side: Side) -> None:
     """Configurations, plans and dry-run launches for a table of intents."""
-    pairs = [(target, head) for target, heads in PUBLISHED.items() for head in ("", *heads)]
-    gpus, goals = (
-        ("b200", "gb200", "b300", "h200") if side.whole else ("b200", "h200"),
-        ("latency", "throughput"),
-    )
+    gpus = ("b200", "gb200", "b300", "h200") if side.whole else ("b200", "h200")
     releases = RELEASES if side.whole else RELEASES[1:]
-    for (target, head), gpu, goal, release in itertools.product(pairs, gpus, goals, releases):
-        words = [
-            target,
-            *(["--head", head] if head else []),
-            "--gpu",
-            gpu,
-            "--goal",
-            goal,
-            "--trtllm-version",
-            release,
-        ]
-        name = " ".join([target, head or "no head", gpu, goal, release])
-        side.command(name, "build-config", *words, "--tp-size", 8 if goal == "throughput" else 4)
-    for target, head in pairs:
-        words = [target, *(["--head", head] if head else [])]
-        for more in BUILDS:
-            side.made(f"{target} {head or 'no head'} {more}", "build-config", *words, *more.split())
-        for more in LAUNCHES if side.whole else LAUNCHES[:2]:
-            side.command(
-                f"serve {target} {head or 'no head'} {more}",
-                "serve",
-                *words,
-                *more.split(),
-                "--dry-run",
-                "--json",
-            )
+    sizes = ("--goal latency --tp-size 4", "--goal throughput --tp-size 8")
+    for pair, gpu, goal, release in itertools.product(PAIRS, gpus, sizes, releases):
+        side.command(f"build-config {pair} --gpu {gpu} {goal} --trtllm-version {release}")
+    for pair in PAIRS:
+        for options in BUILDS:
+            side.made(f"build-config {pair} {options}")
+        for options in LAUNCHES if side.whole else LAUNCHES[:2]:
+            side.command(f"serve {pair} --dry-run --json {options}")
 
 
 BUILDS = (
@@ -492,116 +369,38 @@ LAUNCHES = (
 def reports(side: Side) -> None:
     """Every command that reports with --json."""
     for target in ("bf16", "flat", "int4", "fp8-block", "nvfp4", "vision"):
-        side.command(f"inspect {target}", "inspect", f"IN/targets/{target}", "--json")
-        side.command(
-            f"quantize --dry-run {target}",
-            "quantize",
-            f"IN/targets/{target}",
-            "-o",
-            "x",
-            "--dry-run",
-            "--json",
-        )
-        side.command(
-            f"inspect {target} --sample 0",
-            "inspect",
-            f"IN/targets/{target}",
-            "--sample",
-            0,
-            "--json",
-        )
+        side.command(f"inspect IN/targets/{target} --json")
+        side.command(f"quantize IN/targets/{target} -o x --dry-run --json")
+        side.command(f"inspect IN/targets/{target} --sample 0 --json")
     for head in sorted((side.inputs / "heads").iterdir()):
-        side.command(f"inspect {head.name}", "inspect", head, "--json")
-        side.command(
-            f"inspect {head.name} --against",
-            "inspect",
-            head,
-            "--against",
-            "IN/targets/bf16",
-            "--json",
-        )
-    side.made("quantized", "quantize", "IN/targets/int4", "-o", "OUT", "--json")
+        side.command(f"inspect IN/heads/{head.name} --json")
+        side.command(f"inspect IN/heads/{head.name} --against IN/targets/bf16 --json")
+    side.made("quantize IN/targets/int4 -o OUT --json", "quantized")
     for source in ("int4", "flat"):
-        words = (
-            "inspect",
-            side.work / "out" / "quantized",
-            "--against",
-            f"IN/targets/{source}",
-            "--sample",
-            0,
-        )
-        side.command(f"inspect quantized --against {source}", *words, "--json")
+        line = f"inspect WORK/out/quantized --against IN/targets/{source} --sample 0 --json"
+        side.command(line)
     for name in (*PUBLISHED, *{head for heads in PUBLISHED.values() for head in heads}):
-        side.command(f"inspect {name}", "inspect", name, "--json", values=False)
-    for (target, heads), gpu in itertools.product(PUBLISHED.items(), ("b200", "h200")):
-        for head in ("", *heads):
-            words = (
-                "plan",
-                target,
-                *(["--head", head] if head else []),
-                "--gpu",
-                gpu,
-                "--gpus",
-                8,
-                "--json",
-            )
-            side.command(f"plan {target} {head or 'no head'} {gpu}", *words)
-    side.command(
-        "plan limits",
-        "plan",
-        TARGET,
-        "--head",
-        HEAD,
-        "--ttft",
-        500,
-        "--tpot",
-        10,
-        "--acceptance",
-        "2.6@3",
-        "--json",
-    )
-    side.command(
-        "train --dry-run",
-        "train",
-        "IN/targets/bf16",
-        "IN/data/answers.jsonl",
-        "-o",
-        "x",
-        "--dry-run",
-        "--json",
-    )
-    words = (
-        "calibrate",
-        "IN/targets/bf16",
-        "IN/data/answers.jsonl",
-        "-o",
-        "x",
-        "--dry-run",
-        "--json",
-    )
-    side.command("calibrate --dry-run", *words, values=False)
-    side.command(
-        "convert --dry-run",
-        "convert",
-        "IN/heads/vllm-mha-3-full",
-        "-o",
-        "x",
-        "--to",
-        "sglang",
-        "--dry-run",
-        "--json",
-    )
-    side.command("doctor", "doctor", "--json", values=False)
-    side.command(
-        "prove --dry-run", "prove", TARGET, "--head", HEAD, "--dry-run", "--json", values=False
-    )
-    side.command(
-        "serve reference", "serve", "IN/nano", "--backend", "reference", "--dry-run", "--json"
-    )
+        side.command(f"inspect {name} --json", values=False)
+    for pair, gpu in itertools.product(PAIRS, ("b200", "h200")):
+        side.command(f"plan {pair} --gpu {gpu} --gpus 8 --json")
+    for line in REPORTS:
+        side.command(line)
+    for line in REPORTS_BY_KEY:
+        side.command(line, values=False)
     for command in COMMANDS:
-        side.command(f"{command} --help", command, "--help", values=False)
+        side.command(f"{command} --help", values=False)
 
 
+REPORTS = (
+    f"plan {PAIR} --ttft 500 --tpot 10 --acceptance 2.6@3 --json",
+    "train IN/targets/bf16 IN/data/answers.jsonl -o x --dry-run --json",
+    "convert IN/heads/vllm-mha-3-full -o x --to sglang --dry-run --json",
+    "serve IN/nano --backend reference --dry-run --json",
+)
+REPORTS_BY_KEY = (
+    "calibrate IN/targets/bf16 IN/data/answers.jsonl -o x --dry-run --json", "doctor --json",
+    f"prove {PAIR} --dry-run --json",
+)  # fmt: skip
 COMMANDS = (
     "demo", "doctor", "inspect", "quantize", "calibrate", "synthesize", "train", "convert", "plan", "build-config",
     "lint", "serve", "bench", "check", "prove", "watch",
@@ -610,78 +409,28 @@ COMMANDS = (
 
 def refusals(side: Side) -> None:
     """Invalid input and unknown options: status and message."""
-    broken = sorted(path.name for path in (side.inputs / "broken").iterdir())
-    heads = [name for name in broken if name.startswith("head-")]
-    targets = [
-        name for name in broken if (side.inputs / "broken" / name).is_dir() and name not in heads
-    ]
-    for name in (*targets, "missing"):
-        bad = f"IN/broken/{name}"
-        side.command(f"inspect {name}", "inspect", bad, "--json")
-        side.command(f"quantize {name}", "quantize", bad, "-o", "x", "--dry-run", "--json")
-        side.command(f"plan {name}", "plan", bad, "--json")
-        side.command(
-            f"build-config {name}", "build-config", bad, "--trtllm-version", "1.4.0rc1", "--json"
-        )
-        side.command(f"serve {name}", "serve", bad, "--backend", "reference", "--dry-run", "--json")
-        side.command(
-            f"calibrate {name}",
-            "calibrate",
-            bad,
-            "IN/data/answers.jsonl",
-            "-o",
-            "x",
-            "--dry-run",
-            "--json",
-        )
-        side.command(
-            f"train {name}", "train", bad, "IN/data/answers.jsonl", "-o", "x", "--dry-run", "--json"
-        )
-    for name in (*heads, "missing"):
-        side.command(
-            f"inspect {name}",
-            "inspect",
-            f"IN/broken/{name}",
-            "--against",
-            "IN/targets/bf16",
-            "--json",
-        )
-        side.command(
-            f"convert {name}", "convert", f"IN/broken/{name}", "-o", "x", "--to", "vllm", "--json"
-        )
+    folders = sorted(path.name for path in (side.inputs / "broken").iterdir() if path.is_dir())
+    for name, line in itertools.product((*folders, "missing"), BROKEN):
+        side.command(line.replace("BAD", f"IN/broken/{name}"))
     for name in ("syntax.yml", "list.yml", "missing.yml"):
-        side.command(
-            f"lint {name}", "lint", f"IN/broken/{name}", "--trtllm-version", "1.4.0rc1", "--json"
-        )
+        side.command(f"lint IN/broken/{name} --trtllm-version 1.4.0rc1 --json")
     for name in ("empty.jsonl", "bad.jsonl", "missing.jsonl"):
-        side.command(
-            f"train {name}",
-            "train",
-            "IN/targets/bf16",
-            f"IN/broken/{name}",
-            "-o",
-            "x",
-            "--dry-run",
-            "--json",
-        )
-        words = (
-            "calibrate",
-            "IN/targets/bf16",
-            f"IN/broken/{name}",
-            "-o",
-            "x",
-            "--dry-run",
-            "--json",
-        )
-        side.command(f"calibrate {name}", *words)
+        for command in ("train", "calibrate"):
+            side.command(f"{command} IN/targets/bf16 IN/broken/{name} -o x --dry-run --json")
     for command in COMMANDS:
         if command not in ("demo", "doctor"):  # these need no words
-            side.command(f"{command} alone", command)
-        side.command(f"{command} --no-such-option", command, "--no-such-option")
+            side.command(command)
+        side.command(f"{command} --no-such-option")
     for line in UNKNOWN:
-        side.command(line, *line.split())
+        side.command(line)
 
 
+BROKEN = (
+    "inspect BAD --json", "inspect BAD --against IN/targets/bf16 --json", "convert BAD -o x --to vllm --json",
+    "quantize BAD -o x --dry-run --json", "plan BAD --json", "build-config BAD --trtllm-version 1.4.0rc1 --json",
+    "serve BAD --backend reference --dry-run --json", "train BAD IN/data/answers.jsonl -o x --dry-run --json",
+    "calibrate BAD IN/data/answers.jsonl -o x --dry-run --json",
+)  # fmt: skip
 UNKNOWN = (
     "nothing",
     "quantize IN/targets/bf16 -o x --policy k9 --json", "quantize IN/targets/bf16 -o x --kv-cache int8 --json",

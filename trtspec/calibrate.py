@@ -105,7 +105,7 @@ class Calibration:
 
     stream: LayerStream
     policy: Policy
-    linears: list[str]
+    linears: set[str]
     texts: list[tuple[int, ...]]
     batches: list[Tensor]
     output: Path
@@ -198,12 +198,11 @@ def prepare(
         threads=min(8, torch.get_num_threads()),
     )
     policy = policy or default_policy(stream.spec, source_name(stream.checkpoint.path))
-    read = (
-        modules
-        for index in range(stream.num_layers)
-        for modules in input_points(stream, index).values()
-    )
-    linears = [module for modules in read for module in modules if policy.quantizes(module)]
+    linears = {
+        name.removesuffix(".weight")
+        for name, part in stream.spec.family.tensors(stream.spec)
+        if part.role in policy.quantize
+    }
     texts = read_texts(data, KimiTokenizer(source), options.samples, options.seq_len)
     return Calibration(
         stream, policy, linears, texts, equal_length_batches(texts), output, options, data
@@ -285,16 +284,11 @@ class LayerObserver:
     """The quantizers of one decoder layer: put on before its first batch, read after its last."""
 
     def __init__(self, calibration: Calibration, index: int, layer: DecoderLayer) -> None:
-        quantizes = calibration.policy.quantizes
-        read = {
-            point: filter(quantizes, modules)
-            for point, modules in input_points(calibration.stream, index).items()
-        }
-        observers = {
-            point: InputObserver(name)
-            for point, names in read.items()
-            if (name := next(names, None))
-        }
+        observers = dict[str, InputObserver]()
+        for point, modules in input_points(calibration.stream, index).items():
+            quantized = [module for module in modules if module in calibration.linears]
+            if quantized:
+                observers[point] = InputObserver(quantized[0])
         self.observers, self.experts = observers, None
 
         def see(
@@ -407,9 +401,7 @@ def _scales(calibration: Calibration, layers: list[dict[str, Any]]) -> dict[str,
     for index, layer in enumerate(layers):
         points = input_points(calibration.stream, index)
         for point, scale in layer["scales"].items():
-            found |= {
-                module: scale for module in points[point] if calibration.policy.quantizes(module)
-            }
+            found |= {module: scale for module in points[point] if module in calibration.linears}
     return found
 
 

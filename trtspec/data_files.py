@@ -10,12 +10,11 @@ DATA = Path(__file__).parent / "data"
 
 
 def load_yaml(name: str | Path) -> Any:
-    """Parses a file of the package: by its name in trtspec/data, for example `models.yaml`, or by its whole path."""
+    """Parses a YAML file by its name in trtspec/data, such as `models.yaml`, or by its whole path."""
     import yaml  # here, because `trtspec --help` needs none
 
-    loader = getattr(
-        yaml, "CSafeLoader", yaml.SafeLoader
-    )  # ten times faster, where libyaml is built in
+    # libyaml's loader is ten times as fast, where PyYAML was built with it
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return yaml.load((DATA / name).read_text(encoding="utf-8"), Loader=loader)
 
 

@@ -8,35 +8,45 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from trtspec.data_files import documented, load_yaml
 
 Severity = Literal["error", "warning", "info"]
-SEVERITIES: tuple[Severity, ...] = (
-    "error",
-    "warning",
-    "info",
-)  # in the order in which they are shown
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)  # in the order in which they are shown
 LEADING_CODE = re.compile(r"\[?(TS-[A-Z0-9]+(?:-[A-Z0-9]+)+)\b")
 UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 MAX_LISTED = 5  # names in one message
 FIELD = re.compile(r"`([a-z][a-z0-9_]*)`")
-typed: dict[
-    str, str
-] = {}  # field of the running command's options -> its flag; empty where no command runs
+
+
+@dataclass
+class RunningCommand:
+    """One command while it runs; the default where none does. `flags`: the flag or variable of each field of its
+    `options`. `origins`: where each field that the user set comes from. `answered`: whether stdout has the object of
+    `--json`."""
+
+    options: type | None = None
+    flags: Mapping[str, str] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
+    answered: bool = False
+
+
+running = ContextVar("running", default=RunningCommand())  # noqa: B039  # the library's own
 
 
 def as_typed(text: str) -> str:
     """A message that names options as the fields of their record, in backticks: with flags where a command runs. What
     others wrote in it can be printed."""
-    return printable(FIELD.sub(lambda found: typed.get(found[1], found[0]), text))
+    flags = running.get().flags
+    return printable(FIELD.sub(lambda match: flags.get(match[1], match[0]), text))
 
 
 def printable(text: str) -> str:
@@ -155,23 +165,52 @@ def termination_as_interrupt() -> Iterator[None]:
 @dataclass(frozen=True)
 class Problem:
     """One finding. `code` is stable; its remedy is the documented one where none is given. `where` names a file, key or
-    tensor."""
+    tensor. In a `file` with lines it is the dotted path of a key: `beside` are the other keys that a rule is about,
+    `on_value` tells that the value is at fault, `line` and `column` count from 1 (None: no line is at fault), `width`
+    counts characters, and `fix` makes an edit of the parsed file."""
 
     code: str
     severity: Severity
     where: str
     message: str
     remedy: str = ""
+    fix: Callable[[Any], Any] | None = field(default=None, compare=False)
+    on_value: bool = False
+    beside: tuple[str, ...] = ()
+    file: str | None = None
+    line: int | None = None
+    column: int | None = None
+    width: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "remedy", self.remedy or documented().get(self.code, {}).get("remedy", "")
-        )
-        for name in ("code", "where", "message", "remedy"):
-            object.__setattr__(self, name, as_typed(getattr(self, name)))
+        remedy = self.remedy or documented().get(self.code, {}).get("remedy", "")
+        object.__setattr__(self, "message", as_typed(self.message))
+        object.__setattr__(self, "remedy", as_typed(remedy))
 
-    def to_dict(self) -> dict[str, str]:
-        return asdict(self)
+    def location(self, *numbers: int | None) -> str:
+        """`where` as people read it, behind its file and those `numbers` (line, column) that are known."""
+        if self.file is None:
+            return as_typed(self.where)
+        position = ":".join([self.file, *map(str, filter(None, numbers))])
+        return as_typed(f"{position} {self.where}".rstrip())
+
+    def to_dict(self) -> dict[str, Any]:
+        values = {
+            "code": self.code,
+            "severity": self.severity,
+            "where": self.location(self.line),
+            "message": self.message,
+            "remedy": self.remedy,
+        }
+        if self.file is None:
+            return values
+        return {
+            **values,
+            "line": self.line,
+            "column": self.column,
+            "key": self.where,
+            "fixable": self.fix is not None,
+        }
 
 
 def errors_in(problems: Iterable[Problem]) -> list[Problem]:

@@ -28,18 +28,16 @@ if TYPE_CHECKING:
 MOST_JSON = 256 * 2**20  # bytes; the index of a large model has about 20 MB
 KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
 CODE = "TS-ERROR-FILE"
-MOST_BYTES, MOST_OPTIONS = (
-    2**20,
-    2**16,
-)  # of an engine file, and of options for a command; both have a few thousand
+MOST_BYTES = 2**20  # of an engine file, which has a few thousand
+MOST_OPTIONS = 2**16  # bytes of a file of options, which has a few thousand
 STDIN = "-"
 YAML_REMEDY = "pass a YAML file, or `-` for standard input"
 
 
 @contextmanager
 def open_regular(path: str | Path, remedy: str = "") -> Iterator[BinaryIO]:
-    """A regular file, open for reading. Raises FileNotFoundError where there is none, UsageError for anything else and
-    for a disk that fails while it is read."""
+    """Opens a regular file for reading. Raises FileNotFoundError if nothing is at the path, UsageError for anything
+    else and for a disk that fails while it is read."""
     try:
         stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     except FileNotFoundError:
@@ -60,7 +58,7 @@ def open_regular(path: str | Path, remedy: str = "") -> Iterator[BinaryIO]:
 
 
 def read_bytes(path: str | Path, most: int = MOST_JSON, remedy: str = "") -> bytes:
-    """At most `most` bytes; a larger file is an error."""
+    """Reads a file of at most `most` bytes. Raises UsageError for a larger file."""
     with open_regular(path, remedy) as stream:
         data = stream.read(most + 1)
     return _within(most, data, path, remedy)
@@ -73,12 +71,12 @@ def _within(most: int, data: bytes, path: str | Path, remedy: str) -> bytes:
 
 
 def read_text(path: str | Path, most: int = MOST_JSON, remedy: str = "") -> str:
-    """UTF-8 text, without a byte order mark."""
+    """Reads UTF-8 text, without a byte order mark."""
     return decoded(read_bytes(path, most, remedy), path, remedy)
 
 
 def decoded(data: bytes, path: str | Path, remedy: str = "") -> str:
-    """Bytes of `path` as UTF-8 text."""
+    """Decodes bytes of `path` as UTF-8 text."""
     try:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -87,7 +85,8 @@ def decoded(data: bytes, path: str | Path, remedy: str = "") -> str:
 
 
 def read_object(path: str | Path, most: int = MOST_JSON, remedy: str = "") -> dict[str, Any]:
-    """The JSON object in a file. Raises FileNotFoundError where there is none, TrtspecError for anything else."""
+    """Reads the JSON object in a file. Raises FileNotFoundError if nothing is at the path, TrtspecError for any other
+    content."""
     try:
         value = parse_json(read_text(path, most, remedy))
     except ValueError as error:
@@ -98,13 +97,13 @@ def read_object(path: str | Path, most: int = MOST_JSON, remedy: str = "") -> di
 
 
 def first_fault(error: ValidationError) -> str:
-    """What pydantic finds wrong first, without the value: `field.of.field: why`."""
+    """The first error that pydantic reports, without the value: `field.of.field: why`."""
     first = error.errors(include_url=False, include_input=False)[0]
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def parse_json(text: str | bytes, nan: bool = True) -> Any:
-    """The value of a JSON text in UTF-8. Raises ValueError for any other text, such as one with a key twice in an
+    """Parses a JSON text in UTF-8. Raises ValueError for any other text, such as one with a key twice in an
     object, a lone surrogate or a number of thousands of digits. Without `nan`, NaN and Infinity are refused too."""
     data = text.encode() if isinstance(text, str) else text
     return jiter.from_json(data, allow_inf_nan=nan, catch_duplicate_keys=True)
@@ -121,16 +120,19 @@ def missing(path: str | Path, remedy: str) -> UsageError:
 
 
 def beside(path: str | Path) -> Path | None:
-    """The entry of a directory that is meant by a path to nothing; None if none is spelled nearly so."""
-    name, directory = Path(path).name, user_path(path).parent
+    """The entry of the directory whose name is nearest to a path to nothing. None if no name is near."""
+    name = Path(path).name
+    directory = user_path(path).parent
     entries = [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
-    near = None if name in entries else nearest(name, entries)
+    if name in entries:
+        return None
+    near = nearest(name, entries)
     return directory / near if near else None
 
 
 def read_yaml_text(path: str | Path, remedy: str = YAML_REMEDY, most: int = MOST_BYTES) -> str:
-    """The text of a regular file, or of standard input for `-`. Raises UsageError for what cannot be read as UTF-8
-    text of at most `most` bytes; never waits for a pipe or a device."""
+    """Reads the text of a regular file, or of standard input for `-`. Raises UsageError for anything but UTF-8 text of
+    at most `most` bytes. Never waits for a pipe or a device."""
     if str(path) != STDIN:
         try:
             return read_text(path, most, remedy)
@@ -143,25 +145,24 @@ def read_yaml_text(path: str | Path, remedy: str = YAML_REMEDY, most: int = MOST
 
 
 class _Loader(yaml.SafeLoader):
-    """Without aliases, of which a few expand to more values than any memory holds."""
+    """Refuses aliases: a few can expand to more values than any memory holds."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            problem, place = (
-                "write the value out in place of an alias",
-                self.peek_event().start_mark,
-            )
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=place)
+            problem = "write the value out in place of an alias"
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
         return super().compose_node(parent, index)
 
 
 def load_file(path: str | Path, remedy: str = YAML_REMEDY) -> Any:
-    """The value of a YAML file of options. Raises UsageError for a file that cannot be read or is not YAML."""
+    """Parses a YAML file of options. Raises UsageError for a file that cannot be read or is not YAML."""
     text = read_yaml_text(path, remedy, MOST_OPTIONS)
+    line = ""
     try:
         return yaml.load(text, _Loader)
     except RecursionError:
-        where, reason = "", "it is nested too deep"
+        reason = "it is nested too deep"
     except (
         yaml.YAMLError,
         ValueError,
@@ -171,10 +172,8 @@ def load_file(path: str | Path, remedy: str = YAML_REMEDY) -> Any:
         ArithmeticError,
     ) as error:
         mark = getattr(error, "problem_mark", None)
-        where, reason = (
-            f":{mark.line + 1}" if mark else "",
-            getattr(error, "problem", None) or str(error),
-        )
-    raise UsageError(
-        f"{path}{where} is not valid YAML: {reason}", "correct the file", "TS-ERROR-YAML"
-    )
+        if mark:
+            line = f":{mark.line + 1}"
+        reason = getattr(error, "problem", None) or str(error)
+    message = f"{path}{line} is not valid YAML: {reason}"
+    raise UsageError(message, "correct the file", "TS-ERROR-YAML")

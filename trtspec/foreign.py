@@ -43,7 +43,8 @@ def plain_names(names: object, source: str) -> set[PlainName]:
 
 def stays_inside(path: Path, directory: Path) -> bool:
     """Whether a path, behind links, is in the directory, or in the blobs of the hub's cache for a snapshot there."""
-    home, target = directory.resolve(), path.resolve()
+    home = directory.resolve()
+    target = path.resolve()
     is_blob = home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"
     return is_blob or target.is_relative_to(home)
 
@@ -102,7 +103,7 @@ def code_reference(value: object, where: str) -> CodeReference:
 
 
 def named_code(value: object, where: str, in_map: bool = False) -> Iterator[tuple[str, object]]:
-    """Yields every reference in every `auto_map` of a parsed JSON file with its path; a null refers to nothing."""
+    """Yields every reference in every `auto_map` of a parsed JSON file with its path. A null refers to nothing."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
@@ -116,19 +117,21 @@ def without_code(value: Any) -> Any:
     """Returns a parsed JSON value without any `auto_map`."""
     if isinstance(value, dict):
         return {key: without_code(item) for key, item in value.items() if key != AUTO_MAP}
-    return [without_code(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [without_code(item) for item in value]
+    return value
 
 
 HUB_PAGE = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/(?:models/)?([\w.-]+/[\w.-]+).*")
 
 
 def user_path(text: str | Path) -> Path:
-    """The path that a user wrote, `~` and `~name` replaced as a shell does; a name that nobody here has stays."""
+    """The path that a user wrote, with `~` and `~name` replaced as a shell does. The name of an unknown user stays."""
     return Path(os.path.expanduser(text))  # Path.expanduser raises RuntimeError for such a name
 
 
 def what_is(text: str) -> str:
-    """What a user's argument is, for the error of a command that wants something else."""
+    """Names what a user's argument is, for the error of a command that needs something else."""
     path = user_path(text)
     if HUB_PAGE.fullmatch(text):
         return "a page of the hub"
@@ -151,7 +154,7 @@ MAX_REVISION_CHARACTERS = 255
 
 @dataclass(frozen=True)
 class HubId:
-    """A repository on the hub, `org/name`. `revision` is a commit, tag or branch of it; None is `main`."""
+    """A repository on the hub, `org/name`. `revision` is a commit, tag or branch. None is `main`."""
 
     name: str
     revision: str | None = None
@@ -163,7 +166,9 @@ class HubId:
     def download(self) -> str:
         """The command that fetches it."""
         command = f"hf download {self.name}"
-        return command if self.revision is None else f"{command} --revision {self.revision}"
+        if self.revision is not None:
+            command += f" --revision {self.revision}"
+        return command
 
     @property
     def folder(self) -> str:
@@ -172,7 +177,7 @@ class HubId:
 
 
 def parse_hub_id(text: str) -> HubId | None:
-    """The id that `org/name` or `org/name@revision` is; None for any other text.
+    """The id that `org/name` or `org/name@revision` is. None for any other text.
 
     Raises UsageError if no hub has such a revision.
     """

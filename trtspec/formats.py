@@ -1,7 +1,7 @@
 """The formats that Kimi weights are stored in: the tensors of one linear, their dtypes and sizes.
 
 This file alone spells a format; everything else asks it. A format is a string ("nvfp4" in JSON and on the command
-line) with what it means: `format.parts`, `format.values_per_element`, `format.linear_bytes(rows, columns)`.
+line) with its properties: `format.parts`, `format.values_per_element`, `format.linear_bytes(rows, columns)`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from trtspec.errors import TrtspecError
 
 PLAIN_DTYPES = ("BF16", "F16", "F32")  # safetensors codes of weights that need nothing beside them
 NVFP4_BLOCK = 16  # values along K that share one FP8 scale
-E2M1_MAX, E4M3_MAX = 6.0, 448.0
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
 NVFP4_RANGE = E2M1_MAX * E4M3_MAX  # 2688: the largest magnitude under a scale_2 of 1
-TINIEST_AMAX = (
-    2.0**-88
-)  # a smaller amax leaves float32's range in ModelOpt's search of block scales
-FP8_BLOCK_SIZE = (
-    128,
-    128,
-)  # rows and columns that share one scale, where config.json names no weight_block_size
-INT4_GROUP = 32  # values along K that share one BF16 scale, where config.json names no group_size
+# a smaller amax leaves float32's range in ModelOpt's search of block scales
+TINIEST_AMAX = 2.0**-88
+# rows and columns that share one scale, if config.json has no weight_block_size
+FP8_BLOCK_SIZE = (128, 128)
+INT4_GROUP = 32  # values along K that share one BF16 scale, if config.json has no group_size
 
 
 class StoredTensor(Protocol):
@@ -46,14 +44,15 @@ PartKind = Literal["values", "groups", "blocks", "scalar", "shape"]
 
 @dataclass(frozen=True)
 class Storage:
-    """How one linear [N, K] lies in a checkpoint. Suffixes follow the module's name; the first one holds the values.
+    """How a checkpoint stores one linear [N, K]. `parts` and `extra_parts` are suffixes of the module's name. The first
+    part holds the values.
 
-    `dtypes` are the safetensors codes that each of `all_parts` may have, the published one first. `kinds` says what
-    each is for: the values, a scale for each group of a row or block of rows and columns, one number, or the shape.
-    `values_per_element` counts weights in one element of the first part, `group` those along K that share a scale.
-    `method` is the `quant_method` of its quantization_config, `algorithm` what ModelOpt calls it in a list of layers,
-    `unquantized` are the keys that list the modules left alone, `never` the roles of linears that engines leave alone
-    unlisted.
+    `dtypes`: the safetensors codes that each of `all_parts` may have, the published code first. `kinds`: the purpose
+    of each part: the values, a scale for each group of a row or block of rows and columns, one number, or the shape.
+    `values_per_element`: weights in one element of the first part. `group`: values along K that share a scale.
+    `method`: the `quant_method` of its quantization_config. `algorithm`: ModelOpt's name for it in a list of layers.
+    `unquantized`: the keys that list the modules without quantization. `never`: the roles of linears that engines do
+    not quantize, listed or not.
     """
 
     title: str
@@ -93,7 +92,7 @@ _STORAGE = {
         unquantized=("ignore", "exclude_modules"),
     ),
 }  # fmt: skip
-KV_ELEMENT_BYTES = {"fp8": 1, "bf16": 2}  # of the KV cache, by dtype
+KV_ELEMENT_BYTES = {"fp8": 1, "bf16": 2}  # bytes of an element of the KV cache, by dtype
 
 
 class WeightFormat(StrEnum):
@@ -119,26 +118,27 @@ class WeightFormat(StrEnum):
 
     @property
     def is_plain(self) -> bool:
-        """The values themselves; nothing to decode."""
+        """Whether the stored numbers are the values, with nothing to decode."""
         return self is WeightFormat.BF16
 
     @property
     def is_fp4(self) -> bool:
-        """Computed on FP4 tensor cores, with an FP8 scale per block of 16 and a float32 scale per tensor."""
+        """Whether FP4 tensor cores compute it, with an FP8 scale per block of 16 and a float32 scale per tensor."""
         return self is WeightFormat.NVFP4
 
     @property
     def is_grouped_integer(self) -> bool:
-        """Packed integers with a scale per row and group along K."""
+        """Whether it is packed integers with a scale per row and group along K."""
         return self is WeightFormat.INT4
 
     @functools.cache  # the linears of a model have a few shapes
     def part_shapes(
         self, rows: int, columns: int, group_size: int = 0, block: tuple[int, int] | None = None
     ) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Suffix -> the shapes that this part of a [rows, columns] matrix may have. `group_size` 0 and `block` None are
-        those of published Kimis."""
-        storage, (height, width) = self.storage, block or FP8_BLOCK_SIZE
+        """The shapes that each part of a [rows, columns] matrix may have, by suffix. `group_size` 0 and `block` None:
+        the sizes of published Kimis."""
+        storage = self.storage
+        height, width = block or FP8_BLOCK_SIZE
         shapes: dict[PartKind, tuple[tuple[int, ...], ...]] = {
             "values": ((rows, -(-columns // storage.values_per_element)),),
             "groups": ((rows, -(-columns // (group_size or storage.group or 1))),),
@@ -146,13 +146,11 @@ class WeightFormat(StrEnum):
             "scalar": ((), (1,)),
             "shape": ((2,),),
         }
-        return {
-            suffix: shapes[kind]
-            for suffix, kind in zip(storage.all_parts, storage.kinds, strict=True)
-        }
+        kinds = zip(storage.all_parts, storage.kinds, strict=True)
+        return {suffix: shapes[part_kind] for suffix, part_kind in kinds}
 
     def fits(self, parts: Mapping[str, StoredTensor]) -> int:
-        """How many dtypes and shapes of the stored tensors are those of this format."""
+        """Number of dtypes and shapes of the stored tensors that this format has."""
         rows, elements = (*parts[self.parts[0]].shape, 0, 0)[:2]
         shapes = self.part_shapes(rows, elements * self.values_per_element)
         return sum(
@@ -161,21 +159,18 @@ class WeightFormat(StrEnum):
             if suffix in parts
         )
 
-    @functools.cache  # a checkpoint has one list, and each of its modules asks
     def unquantized_modules(self, patterns: tuple[str, ...]) -> re.Pattern[str]:
-        """Matches the modules that `patterns` leave alone, as the format's own library reads them: ModelOpt shell
-        patterns; compressed-tensors names, also without what precedes them, or `re:` and a regular expression.
+        """Matches the modules that `patterns` exclude, as the format's own library reads them. ModelOpt reads shell
+        patterns. compressed-tensors reads names, also without their prefix, or `re:` and a regular expression.
 
-        A pattern that is no regular expression matches nothing.
+        A pattern that is not a valid regular expression matches nothing.
         """
-        return re.compile(
-            "|".join(map(fnmatch.translate if self.is_fp4 else _named_or_regex, patterns))
-            or r"(?!)"
-        )
+        translate = fnmatch.translate if self.is_fp4 else _named_or_regex
+        return re.compile("|".join(map(translate, patterns)) or r"(?!)")
 
 
 def _named_or_regex(pattern: str) -> str:
-    """One entry of an ignore list of compressed-tensors or FP8, as the alternative of a regular expression."""
+    """Translates an entry of an ignore list of compressed-tensors or FP8 to an alternative of a regular expression."""
     if not pattern.startswith("re:"):
         return rf"(?:.*\.)?{re.escape(pattern)}\Z"
     alternative = f"(?:{pattern[3:]})"
@@ -191,7 +186,7 @@ SIDE_PARTS = tuple(
 )
 SUFFIXES = tuple({suffix: None for format in WeightFormat for suffix in format.storage.all_parts})
 VALUE_SUFFIXES = {format.parts[0] for format in WeightFormat}
-# formats whose values lie under a suffix in a dtype; other formats may have either
+# the formats whose values have this suffix and dtype
 VALUES: dict[tuple[str, str], list[WeightFormat]] = {}
 for _format in WeightFormat:
     for _dtype in _format.storage.dtypes[0]:
@@ -199,8 +194,8 @@ for _format in WeightFormat:
 
 
 def recognised(parts: Mapping[str, StoredTensor]) -> WeightFormat | None:
-    """How a weight is stored, by what lies below its module, not by the config: suffix and dtype of the values, and
-    where several formats have these, the tensors beside them and all shapes. None if no format has them."""
+    """The format of a weight by the tensors below its module, not by the config: by suffix and dtype of the values, and
+    if several formats have these, by the other tensors and all shapes. None if no format has them."""
     for suffix, values in parts.items():
         formats = VALUES.get((suffix, values.dtype), ())
         if formats:
@@ -209,28 +204,29 @@ def recognised(parts: Mapping[str, StoredTensor]) -> WeightFormat | None:
 
 
 def stored_format(tensors: Mapping[str, StoredTensor], module: str) -> WeightFormat:
-    """How the weight of `module` is stored; a tensor of no format is plain."""
+    """The format of the weight of `module`. A tensor without a format is plain."""
     names = {suffix: f"{module}.{suffix}" for suffix in SUFFIXES}
     parts = {suffix: tensors[name] for suffix, name in names.items() if name in tensors}
     return recognised(parts) or WeightFormat.BF16
 
 
 def stored_weight(tensors: Mapping[str, Tensor], name: str) -> tuple[WeightFormat, list[Tensor]]:
-    """The format of the weight `name`, and the tensors that its values are decoded from. Raises TrtspecError naming one
-    that is missing."""
+    """The format of the weight `name`, and the tensors that its values are decoded from. Raises TrtspecError if one of
+    them is missing."""
     stem = name.removesuffix(".weight")
     format = stored_format(tensors, stem)
-    parts = [f"{stem}.{suffix}" for suffix in format.parts] if name != stem else [name]
+    parts = [name]
+    if name != stem:
+        parts = [f"{stem}.{suffix}" for suffix in format.parts]
     for part in parts:
         if part not in tensors:
-            raise TrtspecError(
-                f"{part} is missing, so {name} cannot be decoded", "download the checkpoint again"
-            )
+            message = f"{part} is missing, so {name} cannot be decoded"
+            raise TrtspecError(message, "download the checkpoint again")
     return format, [tensors[part] for part in parts]
 
 
 def format_of_method(block: dict[str, Any]) -> WeightFormat | None:
-    """The format that a quantization_config's method announces, whatever else it says."""
+    """The format of a quantization_config by its method alone. None if no format has it."""
     method = block.get("quant_method")
     return next(
         (format for format in WeightFormat if method and format.storage.method == method), None
@@ -240,7 +236,7 @@ def format_of_method(block: dict[str, Any]) -> WeightFormat | None:
 def format_of_config(
     block: dict[str, Any],
 ) -> tuple[WeightFormat, int, tuple[int, int] | None] | None:
-    """Format, group size and block size of a quantization_config; None where no Kimi is published in it."""
+    """Format, group size and block size of a quantization_config. None if no Kimi is published in it."""
     method = block.get("quant_method", "")
     if method == "modelopt" and (block.get("quant_algo") == "NVFP4" or formats_of_layers(block)):
         return WeightFormat.NVFP4, NVFP4_BLOCK, None
@@ -251,12 +247,13 @@ def format_of_config(
         groups = block.get("config_groups") or {}
         weights = [(group.get("weights") or {}) for group in groups.values()]
         if weights and all(w.get("num_bits") == 4 and w.get("type") == "int" for w in weights):
-            return WeightFormat.INT4, int(weights[0].get("group_size") or INT4_GROUP), None
+            group_size = int(weights[0].get("group_size") or INT4_GROUP)
+            return WeightFormat.INT4, group_size, None
     return None
 
 
 def formats_of_layers(block: dict[str, Any]) -> dict[str, WeightFormat]:
-    """The format of each module that ModelOpt lists for a checkpoint of several formats; {} for any other."""
+    """The format of each module that ModelOpt lists for a checkpoint of several formats. {} for any other."""
     if block.get("quant_algo") != "MIXED_PRECISION":
         return {}
     listed = (block.get("quantized_layers") or {}).items()

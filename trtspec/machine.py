@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores, memory, disk. CPU affinity and cgroup limits (version 2) count."""
+"""Cores, memory and disk that this process may use. CPU affinity and cgroup limits (version 2) count."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from pathlib import Path
 
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
 
-CGROUP, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def cores(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
-    """The CPU affinity, and the CPU quota of the cgroup and of every one above it."""
-    found = len(os.sched_getaffinity(0))
+    """Cores of the CPU affinity, within the CPU quota of the cgroup and of every cgroup above it."""
+    allowed = len(os.sched_getaffinity(0))
     for directory in _cgroups(cgroup, membership):
         match _words(directory / "cpu.max"):
             case [quota, period] if quota.isdigit():
-                found = min(found, math.ceil(int(quota) / int(period)))
-    return max(1, found)
+                allowed = min(allowed, math.ceil(int(quota) / int(period)))
+    return max(1, allowed)
 
 
 def physical_cores() -> int:
     """`cores`, two hardware threads of a core counted once."""
     import psutil  # here, because plan and lint do without it
 
-    found = cores()
-    return min(found, psutil.cpu_count(logical=False) or found)
+    allowed = cores()
+    return min(allowed, psutil.cpu_count(logical=False) or allowed)
 
 
 def free_memory(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
@@ -44,15 +45,14 @@ def free_memory(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
         match _words(directory / "memory.max"), _words(directory / "memory.current"):
             case [limit], [used] if limit.isdigit():
                 words = _words(directory / "memory.stat")
-                cache = dict(zip(words[::2], words[1::2], strict=False)).get(
-                    "inactive_file", 0
-                )  # makes room
-                free = min(free, int(limit) - max(0, int(used) - int(cache)))
+                statistics = dict(zip(words[::2], words[1::2], strict=False))
+                cache = int(statistics.get("inactive_file", 0))  # the kernel frees it on demand
+                free = min(free, int(limit) - max(0, int(used) - cache))
     return max(0, free)
 
 
 def check_device(device: str) -> None:
-    """Raises UsageError if `device` names none, MissingDependency if it is not here."""
+    """Raises UsageError if `device` is not a device, MissingDependency if it is not here."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise UsageError(f"`device` {device} is not one of cpu, cuda, cuda:N", "pass `device` cpu")
     if device != "cpu" and int(device.partition(":")[2] or 0) >= (count := torch_gpus()):
@@ -61,7 +61,7 @@ def check_device(device: str) -> None:
 
 
 def torch_gpus() -> int:
-    """GPUs that torch can use; a build for CPUs is not imported. Raises ModuleNotFoundError without torch."""
+    """Number of GPUs that torch can use. Does not import a build for CPUs. Raises ModuleNotFoundError without torch."""
     from importlib.metadata import version  # here, because importing it takes long
 
     if version("torch").endswith("+cpu"):
@@ -74,9 +74,9 @@ def torch_gpus() -> int:
 def listen(host: str, port: int) -> socket.socket:
     """A socket bound to an address. Raises TrtspecError naming the host if it is not this machine's, else the port."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, protocol, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with contextlib.ExitStack() as stack:
-            listener = stack.enter_context(socket.socket(family, kind))
+            listener = stack.enter_context(socket.socket(family, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             stack.pop_all()
@@ -122,7 +122,7 @@ def _cgroups(root: Path, membership: Path) -> Iterator[Path]:
 
 
 def _words(path: Path) -> list[str]:
-    """The words of a file; none where it cannot be read."""
+    """The words of a file. [] if it cannot be read."""
     try:
         return path.read_text(encoding="ascii").split()
     except (OSError, UnicodeDecodeError):

@@ -30,7 +30,6 @@ import shlex
 import textwrap
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -39,15 +38,12 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from trtspec import errors
 from trtspec.data_files import load_yaml
-from trtspec.errors import UsageError
+from trtspec.errors import RunningCommand, UsageError, as_typed, nearest, running
 from trtspec.report import note
 
 Record = TypeVar("Record")
 ORIGINS = ("COMMANDLINE", "ENVIRONMENT")  # click's names of what a user sets
-# record of the running command -> its name, and the origin of each option that the user set
-_typed: ContextVar[Mapping[type, tuple[str, dict[str, str]]]] = ContextVar("typed")
 CLICK_ERROR: Any = typer.BadParameter.__mro__[
     2
 ]  # typer brings a click of its own and does not export this class
@@ -269,7 +265,8 @@ def checked(options: Record, mode: Mode | None = None) -> Record:
     environment gets a note, because an image sets its variables for every mode.
     """
     record, named, fields = type(options), given(options), fields_of(type(options))
-    command, origins = _typed.get({}).get(record, ("", {}))
+    command = running.get()
+    origins = command.origins if command.options is record else {}
     found = [(name, rule) for name in fields if name in named for rule in fields[name].rules]
 
     def first(item: tuple[str, Modes | Needs | Excludes]) -> tuple[bool, bool, bool]:
@@ -285,7 +282,7 @@ def checked(options: Record, mode: Mode | None = None) -> Record:
         if origins.get(name) != "ENVIRONMENT":
             what = _named(record, name if rule.value == "*" else f"{name}={value}")
             raise UsageError(f"{what} is not used {where}", remedy)
-        note(f"{variable(command, fields[name].typed)} is not used {errors.as_typed(where)}")
+        note(as_typed(f"`{fields[name].keyword}` is not used {where}"))
         options = dataclasses.replace(options, **{name: fields[name].default})  # type: ignore[type-var]
         named.discard(name)
     return options
@@ -401,12 +398,10 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any])
     def filled(context: Any, **values: Any) -> Any:
         sources = {key: context.get_parameter_source(key).name for key in values}
         origins = {key: source for key, source in sources.items() if source in ORIGINS}
-        running = _typed.set({record: (name, origins)})
-        before = errors.typed
         variables = {item.name: set_by(context, item) for item in context.command.params}
-        errors.typed = {
-            field.keyword: variables[key] or field.typed for key, field in fields.items()
-        }
+        flags = {field.keyword: variables[key] or field.typed for key, field in fields.items()}
+        outer, command = running.get(), RunningCommand(record, flags, origins)
+        token = running.set(command)
         try:
             for key in origins:
                 if values[key] == "" or (isinstance(values[key], list) and "" in values[key]):
@@ -421,8 +416,8 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any])
                 )
             return run(record(**{key: _value(fields[key], values[key]) for key in origins}))
         finally:
-            _typed.reset(running)
-            errors.typed = before
+            running.reset(token)
+            outer.answered |= command.answered  # on the same stdout
 
     parameters = [
         inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
@@ -508,7 +503,7 @@ def unknown_variables(command: TyperCommand, environ: Iterable[str]) -> Iterator
     known = {name for parameter in command.params if parameter.envvar for name in parameter.envvar}
     prefix = variable(str(command.name), "")
     for name in sorted(name for name in environ if name.startswith(prefix) and name not in known):
-        near = errors.nearest(name.removeprefix(prefix), spellings(command), "options")
+        near = nearest(name.removeprefix(prefix), spellings(command), "options")
         remedy = f"; did you mean {variable(str(command.name), near)}?" if near else ""
         yield f"{name} is set, and trtspec {command.name} has no such option{remedy}"
 
@@ -541,8 +536,9 @@ def parsed(kind: Any, text: str, name: str) -> Any:
 def given(options: Any) -> set[str]:
     """Names of the fields that the user set: on the command line or in the environment, or, where no command runs,
     whatever differs from its default."""
-    if (running := _typed.get({}).get(type(options))) is not None:
-        return set(running[1])
+    command = running.get()
+    if command.options is type(options):
+        return set(command.origins)
     return {
         name
         for name, field in fields_of(type(options)).items()

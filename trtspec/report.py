@@ -30,10 +30,10 @@ from trtspec.errors import (
     UsageError,
     has_errors,
     printable,
+    running,
 )
 from trtspec.foreign import PlainName
 
-answered = False  # whether stdout has the object of `--json`
 SHORTEST_TEXT = 12  # characters to which a column of text may be folded
 COLOURS = {
     "error": "1;31",
@@ -202,10 +202,9 @@ def provenance(
 
 def print_json(value: Any) -> None:
     """The one object of `--json` on stdout; nothing else goes there."""
-    global answered
     shown = UNPRINTABLE.sub(lambda mark: f"\\u{ord(mark[0]):04x}", json_text(value))
     sys.stdout.write(shown)
-    answered = True
+    running.get().answered = True
 
 
 def wanted() -> bool:
@@ -317,7 +316,8 @@ def problem_lines(problems: Sequence[Problem]) -> list[str]:
     """Readable lines, errors first: `error CODE where: message` and the remedy below."""
     lines = []
     for problem in sorted(problems, key=lambda p: SEVERITIES.index(p.severity)):
-        lines.append(f"{problem.severity:7} {problem.code} {problem.where}: {problem.message}")
+        where = problem.location(problem.line, problem.column)
+        lines.append(f"{problem.severity:7} {problem.code} {where}: {problem.message}")
         if problem.remedy:
             lines.append(f"        -> {problem.remedy}")
     return [wrapped(line, 8 * " ") for line in lines]  # no text begins a line of its own

@@ -1,5 +1,5 @@
 """Frozen, torch-free records of a target model, a draft head, a quantization and a GPU, and the typed values of a
-config.json that they are read from; the error for any other value names its key.
+config.json that they are read from. The error for a value of another type names its key.
 
 A `ModelSpec` is read from a Hugging Face `config.json` by `ModelSpec.from_config`; a `HeadSpec` is made by
 `trtspec.checkpoint.heads`, where tensor shapes take precedence over config.json.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 else:
     Gpu = Literal[tuple(gpu_names())]  # a row in gpus.yaml is a choice of every option
 
-MOST = 2**31 - 1  # of a size
+MOST = 2**31 - 1  # largest size
 REMEDY = "correct config.json, or download it again"
 CODE = "TS-CONFIG-KEY"
 SHOWN = 60  # characters of a wrong value
@@ -38,89 +39,70 @@ NESTED = (
     "quantization_config",
     "quantization",
 )
-# what readers of a config.json rely on, wherever in it a key is
-KINDS: dict[Any, tuple[str, ...]] = {
-    dict: (
-        *NESTED,
-        "vision_config",
-        "speculators_config",
-        "rope_scaling",
-        "rope_parameters",
-    ),
+# the type of each key that readers of a config.json rely on, at any level
+KEY_TYPES: dict[Any, tuple[str, ...]] = {
+    dict: (*NESTED, "vision_config", "speculators_config", "rope_scaling", "rope_parameters"),
     dict[str, dict[str, Any]]: ("config_groups", "quantized_layers"),
-    str: (
-        "model_type",
-        "speculators_model_type",
-        "quant_method",
-        "quant_algo",
-        "kv_cache_quant_algo",
-        "format",
-    ),
-    list[str]: (
-        "architectures",
-        "ignore",
-        "exclude_modules",
-        "modules_to_not_convert",
-        "ignored_layers",
-    ),
+    str: ("model_type", "speculators_model_type", "quant_method", "quant_algo", "kv_cache_quant_algo", "format"),
+    list[str]: ("architectures", "ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers"),
     list[ID]: ("eagle_aux_hidden_state_layer_ids", "weight_block_size"),
     list[ID] | ID: ("eos_token_id",),
-}
+}  # fmt: skip
 
 
 class Values:
-    """One mapping of a config.json, read key by key. `where` says in messages which one."""
+    """One mapping of a config.json, read key by key. `where` names it in messages."""
 
     def __init__(self, values: dict[str, Any], where: str = "config.json") -> None:
-        self.values, self.where = values, where
+        self.values = values
+        self.where = where
 
-    def read(self, key: str, kind: Any, default: Any = None) -> Any:
-        """The value of a key as pydantic's `kind`. Absent and null give the default, where there is one. Raises
-        TrtspecError naming the key and what is wrong with its value."""
+    def read(self, key: str, key_type: Any, default: Any = None) -> Any:
+        """The value of a key as pydantic's `key_type`. Absent and null give the default, if there is one. Raises
+        TrtspecError with the key and the fault of its value."""
         value = self.values.get(key)
         if value is None and default is not None:
             return default
         if key not in self.values:
             raise TrtspecError(f"{self.where} has no key {key!r}", REMEDY, CODE)
         try:
-            return _adapter(kind).validate_python(value)
+            return _adapter(key_type).validate_python(value)
         except ValidationError as error:
             reason = error.errors(include_url=False, include_input=False)[0]["msg"]
-            raise TrtspecError(
-                f"{self.where}: {key} is {ascii(value)[:SHOWN]}: {reason}", REMEDY, CODE
-            ) from None
+            message = f"{self.where}: {key} is {ascii(value)[:SHOWN]}: {reason}"
+            raise TrtspecError(message, REMEDY, CODE) from None
 
     def whole(self, key: str, default: int | None = None, least: int = 0, most: int = MOST) -> int:
-        """An integer within its limits; 0 gives the default too."""
+        """An integer within its limits. 0 gives the default too."""
         return self.read(key, conint(strict=True, ge=least, le=most), default) or default or 0
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number; 0 gives the default too."""
+        """A finite number. 0 gives the default too."""
         return float(self.read(key, NUMBER, default) or default or 0)
 
     def mapping(self, key: str) -> Values:
-        """The mapping at a key; an empty one where it is absent or null."""
+        """The mapping at a key, empty if the key is absent or null."""
         return Values(self.read(key, dict, {}), f"{self.where}: {key}")
 
     def wholes(self, key: str) -> tuple[int, ...]:
-        """An integer or a list of them; () where it is absent or null."""
-        found = self.read(key, list[ID] | ID, [])
-        return tuple(found) if isinstance(found, list) else (found,)
+        """The integers of a key that holds one or a list of them. () if it is absent or null."""
+        integers = self.read(key, list[ID] | ID, [])
+        return tuple(integers) if isinstance(integers, list) else (integers,)
 
 
 @functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+def _adapter(key_type: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(key_type)
 
 
 def check_kinds(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """The same config.json, of which mappings are mappings and lists are lists wherever readers rely on it. Raises
-    TrtspecError naming the first key that is something else."""
+    """Returns the config.json if every key of KEY_TYPES has its type. Raises TrtspecError with the first key of another
+    type."""
     values = Values(config, where)
-    for kind, keys in KINDS.items():
+    for key_type, keys in KEY_TYPES.items():
         for key in keys:
             if config.get(key) is not None:
-                values.read(key, kind)
+                values.read(key, key_type)
     for key in NESTED:
         if config.get(key):
             check_kinds(config[key], f"{where}: {key}")
@@ -137,17 +119,15 @@ SIZES = (
     "qk_rope_head_dim", "v_head_dim", "intermediate_size", "moe_intermediate_size", "n_routed_experts",
     "num_experts_per_tok", "vocab_size", "max_position_embeddings",
 )  # fmt: skip
-LIMITS = {
-    "num_hidden_layers": 2000,
-    "n_routed_experts": 20_000,
-}  # far beyond any model; both are counted through
+# far beyond any model: loops run over both
+LIMITS = {"num_hidden_layers": 2000, "n_routed_experts": 20_000}
 YARN_NUMBERS = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding. `rope_type` is "default" or "yarn"; the yarn fields are unused for "default"."""
+    """Rotary embedding. `rope_type` is "default" or "yarn". "default" uses no yarn field."""
 
     theta: float = 10000.0
     rope_type: str = "default"
@@ -164,22 +144,21 @@ class RopeSpec:
 
     @staticmethod
     def from_config(config: dict[str, Any]) -> RopeSpec:
-        """Reads `rope_parameters` (transformers 5), else `rope_scaling` + `rope_theta`; both spellings of the type."""
+        """Reads `rope_parameters` (transformers 5), else `rope_scaling` and `rope_theta`, with both spellings of the
+        type."""
         values = Values(config)
         scaling = values.mapping(
             "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
         )
-        theta = (scaling if "rope_theta" in scaling.values else values).number(
-            "rope_theta", RopeSpec.theta
-        )
+        holder = scaling if "rope_theta" in scaling.values else values
+        theta = holder.number("rope_theta", RopeSpec.theta)
         rope_type = scaling.read("rope_type", str, "") or scaling.read("type", str, "") or "default"
         if rope_type == "default":
             return RopeSpec(theta=theta)
         if rope_type != "yarn":
-            text = f"rope type {rope_type!r} is not one that Kimi models or Eagle3 heads use (default, yarn)"
-            raise TrtspecError(
-                text, "check rope_scaling / rope_parameters in config.json", "TS-CONFIG-ROPE"
-            )
+            message = f"rope type {rope_type!r} is not one that Kimi models or Eagle3 heads use (default, yarn)"
+            remedy = "check rope_scaling / rope_parameters in config.json"
+            raise TrtspecError(message, remedy, "TS-CONFIG-ROPE")
         numbers = {name: scaling.number(name, getattr(RopeSpec, name)) for name in YARN_NUMBERS}
         if scaling.values.get("mscale") == 0:
             numbers["mscale"] = 0.0  # the models read it so; elsewhere 0 means the default
@@ -199,21 +178,25 @@ class QuantSpec:
     kv_cache: str | None = None  # "fp8" or None
     block_size: tuple[int, int] | None = None  # fp8-block only
     layers: dict[str, WeightFormat] = field(default_factory=dict, hash=False)  # of several formats
-    where: str = (
-        ""  # "config.json", "config.json:text_config", "hf_quant_config.json" or "" for bf16
-    )
+    # "config.json", "config.json:text_config" or "hf_quant_config.json"; "" for bf16
+    where: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "format", WeightFormat(self.format)
-        )  # a name such as "nvfp4" is enough
+        # callers may pass a name such as "nvfp4"
+        object.__setattr__(self, "format", WeightFormat(self.format))
+
+    @functools.cached_property
+    def unquantized(self) -> re.Pattern[str]:
+        """Matches the modules that `exclude` leaves alone."""
+        return self.format.unquantized_modules(self.exclude)
 
     def format_of(self, module: str, role: str) -> WeightFormat:
-        """How a linear is to be stored: an engine believes the list of layers, else the exclude list."""
+        """The format of a linear as an engine decides it: by the list of layers, else by the exclude list."""
         if self.layers:
             return self.layers.get(module, WeightFormat.BF16)
-        alone = self.format.unquantized_modules(self.exclude).match(module)
-        return WeightFormat.BF16 if alone or role in self.format.storage.never else self.format
+        excluded = self.unquantized.match(module)
+        plain = excluded or role in self.format.storage.never
+        return WeightFormat.BF16 if plain else self.format
 
     @staticmethod
     def from_configs(
@@ -237,13 +220,13 @@ class QuantSpec:
             where = "hf_quant_config.json"
         if not block:
             return QuantSpec()
-        if (known := format_of_config(block)) is None:
-            words = ", ".join(
-                f"{key} {block.get(key)!r}" for key in ("quant_method", "format", "quant_algo")
-            )
-            text = f"quantization_config in {where} ({words}) is not a format that Kimi checkpoints are published in"
-            supported = ", ".join(each.storage.title for each in WeightFormat)
-            raise TrtspecError(text, f"supported: {supported}", "TS-TARGET-FORMAT-UNKNOWN")
+        known = format_of_config(block)
+        if known is None:
+            keys = ("quant_method", "format", "quant_algo")
+            shown = ", ".join(f"{key} {block.get(key)!r}" for key in keys)
+            message = f"quantization_config in {where} ({shown}) is not a format that Kimi checkpoints are published in"
+            supported = ", ".join(format.storage.title for format in WeightFormat)
+            raise TrtspecError(message, f"supported: {supported}", "TS-TARGET-FORMAT-UNKNOWN")
         format, group_size, block_size = known
         lists = (block.get(key) or () for key in format.storage.unquantized)
         exclude = tuple(dict.fromkeys(itertools.chain.from_iterable(lists)))
@@ -254,7 +237,7 @@ class QuantSpec:
 
 @dataclass(frozen=True)
 class ModelSpec(Sizes):
-    """A Kimi text model (DeepSeek-V3 shape) and what surrounds it. Field names are those of config.json."""
+    """A Kimi text model (DeepSeek-V3 shape) and its surroundings. Fields have the names of config.json."""
 
     family: Family
     model_type: str
@@ -273,7 +256,7 @@ class ModelSpec(Sizes):
 
     @property
     def version(self) -> str:
-        """The release within the family, as far as a config tells."""
+        """The release within the family, as precisely as a config shows it."""
         return self.family.version(
             self, self.eos_token_ids, self.quant.format.values_per_element > 1
         )
@@ -284,7 +267,7 @@ class ModelSpec(Sizes):
 
     @property
     def default_aux_layers(self) -> tuple[int, ...]:
-        """Layer outputs (0-based) that TensorRT-LLM and ModelOpt capture when nobody says otherwise: 1, L//2-1, L-4."""
+        """Layer outputs (0-based) that TensorRT-LLM and ModelOpt capture by default: 1, L//2-1, L-4."""
         last = self.num_hidden_layers
         return tuple(sorted({1, max(0, last // 2 - 1), max(0, last - 4)}))
 
@@ -300,11 +283,13 @@ class ModelSpec(Sizes):
         *,
         remote_code: bool = False,
     ) -> ModelSpec:
-        """Parses a target's config.json. Raises TrtspecError for a model type of no family, naming it, and for a config
-        that lacks a key. `remote_code`: whether the checkpoint brings code."""
+        """Parses a target's config.json. Raises TrtspecError if no family has its model type, or if a key is missing.
+        `remote_code`: whether the checkpoint brings code."""
         family = family_of(config)
         top = Values(config)
-        text = top.mapping("text_config") if config.get("text_config") else top
+        text = top
+        if config.get("text_config"):
+            text = top.mapping("text_config")
         sizes = {
             name: text.whole(family.key(name), least=1, most=LIMITS.get(name, MOST))
             for name in SIZES
@@ -316,10 +301,11 @@ class ModelSpec(Sizes):
             )
             raise TrtspecError(message, "quantize its source again", "TS-TARGET-FORMAT-UNKNOWN")
         ids = {name: (text if name in text.values else top).wholes(name) for name in TOKEN_IDS}
+        architectures = top.read("architectures", list[str], [])
         return ModelSpec(
             family=family,
             model_type=config["model_type"],
-            architecture=(top.read("architectures", list[str], []) or ["DeepseekV3ForCausalLM"])[0],
+            architecture=(architectures or ["DeepseekV3ForCausalLM"])[0],
             **sizes,
             n_shared_experts=text.whole(
                 family.key("n_shared_experts"), most=LIMITS["n_routed_experts"]
@@ -339,10 +325,10 @@ class ModelSpec(Sizes):
 
 @dataclass(frozen=True)
 class HeadSpec(LatentSizes):
-    """The canonical record of an Eagle3 head, whatever dialect it was stored in.
+    """The canonical record of an Eagle3 head in any dialect.
 
-    `aux_layers` counts layer *outputs* from 0 (TensorRT-LLM's and ModelOpt's convention); None means that the
-    checkpoint does not say and the target's default triple applies. Widths of `fc`: n_aux * target_hidden_size.
+    `aux_layers` counts layer *outputs* from 0 (TensorRT-LLM's and ModelOpt's convention). None: the checkpoint does not
+    state them, so the target's default triple applies. Width of `fc`: num_aux * target_hidden_size.
     """
 
     attention: Attention
@@ -378,7 +364,7 @@ class HeadSpec(LatentSizes):
 
     @property
     def is_pruned(self) -> bool:
-        """Whether it drafts from a part of the vocabulary."""
+        """Whether the head drafts from a part of the vocabulary."""
         return self.draft_vocab_size != self.vocab_size
 
     @property
@@ -391,8 +377,8 @@ class HeadSpec(LatentSizes):
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """One row of data/gpus.yaml. Bytes are what the device reports, bandwidth in bytes/s; a node is one
-    board or tray, and NVLink joins `nvlink_gpus` GPUs, which may lie in several."""
+    """One row of data/gpus.yaml. Memory as the device reports it, bandwidth in bytes/s. A node is one board or tray.
+    NVLink joins `nvlink_gpus` GPUs, which may be in several nodes."""
 
     name: str
     memory_bytes: int

@@ -1,5 +1,5 @@
-"""One start of vLLM: options of `trtspec serve` -> `vllm serve`, and what can be known before the launch.
-Options after `--` go to `vllm serve` as they are: it judges them itself. data/vllm.yaml has the releases."""
+"""Plans one start of vLLM: translates options of `trtspec serve` to `vllm serve` and checks what is known before it.
+Options after `--` go to `vllm serve` unchanged: it judges them itself. data/vllm.yaml has the releases."""
 
 from __future__ import annotations
 
@@ -40,23 +40,18 @@ HOME = "install vLLM in an environment of its own and put it on PATH"
 PROGRAM = EngineProgram("vllm", "vllm", "vLLM", HOME, "vllm_version")
 PATTERNS = DATA / "vllm_log.yaml"
 ENGINE = ENGINES["vllm"]
-ENVIRONMENT = {
-    "PYTHONUNBUFFERED": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}  # phases show when they begin; no usage reports
+# the log shows phases when they begin, and vLLM sends no usage reports
+ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"}
 SHORT = {"tp": "tensor-parallel-size", "sc": "speculative-config", "ep": "enable-expert-parallel"}
-# keys of vLLM's configuration file that are options of serve too: words.yaml has their names
+# keys of vLLM's configuration file that are options of serve too, with their names in words.yaml
 FILE_KEYS = (
     "model", "tensor-parallel-size", "max-model-len", "max-num-seqs", "max-num-batched-tokens", "served-model-name",
     "dtype", "trust-remote-code",
 )  # fmt: skip
-PUBLISHED = (
-    "tensor-parallel-size",
-    "speculative-config",
-    "trust-remote-code",
-)  # in this order on every head's card
+# in this order on every head's card
+PUBLISHED = ("tensor-parallel-size", "speculative-config", "trust-remote-code")
 WRITTEN = ("tool-call-parser", "enable-auto-tool-choice", "reasoning-parser")
-NEAR = 0.9  # of one name to another, from which it is a slip of the hand
+NEAR = 0.9  # similarity of two names from which one is a misspelling of the other
 SAMPLING = {"argmax": "greedy", "probabilistic": "probabilistic"}
 
 
@@ -66,13 +61,13 @@ def _releases() -> Any:
 
 
 def _own_options() -> dict[str, str]:
-    """What decides an option of `vllm serve` in its place."""
+    """The option of ours that sets each option of `vllm serve`."""
     table = load_yaml("words.yaml")["vllm"]
     return {name: ours for ours, names in table.items() for name in names.split()}
 
 
 def passed_options(words: Sequence[str]) -> dict[str, str]:
-    """Options among the words after `--`: how each is written, by its long spelling without dashes."""
+    """The options among the words after `--` as written, by their long spelling without dashes."""
     flags = [word.partition("=")[0] for word in words if word.startswith("-")]
     named = {
         flag.lstrip("-").partition(".")[0].rstrip("+").replace("_", "-"): flag for flag in flags
@@ -81,11 +76,11 @@ def passed_options(words: Sequence[str]) -> dict[str, str]:
 
 
 def _entry_of(name: str, flag: str, options: dict[str, str]) -> str | None:
-    """The entry in `options` of one that was passed, also abbreviated (`--hos`), as vLLM's parser accepts it."""
-    short = flag.startswith("--")
-    return next(
-        (options[key] for key in options if key == name or (short and key.startswith(name))), None
-    )
+    """The entry in `options` of a passed option, also abbreviated (`--hos`), as vLLM's parser accepts it."""
+    for option, entry in options.items():
+        if option == name or (flag.startswith("--") and option.startswith(name)):
+            return entry
+    return None
 
 
 def _ranks(options: ServeOptions) -> int:
@@ -93,46 +88,47 @@ def _ranks(options: ServeOptions) -> int:
 
 
 def _speculation(options: ServeOptions) -> dict[str, Any]:
-    """The value of --speculative-config; {} without a head."""
+    """The value of --speculative-config. {} without a head."""
     if options.head is None:
         return {}
-    drawn = (
-        {"draft_sample_method": SAMPLING[options.draft_sampling]} if options.draft_sampling else {}
-    )
+    speculation = vllm_speculation(engine_name(options.head), options.draft_len)
     revision = engine_revision(options.head)
-    pinned = {"revision": revision} if revision is not None else {}
-    return vllm_speculation(engine_name(options.head), options.draft_len) | pinned | drawn
+    if revision is not None:
+        speculation = speculation | {"revision": revision}
+    if options.draft_sampling:
+        method = SAMPLING[options.draft_sampling]
+        speculation = speculation | {"draft_sample_method": method}
+    return speculation
 
 
 def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
-    """Raises for what cannot be answered at all (unknown ids, an unknown version, options that contradict each other);
-    everything else is a problem of the plan."""
+    """Plans the start. Raises for unknown ids, an unknown version and options that contradict each other. Everything
+    else is a problem of the plan."""
     options = with_file(options)
     target = load_target(options.target)
-    head = load_head(options.head, values=launching) if options.head else None
+    models = [target.resolved]
+    head = None
+    if options.head:
+        head = load_head(options.head, values=launching)
+        models.append(head.resolved)
     version, reason, problems = _version(options.vllm_version, launching)
-    for name, flag in passed_options(options.passed).items():
-        if own := _entry_of(name, flag, _own_options()):
-            raise UsageError(
-                f"{flag} is not used after --: {own} decides it", f"pass {own} before --"
-            )
-        if remedy := _entry_of(name, flag, _releases()["refused_options"]):
-            raise UsageError(f"{flag} is not used after --", remedy)
+    _refuse_passed(options)
     problems += _target_problems(options, target.spec)
-    problems += _head_problems(options, head, target) if head is not None else ()
+    if head is not None:
+        problems += _head_problems(options, head, target)
     problems += preflight.check_start(
-        PROGRAM, [target.resolved, *([head.resolved] if head else [])], options.host, options.port, _ranks(options),
-        preflight.read_gpus(), trusted=options.trust_remote_code, launching=launching,
+        PROGRAM, models, options.host, options.port, _ranks(options), preflight.read_gpus(),
+        trusted=options.trust_remote_code, launching=launching,
     )  # fmt: skip
+    if not launching:
+        problems = [preflight.as_in_dry_run(problem) for problem in problems]
     return ServerPlan(
         program=PROGRAM,
         patterns=LogPatterns.load(PATTERNS),
         argv=vllm_command(options, target),
         env={name: value for name, value in ENVIRONMENT.items() if name not in os.environ},
         config={"speculative_config": _speculation(options)} if options.head else {},
-        problems=problems
-        if launching
-        else [preflight.as_in_dry_run(problem) for problem in problems],
+        problems=problems,
         version=(str(version), reason),
         endpoint=ServerAddress(options.host, options.port, api_key=options.api_key),
         limits=options.limits,
@@ -140,44 +136,54 @@ def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
     )
 
 
+def _refuse_passed(options: ServeOptions) -> None:
+    """Raises UsageError for an option after `--` that serve sets or refuses."""
+    for name, flag in passed_options(options.passed).items():
+        option = _entry_of(name, flag, _own_options())
+        if option:
+            message = f"{flag} is not used after --: {option} decides it"
+            raise UsageError(message, f"pass {option} before --")
+        remedy = _entry_of(name, flag, _releases()["refused_options"])
+        if remedy:
+            raise UsageError(f"{flag} is not used after --", remedy)
+
+
 def with_file(options: ServeOptions) -> ServeOptions:
-    """The options with what the file of --config says. Raises UsageError for what both say, and for values that the
-    options do not take."""
+    """The options with the settings of the file of --config. Raises UsageError if both set an option differently, and
+    for values that the options do not take."""
     if options.config is None:
         return options
     values = load_file(options.config, "write it with `trtspec build-config TARGET --format vllm`")
     if not isinstance(values, dict):
-        raise UsageError(
-            f"{options.config} is not a mapping of vLLM's options", "write `option: value` lines"
-        )
+        message = f"{options.config} is not a mapping of vLLM's options"
+        raise UsageError(message, "write `option: value` lines")
     for problem in errors_in(unknown_options(values)):
         raise UsageError(f"{options.config}: {problem.message}", problem.remedy)
-    own, found, others = _own_options(), dict[str, Any](), dict[str, Any]()
-    if "revision" in values:  # of the model beside it
-        revision, model = values.pop("revision"), values.get("model", options.target)
-        values["model"] = f"{model}@{revision}"
+    if "revision" in values:  # the revision of the file's model
+        revision = values.pop("revision")
+        values["model"] = f"{values.get('model', options.target)}@{revision}"
+    names = _own_options()
+    settings: dict[str, Any] = {}
+    others: dict[str, Any] = {}
     for written, value in values.items():
         key = str(written).replace("_", "-")
         if value is None:
-            raise UsageError(
-                f"{options.config}: {written} has no value", "write one, or leave the key out"
-            )
+            message = f"{options.config}: {written} has no value"
+            raise UsageError(message, "write one, or leave the key out")
         if key == "speculative-config":
-            found |= _speculation_of(value, options)
+            settings |= _speculation_of(value, options)
         elif key in FILE_KEYS:
-            found[own[key].lower().lstrip("-").replace("-", "_")] = str(value)
+            settings[names[key].lower().lstrip("-").replace("-", "_")] = str(value)
         else:
             others[key] = value
-    read = made_of_file(
-        ServeOptions, options.config, {"target": options.target, "backend": "vllm", **found}
-    )
-    said = {name: getattr(read, name) for name in found}
-    for name in sorted(said.keys() & given(options)):
-        if getattr(options, name) != said[name]:
-            raise UsageError(
-                f"{name} is given, and {options.config} says {said[name]!r}", "say it in one place"
-            )
-    return replace(options, **said, passed=(*as_words(others), *options.passed))
+    required = {"target": options.target, "backend": "vllm"}
+    read = made_of_file(ServeOptions, options.config, {**required, **settings})
+    settings = {name: getattr(read, name) for name in settings}
+    for name in sorted(settings.keys() & given(options)):
+        if getattr(options, name) != settings[name]:
+            message = f"{name} is given, and {options.config} says {settings[name]!r}"
+            raise UsageError(message, "say it in one place")
+    return replace(options, **settings, passed=(*as_words(others), *options.passed))
 
 
 def is_vllm_file(keys: Iterable[Any]) -> bool:
@@ -187,7 +193,7 @@ def is_vllm_file(keys: Iterable[Any]) -> bool:
 
 
 def unknown_options(values: Iterable[Any]) -> Iterator[Problem]:
-    """An error for each key that is spelled like a known option; a note for any other that is not known."""
+    """Yields an error for each key that is spelled like a known option, and a note for each other unknown key."""
     known = _known_options()
     for written in map(str, values):
         name = written.replace("_", "-")
@@ -208,12 +214,13 @@ def _known_options() -> list[str]:
 
 
 def as_words(values: Mapping[str, Any]) -> Iterator[str]:
-    """Options of `vllm serve` by name as words of its command line; mappings and lists as JSON."""
+    """Yields options of `vllm serve` by name as words of its command line, with mappings and lists as JSON."""
     for name, value in values.items():
         if isinstance(value, bool):
             yield f"--{name}" if value else f"--no-{name}"
         else:
-            yield from (f"--{name}", value if isinstance(value, str) else json.dumps(value))
+            yield f"--{name}"
+            yield value if isinstance(value, str) else json.dumps(value)
 
 
 def _speculation_of(value: Any, options: ServeOptions) -> dict[str, Any]:
@@ -221,31 +228,28 @@ def _speculation_of(value: Any, options: ServeOptions) -> dict[str, Any]:
     trtspec would not write itself."""
     try:
         written = json.loads(value) if isinstance(value, str) else value
-        found = {"head": written["model"], "draft_len": written["num_speculative_tokens"]}
+        settings = {"head": written["model"], "draft_len": written["num_speculative_tokens"]}
         if "revision" in written:
-            found["head"] += f"@{written['revision']}"
-        if _speculation(replace(options, **found)) != written:
+            settings["head"] += f"@{written['revision']}"
+        if _speculation(replace(options, **settings)) != written:
             raise ValueError
     except (ValueError, KeyError, AttributeError, TypeError):
         message = f"{options.config}: speculative-config {value!r} is not one that trtspec checks"
-        raise UsageError(
-            message, "write it with `trtspec build-config TARGET --head HEAD --format vllm`"
-        ) from None
-    return found
+        remedy = "write it with `trtspec build-config TARGET --head HEAD --format vllm`"
+        raise UsageError(message, remedy) from None
+    return settings
 
 
 def vllm_file(options: ServeOptions, first_line: str) -> str:
     """vLLM's configuration file for a pair: the options of the command that serves it, without its address."""
-    values = {
-        "model": engine_name(options.target),
-        **_settings(options, load_target(options.target)),
-    }
+    settings = _settings(options, load_target(options.target))
+    values = {"model": engine_name(options.target), **settings}
     return f"{first_line}\n" + yaml.safe_dump(values, sort_keys=False, width=10**6)
 
 
 def vllm_command(options: ServeOptions, target: Target) -> list[str]:
-    """The command that heads are published with, word for word, then what that leaves out: address, sizes, the parsers
-    of a Kimi, and the user's own words."""
+    """The command that heads are published with, word for word, then address, sizes, the parsers of a Kimi, and the
+    user's own words."""
     settings = _settings(options, target)
     address = {"host": options.host, "port": options.port}
     published = {name: settings.pop(name) for name in PUBLISHED if name in settings}
@@ -254,12 +258,16 @@ def vllm_command(options: ServeOptions, target: Target) -> list[str]:
 
 
 def _settings(options: ServeOptions, target: Target) -> dict[str, Any]:
-    """What vLLM is started with, by the names of its options, without address and the user's own words."""
+    """The options of the start by vLLM's names, without address and the user's own words."""
     passed = passed_options(options.passed)
     family = target.spec.family
-    parser = reasoning_parser(family, target.resolved.name, ENGINE.name)
-    tools = {"tool-call-parser": family.tool_parser, "enable-auto-tool-choice": True}
-    found = {
+    parsers: dict[str, Any] = {}
+    if "tool-call-parser" not in passed:
+        parsers = {"tool-call-parser": family.tool_parser, "enable-auto-tool-choice": True}
+    if "reasoning-parser" not in passed:
+        parser = reasoning_parser(family, target.resolved.name, ENGINE.name)
+        parsers["reasoning-parser"] = parser
+    settings = {
         "tensor-parallel-size": _ranks(options),
         "revision": engine_revision(options.target),
         "speculative-config": json.dumps(_speculation(options)) if options.head else None,
@@ -269,10 +277,9 @@ def _settings(options: ServeOptions, target: Target) -> dict[str, Any]:
         "max-num-batched-tokens": options.max_num_tokens,
         "dtype": options.dtype if options.dtype != "auto" else None,
         "served-model-name": options.served_model_name,
-        **(tools if "tool-call-parser" not in passed else {}),
-        "reasoning-parser": None if "reasoning-parser" in passed else parser,
+        **parsers,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Problem]]:
@@ -282,13 +289,14 @@ def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Pro
     try:
         version = Version(asked or installed or newest)
     except InvalidVersion:
-        raise UsageError(
-            f"{asked!r} is not a vLLM version", f"write it as the package does: {newest}"
-        ) from None
+        message = f"{asked!r} is not a vLLM version"
+        raise UsageError(message, f"write it as the package does: {newest}") from None
     if version < Version(oldest):
         message = f"vLLM {version} is older than {oldest}, the first release that is known"
         raise UsageError(message, f"use {oldest} or later")
-    problems = list(PROGRAM.check_version(asked, installed, str(version))) if launching else []
+    problems: list[Problem] = []
+    if launching:
+        problems += PROGRAM.check_version(asked, installed, str(version))
     if version > Version(newest):
         message = f"vLLM {version} is newer than {newest}, the last release that is known"
         problems.append(Problem("TS-SERVE-VERSION-UNKNOWN", "warning", "vllm", message))
@@ -301,9 +309,8 @@ def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Pro
 def _target_problems(options: ServeOptions, target: ModelSpec) -> Iterator[Problem]:
     ranks = _ranks(options)
     whole_experts = "enable-expert-parallel" in passed_options(options.passed)
-    for problem in layout_refusals(
-        target, ranks, ranks if whole_experts else 1, attention_dp=False
-    ):
+    expert_ranks = ranks if whole_experts else 1
+    for problem in layout_refusals(target, ranks, expert_ranks, attention_dp=False):
         yield replace(problem, code="TS-VLLM-PARALLEL", where="tp_size", remedy="")
     limit = target.max_position_embeddings
     if (options.max_seq_len or 0) > limit:
@@ -312,17 +319,19 @@ def _target_problems(options: ServeOptions, target: ModelSpec) -> Iterator[Probl
 
 
 def _head_problems(options: ServeOptions, head: Head, target: Target) -> Iterator[Problem]:
-    spec, name = head.spec, head.resolved.name
+    spec = head.spec
+    name = head.resolved.name
     ids = {"head_id": name, "target_id": target.resolved.name}
     pair = pair_problems(spec, target.spec, tp_size=_ranks(options), **ids)
     pair += learned_problems(head.resolved, target.resolved)
     yield from (problem for problem in pair if problem.severity != "info")
-    # a head whose file is here is judged by it; one known by its hub id alone by what it was published for
-    record = head.resolved.known if head.resolved.path is None else None
+    # a head that is not here is judged by the engines that it was published for, any other by its file
+    here = head.resolved.path is not None
+    record = head.resolved.known
     published = isinstance(record, PublishedHead) and ENGINE.name in record.published_on
-    if not published and not DIALECTS[spec.dialect].served_by(ENGINE, spec):
+    if (here or not published) and not DIALECTS[spec.dialect].served_by(ENGINE, spec):
         option = next(option for option, row in OPTIONS.items() if ENGINE.name in row.read_by)
         message = f"{name} has {DIALECTS[spec.dialect].title}'s layout: vLLM fails to load it, or reads other layers"
         remedy = f"trtspec convert {name} -o HEAD-vllm --to {option}, then pass `head` HEAD-vllm"
-        severity: Severity = "error" if head.resolved.path is not None else "warning"
+        severity: Severity = "error" if here else "warning"
         yield Problem("TS-VLLM-HEAD-LAYOUT", severity, name, message, remedy)

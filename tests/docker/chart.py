@@ -5,15 +5,11 @@ import dataclasses
 import functools
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from trtspec.records import parse
-
-if TYPE_CHECKING:
-    from trtspec.trtllm.build import EngineConfig
-    from trtspec.trtllm.intent import Intent
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -65,22 +61,16 @@ def with_recipes(values: dict[str, Any]) -> dict[str, Any]:
 @functools.cache
 def built(line: str) -> str:
     """What `trtspec build-config LINE --format helm-values` prints."""
+    from trtspec.trtllm.build import build_named
     from trtspec.trtllm.intent import CACHES, Intent
     from trtspec.trtllm.kubernetes import helm_values
 
     intent = parse(Intent, line, "build-config")
     source = intent.quantize_from
-    config = build_named(dataclasses.replace(intent, quantize_from=None), CACHES["helm-values"])
+    config = build_named(
+        dataclasses.replace(intent, quantize_from=None), cache=CACHES["helm-values"]
+    )
     return helm_values(config, quantize_from=source)
-
-
-def build_named(intent: "Intent", cache: str | None = None) -> "EngineConfig":
-    """The file of the names in an intent, looked up as the commands do."""
-    from trtspec.checkpoint.hub import load_head, load_target
-    from trtspec.trtllm.build import build
-
-    head = load_head(intent.head).spec if intent.head else None
-    return build(intent, load_target(intent.target, intent.like).spec, head, cache=cache)
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from tests.docker.chart import (
     RECIPES,
     ROOT,
     VALUES,
-    build_named,
     chart,
     golden,
     load,
@@ -30,6 +29,7 @@ from tests.docker.chart import (
 from tests.json_files import read_json
 from trtspec.launch.options import ENGINE, FRONT, ServeOptions
 from trtspec.records import checked, parse
+from trtspec.trtllm.build import build_named
 from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.serve.front import read_front
 from trtspec.verbs.serve import plan_engine

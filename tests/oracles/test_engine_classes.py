@@ -18,7 +18,8 @@ import pytest
 from tests.cases import slow
 from tests.command_line import ROOT, printed
 from tests.oracles.mutations import TABLES, Mutator
-from trtspec.trtllm.deployment import Deployment, Finding
+from trtspec.errors import Problem
+from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.lint import lint
 from trtspec.trtllm.schema import schema_for
 
@@ -29,7 +30,7 @@ AGREE = 0.997
 class Judged:
     what: str
     text: str
-    errors: tuple[Finding, ...]
+    errors: tuple[Problem, ...]
     why: str  # why the class refuses it, "" where it takes it
     unsure: bool  # lint says that it does not know whether this release takes something in it
 
@@ -43,9 +44,9 @@ class Judged:
         return not self.why and bool(self.errors) and not self.false_alarm
 
 
-def is_beyond(finding: Finding) -> bool:
+def is_beyond(finding: Problem) -> bool:
     return any(
-        re.fullmatch(code, finding.code) and re.match(key, finding.key)
+        re.fullmatch(code, finding.code) and re.match(key, finding.where)
         for code, key, _ in TABLES["beyond"]
     )
 
@@ -98,7 +99,7 @@ def test_lint_agrees(release: str, count: int) -> None:
         f"{len(missed)} missed, {unsure} refused files in which lint says that it does not know a key or value"
     )
     lines = [
-        f"ALARM {one.what}: {[(f.code, f.key, f.message) for f in one.errors]}" for one in alarms
+        f"ALARM {one.what}: {[(f.code, f.where, f.message) for f in one.errors]}" for one in alarms
     ]
     lines += [f"MISSED {one.what}: {one.why[:300]}" for one in missed]
     assert not alarms and agreed >= AGREE * count, "\n".join(lines[:60])

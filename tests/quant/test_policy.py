@@ -8,8 +8,8 @@ import pytest
 from tests.json_files import read_json
 from tests.package_copy import copy_package, run_copy
 from tests.tiny import make_target, target_config, text_config
-from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.published import catalogue
+from trtspec.checkpoint.target_problems import read_target
 from trtspec.families.kimi_k2 import KIMI_K2
 from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import default_policy, load_policy
@@ -56,11 +56,11 @@ def test_a_pattern_of_a_dense_layer_never_reaches_another_layer():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_policy_quantizes_the_experts(tmp_path, name):
     """What is excluded beside them is compared by test_verify.py, and by the engine's own code in tests/oracles."""
-    tensors, policy = Checkpoint.open(make_target(tmp_path, layers=3)).tensors, load_policy(name)
-    chosen = {tensor for tensor in tensors if policy.quantizes(tensor)}
-    experts = {tensor for tensor in tensors if ".mlp.experts." in tensor}
+    roles, policy = read_target(make_target(tmp_path, layers=3)).roles, load_policy(name)
+    chosen = {module for module, role in roles.items() if role in policy.quantize}
+    experts = {module for module in roles if ".mlp.experts." in module}
     assert chosen == experts if name != "k2.5" else experts < chosen
-    assert all(tensor.endswith("_proj.weight") and ".mlp." in tensor for tensor in chosen)
+    assert all(module.endswith("_proj") and ".mlp." in module for module in chosen)
 
 
 RELEASES = [(False, (), "k2.5"), (True, (), "k2.5"), (True, (258,), "k2.6")]
@@ -121,9 +121,9 @@ def test_adding_a_policy_is_a_row_of_data(tmp_path, out):
     copy = copy_package(tmp_path)
     with (copy / "data/policies.yaml").open("a") as stream:
         stream.write(
-            "\n  k2.8:\n    summary: routed down projections only\n    source: someone/Kimi-K2.8-NVFP4\n"
+            "\n  k2.8:\n    summary: shared experts only\n    source: someone/Kimi-K2.8-NVFP4\n"
             "    releases: []\n    weight_scales: mse\n    input_scales: one\n"
-            '    quantize: ["model.layers.*.mlp.experts.*.down_proj"]\n    exclude: ["{prefix}lm_head"]\n'
+            '    quantize: [shared experts]\n    exclude: ["{prefix}lm_head"]\n'
         )
     source = make_target(tmp_path / "in", layers=2)
     words = ("quantize", source, "-o", out, "--policy", "k2.8", "--json")
@@ -131,7 +131,7 @@ def test_adding_a_policy_is_a_row_of_data(tmp_path, out):
     assert (found["policy"], found["weight_scales"], found["quantized"], found["deviations"]) == (
         "k2.8",
         "mse",
-        4,
+        3,
         [],
     )
     assert "someone/Kimi-K2.8-NVFP4" in (tmp_path / "out/README.md").read_text()

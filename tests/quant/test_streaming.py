@@ -18,7 +18,7 @@ from tests.quant.test_modelopt_export import different
 from tests.tiny import make_target, read_tensors, write_tensors
 from tests.tiny_formats import pack_int4
 from trtspec.checkpoint.headers import Checkpoint
-from trtspec.checkpoint.target_problems import target_spec
+from trtspec.checkpoint.target_problems import read_target, target_spec
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.quant import nvfp4
@@ -47,11 +47,11 @@ def test_every_tensor_is_what_its_source_decodes_to(
     source = new_target(format=format, layers=3, shards=3, nested=nested, vision=nested)
     result = quantize_checkpoint(source, out, policy, ConversionOptions(workers=1))
     origin, got = LazyTensors(Checkpoint.open(source)), read_tensors(out)
-    expected = {}
+    expected, roles = {}, read_target(source).roles
     plain = read_tensors(make_target(tmp_path / "plain", layers=3, nested=nested, vision=nested))
     for name in plain:
         weight = decoded(origin, name)
-        if not policy.quantizes(name):
+        if roles.get(name.removesuffix(".weight")) not in policy.quantize:
             expected[name] = weight
             continue
         pair = {"gate_proj": "up_proj", "up_proj": "gate_proj"}.get(name.split(".")[-2])
@@ -66,7 +66,7 @@ def test_every_tensor_is_what_its_source_decodes_to(
         expected[name.replace(".weight", ".input_scale")] = torch.tensor(1.0)
     assert set(got) == set(expected)
     assert different(expected, got) == []
-    assert result.quantized == sum(policy.quantizes(name) for name in plain)
+    assert result.quantized == sum(role in policy.quantize for role in roles.values())
     assert result.quantized + result.decoded + result.copied == len(plain)
 
 

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from tests.cases import slow, table
 from trtspec.checkpoint.hub import load_head, load_target
 from trtspec.cli.app import app
-from trtspec.errors import CheckFailed, TrtspecError, UsageError
+from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError
 from trtspec.trtllm.build import build, build_named
-from trtspec.trtllm.deployment import Finding, deployment_of
+from trtspec.trtllm.deployment import deployment_of
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.lint import lint
@@ -100,7 +100,7 @@ def test_what_is_written_carries_no_finding_of_our_own_linter(step: int) -> None
     assert accepted > tried // 3
 
 
-def warns(finding: Finding) -> bool:
+def warns(finding: Problem) -> bool:
     return finding.severity != "info" and not finding.code.startswith("TS-PAIR-")
 
 

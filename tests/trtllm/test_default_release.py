@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import trtspec
-from tests.docker.chart import build_named
 from trtspec.data_files import load_yaml
+from trtspec.trtllm.build import build_named
 from trtspec.trtllm.deployment import ASSUMED, choose_version, deployment_of
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent

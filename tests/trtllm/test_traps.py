@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from trtspec.checkpoint.hub import load_head, load_target
-from trtspec.errors import UsageError
+from trtspec.errors import Problem, UsageError
 from trtspec.specs import QuantSpec
-from trtspec.trtllm.deployment import Deployment, Finding, compute_capability
+from trtspec.trtllm.deployment import Deployment, compute_capability
 from trtspec.trtllm.lint import lint
 from trtspec.trtllm.schema import schema_for
 
@@ -26,7 +26,7 @@ TRAPS = yaml.safe_load(Path(__file__).with_name("traps.yaml").read_text())["trap
 Context = Mapping[str, Any]
 
 
-def found(text: str, version: str, context: Context) -> dict[str, Finding]:
+def found(text: str, version: str, context: Context) -> dict[str, Problem]:
     """Findings by code. A text that begins with + is laid over the clean file."""
     more = dict(context)
     target, changed, head = more.pop("target", ""), more.pop("changed", {}), more.pop("head", None)
@@ -64,7 +64,7 @@ def test_a_trap_is_caught_where_it_is_one(trap: list[Any]) -> None:
         else:
             assert code in findings, findings.keys()
             finding = findings[code]
-            assert finding.message and finding.problem("").remedy
+            assert finding.remedy
             assert not severity or finding.severity == severity
             assert "=" not in word or any(name in finding.message for name in SOURCES)
             if not context and not text.startswith("+") and code != "VERSION-NEWER":

@@ -6,9 +6,7 @@ kimi-nano, once from its BF16 checkpoint and once with its routed experts stored
 prompts and quantized with `trtspec`'s own commands' code (policy k2.5, every MLP). Each row is measured on the same
 held-out answers: perplexity of a token given its prompt, mean KL divergence of the next-token distribution from the
 source's in nats with its standard error over texts, and the acceptance length of greedy drafting (3 drafts a step). A
-wrong input scale is wrong by the same factor in every linear. A second table looks where such a factor acts: the
-relative error of the activations that each linear reads, and their block scales at the ends of E4M3. Compute type
-float32 throughout.
+wrong input scale is wrong by the same factor in every linear. Compute type float32 throughout.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import statistics
 import tempfile
 import time
@@ -26,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from tests.tiny_formats import INT4_CONFIG
+from tests.tiny_formats import INT4_CONFIG, quantize_tensors
 from tools.nano.figures import held_out
 from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint
 from trtspec.checkpoint.tokenizer import KimiTokenizer
@@ -37,7 +36,6 @@ from trtspec.models.head_weights import load_head
 from trtspec.models.k2 import KimiModel
 from trtspec.models.w4a4 import NVFP4Linear
 from trtspec.models.weights import load_target
-from trtspec.quant import nvfp4
 from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.run import quantize_checkpoint
@@ -112,54 +110,6 @@ def measure_source(
     for weights in ("max", "mse"):
         for activations, model in variants(source, folder / weights, weights, options.samples):
             show(weights, activations, model)
-    activation_errors(name, load_target(folder / "max-calibrated", dtype=torch.float32), texts[:4])
-
-
-def activation_errors(name: str, model: KimiModel, texts: list[Text]) -> None:
-    """Prints what a factor on the input scale does to the inputs of all quantized linears, before any product."""
-    linears = [module for module in model.modules() if isinstance(module, NVFP4Linear)]
-    set_activation(linears, "weight-only")
-    inputs: dict[int, list[torch.Tensor]] = {}
-
-    def keep(linear: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
-        inputs.setdefault(id(linear), []).append(
-            arguments[0].detach().reshape(-1, arguments[0].shape[-1])
-        )
-
-    for linear in linears:
-        linear.register_forward_pre_hook(keep)
-    for text in texts:
-        answer_logits(model, text)
-    reached = {id(linear): linear for linear in linears if id(linear) in inputs}
-    print(
-        f"\n{name}: inputs of {len(reached)} linears; relative error, and block scales at the ends of E4M3\n"
-    )
-    print(
-        "| input scale | median error | worst linear | saturated (448) | subnormal (below 2^-6) |"
-    )
-    print("|---|---|---|---|---|")
-    for base in ("calibrated", "one"):
-        for factor in (1 / 256, 1 / 16, 1, 16, 256, 4096, 65536):
-            errors, ends = [], torch.zeros(3)
-            for key, linear in reached.items():
-                scale = (linear.input_scale if base == "calibrated" else torch.tensor(1.0)) * factor
-                error, counts = activation_error(torch.cat(inputs[key]), scale)
-                errors.append(error)
-                ends += counts
-            shares = [f"{100 * part / ends[2]:.2f} %" for part in ends[:2]]
-            print(
-                f"| {base} x {factor:g} | {statistics.median(errors):.3f} | {max(errors):.3f} | {' | '.join(shares)} |"
-            )
-    print(flush=True)
-
-
-def activation_error(x: torch.Tensor, input_scale: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """Relative Frobenius error of x as NVFP4, and (saturated, subnormal, all) of its blocks that are not zero."""
-    values, _ = nvfp4.fake_quantize_activation(x, input_scale)
-    maxima = x.reshape(-1, nvfp4.BLOCK).abs().amax(-1)
-    wanted = maxima[maxima > 0] / (6 * input_scale)
-    counts = torch.tensor([(wanted > 448).sum(), (wanted < 2**-6).sum(), wanted.numel()])
-    return float((values.float() * input_scale - x).norm() / x.norm().clamp(min=1e-30)), counts
 
 
 def variants(
@@ -237,41 +187,15 @@ def acceptance(model: KimiModel, texts: list[Text], options: argparse.Namespace)
 
 
 def as_int4(directory: Path) -> Path:
-    """kimi-nano as Kimi-K2.5 is published: routed experts INT4, pack-quantized, in groups of 32; the second group of a
-    row of 48 has 16 values."""
-    directory.mkdir()
-    for path in kimi_nano_dir().iterdir():
-        if path.suffix in (".json", ".jinja", ".model") and path.name != "config.json":
-            (directory / path.name).write_bytes(path.read_bytes())
-    config = json.loads((kimi_nano_dir() / "config.json").read_text())
+    """kimi-nano as Kimi-K2.5 is published: routed experts INT4, pack-quantized, in groups of 32."""
+    source = kimi_nano_dir()
+    shutil.copytree(source, directory)
+    config = json.loads((source / "config.json").read_text())
     config["text_config"]["quantization_config"] = INT4_CONFIG
     (directory / "config.json").write_text(json.dumps(config))
-    stored = {}
-    for name, tensor in load_file(kimi_nano_dir() / "model.safetensors").items():
-        if ".mlp.experts." in name:
-            stem = name.removesuffix(".weight")
-            stored |= {f"{stem}.{suffix}": value for suffix, value in pack(tensor).items()}
-        else:
-            stored[name] = tensor
-    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    tensors = quantize_tensors(load_file(source / "model.safetensors"), "int4")
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     return directory
-
-
-def pack(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """compressed-tensors pack-quantized: eight values plus 8 in one int32, low bits first."""
-    rows, columns = weight.shape
-    groups = F.pad(weight.float(), (0, -columns % 32)).view(rows, -1, 32)
-    scale = (groups.abs().amax(-1, keepdim=True) / 7).clamp(min=1e-6).to(torch.bfloat16)
-    codes = (groups / scale.float()).round().clamp(-8, 7).to(torch.int64).view(rows, -1)
-    codes = codes[:, :columns].reshape(rows, columns // 8, 8) + 8
-    packed = (codes << (4 * torch.arange(8))).sum(-1)
-    packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
-    shape = torch.tensor([rows, columns], dtype=torch.int64)
-    return {
-        "weight_packed": packed,
-        "weight_scale": scale.squeeze(-1).contiguous(),
-        "weight_shape": shape,
-    }
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """Asks kimi-nano held-out exercises through the reference engine, in BF16 and as NVFP4, and judges its answers.
 
-    python -m tools.nano.evaluate DIR [--head DIR] [--each 16] [-o DIR/evaluation.json]
+    python -m tools.nano.evaluate DIR [--each 16] [-o DIR/evaluation.json]
 
 prints right answers by kind (greedy), greedy answers that loop or run on, agreement of the two forms, the figures that
-speed-ups must be read with, and one answer of each kind. Without --head the cost of a draft step is that of an
-untrained head of the shipped one's shape.
+speed-ups must be read with, and one answer of each kind. tools.benchmarks.engine prints the cost of a draft step.
 """
 
 from __future__ import annotations
@@ -19,19 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import trtspec
 from tools.nano import exercises, figures
 from trtspec.checkpoint.chat_parser import parse_reply
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.client.text_quality import degeneration, mean_distinct_ratio
-from trtspec.data_files import DATA
 from trtspec.engine.engine import Engine, EngineOptions
 from trtspec.engine.request import GenerationRequest
-from trtspec.models.eagle3 import Eagle3Head
-from trtspec.models.head_weights import load_head, open_head
-from trtspec.models.k2 import KimiModel
 from trtspec.models.precision import default_dtype, dtype_name
 from trtspec.models.weights import load_target
 from trtspec.report import write_json
@@ -59,9 +53,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("target", type=Path)
-    parser.add_argument("--head", type=Path)
     parser.add_argument("--each", type=int, default=16, help="exercises of each kind")
-    parser.add_argument("--no-nvfp4", action="store_true")
     parser.add_argument(
         "-o", "--output", type=Path, help="default: evaluation.json in the target's directory"
     )
@@ -71,14 +63,13 @@ def main() -> None:
     found: dict[str, Any] = {"dtype": dtype_name(dtype), "prompts": len(rows)}
     greedy = answer_all(options.target, rows, dtype)
     found["bf16"] = by_kind(rows, greedy)
-    if not options.no_nvfp4:
-        with tempfile.TemporaryDirectory() as place:
-            trtspec.quantize(options.target, Path(place) / "nvfp4")
-            quantized = answer_all(Path(place) / "nvfp4", rows, dtype)
-        found["nvfp4"] = by_kind(rows, quantized) | agreement(greedy, quantized)
-    found["figures"] = costs(options.target, options.head, rows) | distinct(
-        options.target, rows, greedy, dtype
-    )
+    with tempfile.TemporaryDirectory() as temporary:
+        output = Path(temporary) / "nvfp4"
+        trtspec.quantize(options.target, output)
+        quantized = answer_all(output, rows, dtype)
+    found["nvfp4"] = by_kind(rows, quantized) | agreement(greedy, quantized)
+    figures_of_text = distinct(options.target, rows, greedy, dtype)
+    found["figures"] = costs(options.target, rows) | figures_of_text
     write_json(options.output or options.target / "evaluation.json", found)
     print_table(found, rows, greedy)
 
@@ -152,9 +143,10 @@ def agreement(first: Sequence[Answer], second: Sequence[Answer]) -> dict[str, fl
 
 
 @torch.inference_mode()
-def costs(directory: Path, head: Path | None, rows: Sequence[Row]) -> dict[str, Any]:
-    """Draft over target, experts touched by four tokens over one, held-out bits per byte (figures.py)."""
-    target, tokenizer = load_target(directory, dtype=torch.float32), KimiTokenizer(directory)
+def costs(directory: Path, rows: Sequence[Row]) -> dict[str, Any]:
+    """Experts touched by four tokens over one, and held-out bits per byte (figures.py)."""
+    target = load_target(directory, dtype=torch.float32)
+    tokenizer = KimiTokenizer(directory)
     texts = []
     for row in [row for row in rows if row["check"] != "call" and not row.get("thinking")][::4]:
         texts.append(
@@ -164,25 +156,7 @@ def costs(directory: Path, head: Path | None, rows: Sequence[Row]) -> dict[str, 
                 len(row["reference"].encode()),
             )
         )
-    drafting = load_head(head, target, dtype=torch.float32) if head else untrained_head(target)
-    return {
-        **figures.step_costs(target, drafting),
-        **figures.experts_touched(target, texts),
-        **figures.bits_per_byte(target, texts),
-    }
-
-
-def untrained_head(target: KimiModel) -> Eagle3Head:
-    """A head of the shipped head's shape: its steps cost what a trained one's cost."""
-    head = Eagle3Head(open_head(DATA / "kimi-nano-eagle3", target.spec)[1])
-    head.embed, head.lm_head = (
-        target.embed,
-        nn.Linear(target.spec.hidden_size, target.spec.vocab_size, bias=False),
-    )
-    for name, parameter in head.named_parameters():
-        if not name.startswith("embed."):
-            nn.init.normal_(parameter, std=0.02)
-    return head.eval().requires_grad_(False)
+    return figures.experts_touched(target, texts) | figures.bits_per_byte(target, texts)
 
 
 def distinct(
@@ -208,7 +182,7 @@ def distinct(
 
 
 def print_table(found: dict[str, Any], rows: Sequence[Row], greedy: Sequence[Answer]) -> None:
-    forms = [form for form in ("bf16", "nvfp4") if form in found]
+    forms = ("bf16", "nvfp4")
     print(f"{'kind':12}" + "".join(f"{form:>12}" for form in forms))
     for kind in found["bf16"]["by_kind"]:
         print(

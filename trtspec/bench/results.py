@@ -285,7 +285,12 @@ class BenchResults(EndpointResult):
         return [self, *self.endpoints.values()]
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        values = asdict(self)
+        values["problems"] = [problem.to_dict() for problem in self.problems]
+        if self.comparison is not None:
+            problems = [problem.to_dict() for problem in self.comparison.problems]
+            values["comparison"]["problems"] = problems
+        return values
 
 
 def level_label(concurrency: int, rate: float | None) -> str:

@@ -19,6 +19,7 @@ from trtspec.checkpoint.target_config import config_problems, scheme_problems
 from trtspec.checkpoint.target_tensors import coverage_problems, tensor_problems
 from trtspec.checkpoint.tokenizer_problems import tokenizer_problems
 from trtspec.errors import Problem, Severity, TrtspecError, UsageError, errors_in, has_errors
+from trtspec.families.family import Role
 from trtspec.families.known import is_target
 from trtspec.formats import WeightFormat
 from trtspec.specs import ModelSpec
@@ -29,11 +30,13 @@ SHOWN = 3  # further errors that a refusal names
 
 @dataclass(frozen=True)
 class ReadTarget:
-    """A target opened by its headers. `formats`: how each linear that is there is stored, by module."""
+    """A target opened by its headers. `formats` and `roles`: how each linear that is there is stored,
+    and what it is for, by module."""
 
     checkpoint: Checkpoint
     spec: ModelSpec
     formats: dict[str, WeightFormat]
+    roles: dict[str, Role]
     problems: list[Problem]
 
 
@@ -66,7 +69,7 @@ def read_target(path: Path | str | Checkpoint) -> ReadTarget:
         *read_code(checkpoint.path).problems,
         *_noted(checkpoint.path),
     ]
-    return ReadTarget(checkpoint, spec, formats, problems)
+    return ReadTarget(checkpoint, spec, formats, roles, problems)
 
 
 def require_target(path: Path | str | Checkpoint) -> ReadTarget:

@@ -240,28 +240,26 @@ def coverage_problems(
 ) -> Iterator[Problem]:
     """The config's format and exclude list against `formats`, those that the linears are stored in."""
     stated = spec.quant.format
-    others, wrong = [], []
+    never = stated.storage.never
+    others, wrong, routers = [], [], []
     for module, format in formats.items():
-        wanted = spec.quant.format_of(module, roles[module])
-        expected = stated if wanted.is_plain else wanted
-        if format.is_plain and not wanted.is_plain:
-            wrong.append(f"{module} is not {wanted} and not listed as left alone")
-        elif format.is_plain:
+        role = roles[module]
+        wanted = spec.quant.format_of(module, role)
+        if format.is_plain:
+            if not wanted.is_plain:
+                wrong.append(f"{module} is not {wanted} and not listed as left alone")
             continue
-        elif format is not expected:
+        if role in never:
+            routers.append(module)
+        expected = stated if wanted.is_plain else wanted
+        if format is not expected:
             others.append(f"{module} is {format}, not {expected}")
-        elif wanted.is_plain and roles[module] not in stated.storage.never:
+        elif wanted.is_plain and role not in never:
             wrong.append(f"{module} is {stated} and listed as not quantized")
     if others:
         yield grouped("TS-TARGET-FORMAT", others)
     if stated.is_plain:
         return
-    never = stated.storage.never
-    routers = [
-        module
-        for module, format in formats.items()
-        if not format.is_plain and roles[module] in never
-    ]
     if routers:
         yield grouped("TS-TARGET-ROUTER", routers)
     if stated not in formats.values():

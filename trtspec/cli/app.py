@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 import trtspec
 from trtspec import report
 from trtspec.cli.mistyped import usage_error
-from trtspec.errors import Interrupted, MissingDependency, TrtspecError
+from trtspec.errors import Interrupted, MissingDependency, RunningCommand, TrtspecError, running
 from trtspec.records import (
     CLICK_ERROR,
     PlainHelp,
@@ -137,7 +137,7 @@ def root(
 def main() -> None:
     """Entry point. Every failure is one TrtspecError here: its message on stderr, its exit status, and with `--json`
     an object with `ok` (false) and `error` on stdout, unless stdout has the command's own object already."""
-    report.answered = False
+    running.set(RunningCommand())
     gc.set_threshold(YOUNG_OBJECTS)
     if os.getpid() == 1:  # of a container: the kernel drops a signal to it that has no handler
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -225,7 +225,7 @@ def _fail(error: TrtspecError) -> None:
 
 def _answer(error: TrtspecError) -> None:
     """The object of `--json` for a failure."""
-    if _wants_json(sys.argv[1:]) and not report.answered:
+    if _wants_json(sys.argv[1:]) and not running.get().answered:
         try:
             report.print_json(report.Result({}, failure=error).to_dict())
             sys.stdout.flush()

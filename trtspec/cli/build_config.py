@@ -87,16 +87,21 @@ def build_config(options: BuildConfigOptions) -> Result:
     written = [path for path in texts if path is not None and not options.dry_run]
     for path in written:
         write_atomic(path, texts[path])
-    servers = [(path, part) for path, parts in files.items() for part in parts]
+    servers: list[tuple[Path | None, EngineConfig, list[Problem]]] = []
+    for path, configs in files.items():
+        file = str(path or "(stdout)")
+        for config in configs:
+            findings = [replace(finding, file=file) for finding in config.findings]
+            servers.append((path, config, findings))
     entries = [
         {
             "output": str(path) if path in written else None,
             "config": part.values,
             "text": texts[path],
             "argv": part.argv,
-            "problems": [finding.to_dict(str(path or "(stdout)")) for finding in part.findings],
+            "problems": [finding.to_dict() for finding in findings],
         }
-        for path, part in servers
+        for path, part, findings in servers
     ]  # of the first server, then all of them under `files`
     values = {
         "version": version,
@@ -105,9 +110,8 @@ def build_config(options: BuildConfigOptions) -> Result:
         "files": entries if len(entries) > 1 else [],
     }
     problems = [*assumed_release(reason, Document.parse(servers[0][1].text)), *doubts]
-    for path, part in servers:
-        warnings = [finding for finding in part.findings if finding.severity == "warning"]
-        problems += [finding.problem(str(path or "(stdout)")) for finding in warnings]
+    for _, _, findings in servers:
+        problems += [finding for finding in findings if finding.severity == "warning"]
     text = "".join(text for path, text in texts.items() if path not in written)
     messages = [f"wrote {path}" for path in written]
     messages += _next(options) if written else []

@@ -21,7 +21,6 @@ from trtspec.report import Result, problem_lines, write_atomic, write_stderr
 if TYPE_CHECKING:
     from trtspec.errors import Severity
     from trtspec.trtllm.carriers import Carried
-    from trtspec.trtllm.deployment import Finding
     from trtspec.trtllm.document import Document
     from trtspec.trtllm.lint import Verdict
 
@@ -97,8 +96,8 @@ class Judged:
     document: Document | None = None
     version: str | None = None
     reason: str | None = None
-    findings: list[Finding] = field(default_factory=list)
-    corrected: list[Finding] = field(default_factory=list)
+    findings: list[Problem] = field(default_factory=list)
+    corrected: list[Problem] = field(default_factory=list)
     diff: str = ""
     error: TrtspecError | None = None
 
@@ -115,8 +114,8 @@ class Judged:
             "file": self.name,
             "version": self.version,
             "version_reason": self.reason,
-            "problems": [finding.to_dict(self.name) for finding in self.findings],
-            "fixed": [finding.to_dict(self.name) for finding in self.corrected],
+            "problems": [finding.to_dict() for finding in self.findings],
+            "fixed": [finding.to_dict() for finding in self.corrected],
             "diff": self.diff,
         }
         return answer | ({"error": self.error.to_dict()} if self.error else {})
@@ -205,8 +204,8 @@ def lint_configuration(
         head=str(head) if head else None, gpu=gpu,
     )  # fmt: skip
     judged = judge_part(document, Carried(""), list(options) or None, asked)
-    problems = [finding.problem(document.name) for finding in judged.findings]
-    return Result({"version": judged.version, "version_reason": judged.reason}, problems)
+    values = {"version": judged.version, "version_reason": judged.reason}
+    return Result(values, judged.findings)
 
 
 def _failure(judged: list[Judged], strict: bool) -> TrtspecError | None:
@@ -287,14 +286,14 @@ def judge_part(
     """One engine file or command, with what `part` says of how it is served, each finding at its line of the file. The
     document is the corrected one."""
     from trtspec.trtllm.carriers import VLLM, role_in
-    from trtspec.trtllm.deployment import Finding, deployment_of
+    from trtspec.trtllm.deployment import deployment_of
     from trtspec.trtllm.lint import fix
     from trtspec.trtllm.lint import lint as find
     from trtspec.trtllm.shell import OMITTED
 
     above, omitted, _ = part.text.partition(OMITTED)
     line = above.count("\n") + 1 if omitted else None
-    unread = Finding("TS-LINT-NOT-READ", "warning", "", part.unread, line=line)
+    unread = document.placed(Problem("TS-LINT-NOT-READ", "warning", "", part.unread, line=line))
     command, judged = part.command, Judged(document.name, document)
     if part.place and not command.engine and not part.text:
         return replace(judged, findings=[_moved(unread, part)])
@@ -325,10 +324,10 @@ def judge_part(
         reason = "the image's tag"
     if command.config and not part.text:
         # the rest may be in the file that is not here
-        findings = [item for item in findings if item.key in {*deployment.argv, "--tool_parser"}]
+        findings = [item for item in findings if item.where in {*deployment.argv, "--tool_parser"}]
         message = f"the engine file {command.config} is not in this file: only the command's options were judged"
         problems.append(Problem("TS-LINT-FILE-ELSEWHERE", "info", "", message))
-    findings = [*(Finding.of(problem, problem.where) for problem in problems), *findings]
+    findings = [*map(document.placed, problems), *findings]
     findings += [unread] if part.unread else []
     return replace(
         judged,
@@ -340,7 +339,7 @@ def judge_part(
     )
 
 
-def _moved(finding: Finding, part: Carried) -> Finding:
+def _moved(finding: Problem, part: Carried) -> Problem:
     """A finding about a part of a file at its line of the file, in words of the program that serves it."""
     from trtspec.trtllm.carriers import DYNAMO
     from trtspec.trtllm.deployment import dynamo_options
@@ -348,16 +347,16 @@ def _moved(finding: Finding, part: Carried) -> Finding:
 
     if not part.place:
         return finding
-    line, column, variable = part.line, None, finding.key.removeprefix("environment.")
+    line, column, variable = part.line, None, finding.where.removeprefix("environment.")
     if variable in part.environ:  # once, whatever it serves
         return replace(finding, line=part.environ[variable])
     if finding.line:
         line = part.origin.line(finding.line - 1)
         column = finding.column and part.origin.column(finding.column)
     elif part.command.engine:
-        line = part.command.option_lines.get(finding.key, part.command.line)
-    key = f"{part.place}: {finding.key}".removesuffix(": ")
-    finding = replace(finding, key=key, line=line + 1, column=column)
+        line = part.command.option_lines.get(finding.where, part.command.line)
+    where = f"{part.place}: {finding.where}".removesuffix(": ")
+    finding = replace(finding, where=where, line=line + 1, column=column)
     if part.command.engine != DYNAMO:
         return finding
 
@@ -370,42 +369,41 @@ def _moved(finding: Finding, part: Carried) -> Finding:
     return replace(finding, message=in_dynamo(finding.message), remedy=in_dynamo(finding.remedy))
 
 
-def _is_of_dynamo(finding: Finding, part: Carried) -> bool:
+def _is_of_dynamo(finding: Problem, part: Carried) -> bool:
     """Whether it is about a parser of Dynamo, which has names and releases of its own."""
     from trtspec.trtllm.carriers import DYNAMO
 
     codes = ("TS-SERVE-OPTION-VALUE", "TS-SERVE-OPTION-UNCERTAIN", "TS-LINT-PARSER-TOO-NEW")
-    return part.command.engine == DYNAMO and finding.code in codes and "parser" in finding.key
+    return part.command.engine == DYNAMO and finding.code in codes and "parser" in finding.where
 
 
 def _of_vllm(judged: Judged, part: Carried) -> Judged:
     """The options of a `vllm serve` command."""
-    from trtspec.trtllm.deployment import Finding
     from trtspec.vllm import passed_options, unknown_options
 
-    problems = unknown_options(passed_options(part.command.words))
-    findings = [_moved(Finding.of(each, f"--{each.where}"), part) for each in problems]
+    options = [
+        replace(problem, where=f"--{problem.where}", file=judged.name)
+        for problem in unknown_options(passed_options(part.command.words))
+    ]
+    findings = [_moved(option, part) for option in options]
     return replace(judged, reason=BY_VLLM, findings=findings)
 
 
 def _foreign(document: Document) -> Judged | None:
     """A file of vLLM, or one without any key of an engine; None for any other."""
     from trtspec.trtllm.carriers import is_foreign
-    from trtspec.trtllm.deployment import Finding
     from trtspec.vllm import is_vllm_file, unknown_options
 
     keys = document.mapping
     if is_vllm_file(keys):
-        findings = [
-            Finding.of(problem, problem.where).placed(document) for problem in unknown_options(keys)
-        ]
+        findings = [document.placed(problem) for problem in unknown_options(keys)]
         return Judged(document.name, document, None, BY_VLLM, findings)
     if "architectures" not in keys and not is_foreign(
         map(str, keys)
     ):  # a checkpoint's config.json has it
         return None
     message = f"no engine file is in it: its keys ({listed(map(str, keys))}) are another tool's"
-    finding = Finding("TS-LINT-NO-ENGINE-FILE", "error", "", message)
+    finding = document.placed(Problem("TS-LINT-NO-ENGINE-FILE", "error", "", message))
     return Judged(document.name, document, None, "not an engine file", [finding])
 
 
@@ -434,13 +432,11 @@ def _diff(before: Document, after: Document) -> str:
 def _lines(judged: Judged) -> Iterator[str]:
     yield from judged.diff.splitlines()
     for finding in judged.corrected:
-        yield f"fixed   {finding.code} {finding.key}: {finding.problem(judged.name).remedy}"
+        yield f"fixed   {finding.code} {finding.where}: {finding.remedy}"
     if judged.error is not None:
         return
     for finding in judged.findings:
-        position = [str(number) for number in (finding.line, finding.column) if number is not None]
-        where = f"{':'.join([judged.name, *position])} {finding.key}".rstrip()
-        head, *remedy = problem_lines([replace(finding.problem(judged.name), where=where)])
+        head, *remedy = problem_lines([finding])
         yield head
         if judged.document is not None and finding.line:
             yield from _excerpt(judged.document, finding, finding.line)
@@ -452,7 +448,7 @@ def _lines(judged: Judged) -> Iterator[str]:
     yield f"{judged.name}: {verdict}{engine} ({judged.reason})"
 
 
-def _excerpt(document: Document, finding: Finding, number: int) -> Iterator[str]:
+def _excerpt(document: Document, finding: Problem, number: int) -> Iterator[str]:
     """The beginning of the line at fault, and carets below the key or value where it holds that."""
     line = "".join(document.text.split("\n")[number - 1 : number])
     shown = "".join(char if char.isprintable() else " " for char in line[:MOST_COLUMNS])

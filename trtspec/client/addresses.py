@@ -13,39 +13,39 @@ from trtspec.errors import UsageError
 from trtspec.foreign import what_is
 
 EXAMPLE = "http://127.0.0.1:8000"
-SENDABLE = re.compile(
-    r"[!-~](?:[ -~]*[!-~])?"
-)  # what every HTTP client and server takes in a header
+# a header value that every HTTP client and server accepts
+SENDABLE = re.compile(r"[!-~](?:[ -~]*[!-~])?")
 
 
 def shown(text: str) -> str:
-    """An address for a message; one that may hold a password or a key is left out."""
+    """An address for a message, left out if it may contain a password or a key."""
     return "(not shown)" if re.search(r"[@?#]", text) else text
 
 
 def server_url(text: str, option: str = "the URL") -> str:
-    """The base URL of a server: with a scheme (http if `text` has none), without /v1, what requests add to it, and
-    slashes at its end.
+    """The base URL of a server: with a scheme (http if `text` has none), without /v1, request paths and slashes at its
+    end.
 
     Raises UsageError, which begins with `option`, if no request can be sent there, and for a user name, a password, a
     query or a fragment, which every result would repeat."""
     import httpx
 
-    whole = text if "://" in text else f"http://{text}"
     remedy = f"write it as {EXAMPLE}"
     if re.search(r"[@?#]", text):
-        raise UsageError(
-            f"{option} (not shown) holds a user name, a password, a query or a fragment (@, ? or #)",
-            f"{remedy}, without them; a key belongs in the variable OPENAI_API_KEY",
+        message = (
+            f"{option} (not shown) holds a user name, a password, a query or a fragment (@, ? or #)"
         )
+        remedy += ", without them; a key belongs in the variable OPENAI_API_KEY"
+        raise UsageError(message, remedy)
     what = what_is(text)
-    named = what == "a hub id" and not re.match(r"[\w-]*[.:]|localhost/|.*/v1$", text)
-    if named or what in ("a checkpoint", "a file", "a directory"):
-        serve = f"serve it with `trtspec serve {text}`, and pass the URL that it prints"
-        where = remedy if what in ("a file", "a directory") else serve
-        raise UsageError(f"{option} {text} is {what}, not the URL of a server", where)
+    names_hub = what == "a hub id" and not re.match(r"[\w-]*[.:]|localhost/|.*/v1$", text)
+    if names_hub or what in ("a checkpoint", "a file", "a directory"):
+        if what not in ("a file", "a directory"):
+            remedy = f"serve it with `trtspec serve {text}`, and pass the URL that it prints"
+        raise UsageError(f"{option} {text} is {what}, not the URL of a server", remedy)
+    address = text if "://" in text else f"http://{text}"
     try:
-        url = httpx.URL(whole)
+        url = httpx.URL(address)
         host = url.host and url.raw_host.decode("ascii").encode("idna")  # as name lookup does
         if url.scheme not in ("http", "https"):
             raise httpx.InvalidURL("its scheme is neither http nor https")
@@ -56,9 +56,8 @@ def server_url(text: str, option: str = "the URL") -> str:
     except (httpx.InvalidURL, UnicodeError) as error:
         fault = "its host is not a valid name" if isinstance(error, UnicodeError) else error
         raise UsageError(f"{option} {text!r} is not the URL of a server: {fault}", remedy) from None
-    return re.sub(r"(?<=[^/])/v1(/models|(/chat)?/completions)?$", "", whole.rstrip("/")).rstrip(
-        "/"
-    )
+    base = re.sub(r"(?<=[^/])/v1(/models|(/chat)?/completions)?$", "", address.rstrip("/"))
+    return base.rstrip("/")
 
 
 def key_header() -> dict[str, str]:
@@ -67,16 +66,17 @@ def key_header() -> dict[str, str]:
 
 
 def bearer(key: str | None, option: str = "OPENAI_API_KEY") -> dict[str, str]:
-    """The header with the key; {} for an empty key. Raises UsageError if no header can carry it, naming the fault and
-    not the key."""
+    """The header with the key. {} for an empty key. Raises UsageError with the fault, not the key, if no header can
+    carry it."""
     if not key:
         return {}
     if not SENDABLE.fullmatch(key):
-        good = SENDABLE.match(key)
-        place = good.end() + 1 if good else 1
-        fault = f"its character {place} is a line break, other white space or not printable ASCII"
-        raise UsageError(
-            f"{option} (not shown) cannot be sent in a header: {fault}",
-            'set it without, for example OPENAI_API_KEY="$(tr -d "[:space:]" < KEYFILE)"',
+        sendable = SENDABLE.match(key)
+        position = sendable.end() + 1 if sendable else 1
+        fault = (
+            f"its character {position} is a line break, other white space or not printable ASCII"
         )
+        message = f"{option} (not shown) cannot be sent in a header: {fault}"
+        remedy = 'set it without, for example OPENAI_API_KEY="$(tr -d "[:space:]" < KEYFILE)"'
+        raise UsageError(message, remedy)
     return {"Authorization": f"Bearer {key}"}

@@ -2,8 +2,8 @@
 waiting until a server is ready.
 
 A streamed request starts when its header has been sent and its body follows: name lookup, connecting, TLS and waiting
-for a free connection do not count. The time of a chunk is that of the network read of its last byte, without parsing:
-chunks that a proxy sends at once have the same time.
+for a free connection do not count. The time of a chunk is the network read of its last byte, without parsing: chunks
+that a proxy sends at once have the same time.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from trtspec.client.addresses import key_header
 from trtspec.errors import TrtspecError, UsageError, listed
 
 T = TypeVar("T")
-CHAT, RAW = (
-    "/v1/chat/completions",
-    "/v1/completions",
-)  # of messages, and of a prompt without a chat template
-# keys of a request that options set -> what to do in place of giving them in --extra-body; commands add their own
+CHAT = "/v1/chat/completions"
+RAW = "/v1/completions"  # a prompt without a chat template
+# keys of a request that options set, and the remedy where `extra_body` has them; commands add their own
 OWNED = {
     "model": "give `model`",
     "max_tokens": "give `max_tokens`",
@@ -38,7 +36,7 @@ OWNED = {
 }
 MOST_CALLS = 127  # larger indices come from broken servers and are put together here
 MOST_LINE = 64 * 2**20  # bytes of one event
-SILENCE_S = 600.0  # without a byte, from a server that nobody gave a limit
+SILENCE_S = 600.0  # without a byte from the server, if no limit is set
 # uvicorn, in front of vLLM, SGLang and trtllm-serve, closes a connection after 5 idle seconds; a request sent at that
 # moment fails with a ReadError, so the client closes it first
 KEPT_S = 2.0
@@ -54,7 +52,7 @@ LATE = ("not complete after", "no answer within")  # in the error of an answer t
 
 
 class RequestFailed(TrtspecError):
-    """A request without a usable answer, and why. `status`: HTTP status of the response; None without a response."""
+    """A request without a usable answer, and why. `status`: HTTP status of the response, None without a response."""
 
     def __init__(
         self, message: str, remedy: str = "look at the server's log", status: int | None = None
@@ -74,7 +72,7 @@ class RequestSampling:
 
 @dataclass
 class Answer:
-    """One answer as received. Times are seconds of time.perf_counter(); `chunks` contains (time, characters)."""
+    """One answer as received. Times are seconds of time.perf_counter(). `chunks` contains (time, characters)."""
 
     question: str
     category: str
@@ -92,13 +90,11 @@ class Answer:
     spec_decode: dict[str, Any] | None = None
     error: str | None = None
     status: int | None = None  # other than 200, of the response or of an error event in its stream
-    tool_calls: list[dict[str, str]] = field(
-        default_factory=list
-    )  # id, name and arguments, joined from their chunks
+    # id, name and arguments, joined from their chunks
+    tool_calls: list[dict[str, str]] = field(default_factory=list)
     unindexed: int = 0  # chunks of tool calls without the index of their call
-    counted: list[int] = field(
-        default_factory=list
-    )  # tokens so far, from the token ids or the usage in chunks
+    # tokens so far, from the token ids or the usage in chunks
+    counted: list[int] = field(default_factory=list)
     prompt_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
 
@@ -109,11 +105,8 @@ class Answer:
     @property
     def written(self) -> str:
         """Reasoning, text and tool calls: an answer that is only a tool call is not empty."""
-        return (
-            self.reasoning
-            + self.text
-            + "".join(call["name"] + call["arguments"] for call in self.tool_calls)
-        )
+        calls = "".join(call["name"] + call["arguments"] for call in self.tool_calls)
+        return self.reasoning + self.text + calls
 
 
 def refuse_owned(extra_body: Mapping[str, Any], owned: Mapping[str, str]) -> None:
@@ -131,9 +124,11 @@ def new_client(
     proxies: bool = False,
 ) -> httpx.AsyncClient:
     """A client of the server at `url`, a base URL without /v1. `timeout`: seconds that the server may stay silent.
-    `headers`: by default the key of OPENAI_API_KEY; raises UsageError if no header can carry it. `proxies`: use the
-    proxy variables of the environment."""
-    most, headers = concurrency + 4, key_header() if headers is None else headers
+    `headers`: by default the key of OPENAI_API_KEY. `proxies`: use the proxy variables of the environment. Raises
+    UsageError if no header can carry the key."""
+    if headers is None:
+        headers = key_header()
+    most = concurrency + 4
     limits = httpx.Limits(
         max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEPT_S
     )
@@ -150,10 +145,9 @@ async def fetch(
 ) -> bytes:
     """The body of the 200 response to a GET of `path`, or to a POST of `body`. `timeout` as in `new_client`, for this
     request. Raises RequestFailed."""
+    method = "GET" if body is None else "POST"
     times = timeout or httpx.USE_CLIENT_DEFAULT
-    request = client.build_request(
-        "GET" if body is None else "POST", path, json=body, timeout=times
-    )
+    request = client.build_request(method, path, json=body, timeout=times)
     try:
         response = await client.send(request)
     except httpx.TimeoutException:
@@ -163,9 +157,8 @@ async def fetch(
         message = f"{request.url} does not answer: {describe(error)}"
         raise RequestFailed(message, "check host and port, or start the server there") from None
     if response.status_code != 200:
-        raise RequestFailed(
-            error_message(response.status_code, response.text), status=response.status_code
-        )
+        status = response.status_code
+        raise RequestFailed(error_message(status, response.text), status=status)
     return response.content
 
 
@@ -225,13 +218,12 @@ async def wait_ready(
                     await look(client)
                 return True
             except TimeoutError:
-                said = f"{url} does not answer"
+                reason = f"{url} does not answer"
             except RequestFailed as failure:
-                said = failure.message
+                reason = failure.message
             if time.monotonic() >= deadline:
-                raise RequestFailed(
-                    f"after {seconds:g} s {said}", "look at the server's log, or wait longer"
-                )
+                remedy = "look at the server's log, or wait longer"
+                raise RequestFailed(f"after {seconds:g} s {reason}", remedy)
             await asyncio.sleep(POLL_S)
     return False
 
@@ -242,7 +234,7 @@ def ask_once(
     timeout: float | None = None,
     headers: dict[str, str] | None = None,
 ) -> T:
-    """What `look` returns or raises, for synchronous code."""
+    """Returns or raises as `look` does, for synchronous code."""
 
     async def asked() -> T:
         async with new_client(url, 1, timeout, headers) as client:
@@ -262,15 +254,17 @@ def describe(error: Exception) -> str:
         return "it does not speak HTTPS; write http://"
     if isinstance(error, httpx.ConnectError):
         return "nothing accepts connections there"
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    name = type(error).__name__
+    return f"{name}: {error}" if str(error) else name
 
 
 def error_message(status: int, body: str) -> str:
     """The server's message, from OpenAI's nested or TensorRT-LLM's flat error body."""
     try:
         parsed = json.loads(body)
-        inner = parsed.get("error", parsed)
-        text = inner.get("message", body) if isinstance(inner, dict) else str(inner)
+        text = parsed.get("error", parsed)
+        if isinstance(text, dict):
+            text = text.get("message", body)
     except (ValueError, AttributeError):
         text = body
     return f"HTTP {status}: {str(text)[:300]}"
@@ -300,7 +294,7 @@ async def stream_answer(
     limit_s: float | None = None,
     on_event: Callable[[Answer], None] = lambda answer: None,
 ) -> Answer:
-    """Sends one request and reads its stream. A failure is returned in `error`, never raised; an answer that is
+    """Sends one request and reads its stream. A failure is returned in `error`, never raised. An answer that is
     incomplete after `limit_s` seconds has failed. `on_event` gets the answer so far after each event."""
     answer = Answer(question, category, turn, started=time.perf_counter())
 
@@ -318,9 +312,8 @@ async def stream_answer(
         async with asyncio.timeout(limit_s), sending as response:
             if response.status_code != 200:
                 answer.status = response.status_code
-                answer.error = error_message(
-                    response.status_code, (await response.aread()).decode("utf-8", "replace")
-                )
+                content = await response.aread()
+                answer.error = error_message(answer.status, content.decode("utf-8", "replace"))
             else:
                 async for now, event in events(response):
                     absorb(answer, event, now)
@@ -330,9 +323,8 @@ async def stream_answer(
     except (httpx.HTTPError, httpx.StreamError, OSError, ValueError) as error:
         answer.error = describe(error)
     except (AttributeError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        answer.error = (
-            f"the stream has an event that is not a chat completion chunk ({describe(error)})"
-        )
+        fault = describe(error)
+        answer.error = f"the stream has an event that is not a chat completion chunk ({fault})"
     answer.finished = time.perf_counter()
     if answer.error is None and answer.finish_reason is None:
         answer.error = "the stream ended without a finish_reason"
@@ -340,12 +332,12 @@ async def stream_answer(
 
 
 async def events(response: httpx.Response) -> AsyncIterator[tuple[float, dict[str, Any]]]:
-    """The JSON objects of a server-sent event stream up to [DONE], each with the time of its last byte; comment lines
-    are skipped. Raises ValueError for invalid JSON."""
+    """Yields the JSON objects of a server-sent event stream up to [DONE], each with the time of its last byte. Skips
+    comment lines. Raises ValueError for invalid JSON."""
     pending = b""
-    async for piece in response.aiter_bytes():
+    async for chunk in response.aiter_bytes():
         now = time.perf_counter()
-        *lines, pending = (pending + piece).split(b"\n")
+        *lines, pending = (pending + chunk).split(b"\n")
         for line in lines:
             if not line.startswith(b"data:"):
                 continue
@@ -379,12 +371,8 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
         answer.reasoning += reasoning
         called = sum(_absorb_call(answer, call) for call in delta.get("tool_calls") or [])
         ids = [token_count(token) for token in choice.get("token_ids") or []]
-        answer.prompt_ids = (
-            answer.prompt_ids
-            or choice.get("prompt_token_ids")
-            or event.get("prompt_token_ids")
-            or []
-        )
+        prompt_ids = choice.get("prompt_token_ids") or event.get("prompt_token_ids")
+        answer.prompt_ids = answer.prompt_ids or prompt_ids or []
         answer.token_ids += ids
         if ids:
             answer.counted.append(len(answer.token_ids))
@@ -394,33 +382,28 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
         if reason is not None and not isinstance(reason, str):
             raise ValueError(f"{str(reason)[:40]!r} is not a finish_reason")
         answer.finish_reason = reason or answer.finish_reason
-        answer.tokens_per_iteration = (
-            _ratio(choice.get("avg_decoded_tokens_per_iter")) or answer.tokens_per_iteration
-        )
+        average = _ratio(choice.get("avg_decoded_tokens_per_iter"))
+        answer.tokens_per_iteration = average or answer.tokens_per_iteration
         answer.spec_decode = _speculation(choice.get("spec_decode")) or answer.spec_decode
 
 
 def _status_in(event: dict[str, Any]) -> int:
-    """The HTTP status in an error event, flat or nested; 500 if its `code` is a word."""
+    """The HTTP status in an error event, flat or nested. 500 if its `code` is a word."""
     nested = event.get("error")
     codes = [str(each.get("code")) for each in (event, nested) if isinstance(each, dict)]
     return next((int(code) for code in codes if code.isdecimal() and len(code) == 3), 500)
 
 
 def token_count(value: Any) -> int:
-    """`value` as a number of tokens. Raises ValueError for anything else that a server may send."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not 0 <= value < 2**53
-        or value != int(value)
-    ):
+    """Returns `value` as a number of tokens. Raises ValueError for anything else that a server may send."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < 2**53 or value != int(value):
         raise ValueError(f"{str(value)[:40]!r} is not a number of tokens")
     return int(value)
 
 
 def finite(value: Any) -> float | None:
-    """`value` as a float; None unless it is a finite number. JSON integers have no limit, so they may overflow."""
+    """Returns `value` as a float. None unless it is a finite number. JSON integers have no limit and may overflow."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -430,43 +413,42 @@ def finite(value: Any) -> float | None:
 
 
 def _ratio(value: Any) -> float | None:
-    found = finite(value)
-    if value is not None and (found is None or found < 0):
+    ratio = finite(value)
+    if value is not None and (ratio is None or ratio < 0):
         raise ValueError(f"{str(value)[:40]!r} is not a number of tokens per iteration")
-    return found
+    return ratio
 
 
 def _speculation(value: Any) -> dict[str, Any] | None:
-    """`spec_decode` of a choice. Raises ValueError for invalid counts."""
+    """Checks `spec_decode` of a choice. Raises ValueError for invalid counts."""
     if value is None:
         return None
-    counts: dict[str, Any] = {
-        key: token_count(value[key]) for key in ("steps", "drafted", "accepted")
-    }
-    histogram = value.get("histogram")
-    return {
-        **value,
-        **counts,
-        "histogram": [token_count(entry) for entry in histogram] if histogram else None,
-    }
+    counts = {key: token_count(value[key]) for key in ("steps", "drafted", "accepted")}
+    histogram = None
+    if value.get("histogram"):
+        histogram = [token_count(entry) for entry in value["histogram"]]
+    return {**value, **counts, "histogram": histogram}
 
 
 def _absorb_call(answer: Answer, call: dict[str, Any]) -> int:
-    """Adds a call, or the chunk of one that its `index` names. Returns its number of characters."""
-    index, function = token_count(call.get("index") or 0), call.get("function") or {}
+    """Adds a call, or a chunk of the call at its `index`. Returns its number of characters."""
+    index = token_count(call.get("index") or 0)
+    function = call.get("function") or {}
     answer.unindexed += call.get("index") is None
     while len(answer.tool_calls) <= min(index, MOST_CALLS):
         answer.tool_calls.append({"id": "", "name": "", "arguments": ""})
-    found = answer.tool_calls[min(index, MOST_CALLS)]
-    found["id"] += call.get("id") or ""
-    found["name"] += function.get("name") or ""
-    found["arguments"] += function.get("arguments") or ""
-    return len(function.get("name") or "") + len(function.get("arguments") or "")
+    joined = answer.tool_calls[min(index, MOST_CALLS)]
+    joined["id"] += call.get("id") or ""
+    name = function.get("name") or ""
+    arguments = function.get("arguments") or ""
+    joined["name"] += name
+    joined["arguments"] += arguments
+    return len(name) + len(arguments)
 
 
 async def complete(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """One request without streaming: the JSON of a response with at least one choice. Raises RequestFailed with the
-    server's message, or with the start of any other response."""
+    """Sends one request without streaming and returns the JSON of a response with a choice. Raises RequestFailed with
+    the server's message, or with the start of any other response."""
     content = await fetch(client, path, {**body, "stream": False})
     try:
         reply = files.parse_json(content)
@@ -475,6 +457,5 @@ async def complete(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -
     except (ValueError, LookupError, TypeError):
         pass
     start = " ".join(content[:80].decode("utf-8", "replace").split())
-    raise RequestFailed(
-        f"HTTP 200, but not a chat completion: {start!r}", "ask the server, not a proxy", 200
-    )
+    message = f"HTTP 200, but not a chat completion: {start!r}"
+    raise RequestFailed(message, "ask the server, not a proxy", 200)

@@ -1,4 +1,4 @@
-"""One request and what came back. A recording is a JSONL file of exchanges; all judging is done on them.
+"""One request and its answer. A recording is a JSONL file of exchanges, and every verdict is about exchanges.
 
 {"key": "text 3", "kind": "text", "run": "stream", "path": "/v1/completions", "body": {...}, "token_ids": [...], ...}
 """
@@ -22,7 +22,7 @@ from trtspec.files import missing, read_bytes
 
 @dataclass(frozen=True)
 class Score:
-    """Natural logarithms of probabilities by the scoring server: of one token, and of the likeliest ones in order."""
+    """Natural logarithms of probabilities by the scoring server: one token's, and the likeliest tokens' in order."""
 
     chosen: float
     top: tuple[float, ...]
@@ -80,9 +80,8 @@ class Exchange:
     @property
     def refused(self) -> bool:
         """Whether the server refused the request by name."""
-        return (
-            self.status is not None and 400 <= self.status < 500 and self.status not in (408, 429)
-        )
+        status = self.status
+        return status is not None and 400 <= status < 500 and status not in (408, 429)
 
     @property
     def answered(self) -> bool:
@@ -90,7 +89,7 @@ class Exchange:
 
 
 async def ask(client: httpx.AsyncClient, model: str, asked: Exchange, timeout: float) -> Exchange:
-    """The exchange with its answer. A failure is an answer too: it is returned in `error`, never raised."""
+    """Sends the request and returns the exchange with its answer. A failure is returned in `error`, never raised."""
     body = {"model": model, **asked.body}
     if body.get("stream"):
         answer = await stream_answer(
@@ -110,7 +109,8 @@ async def ask(client: httpx.AsyncClient, model: str, asked: Exchange, timeout: f
         absorb(answer, reply, time.perf_counter())
         answer.counted = []
     except RequestFailed as failure:
-        answer.error, answer.status = failure.message, failure.status
+        answer.error = failure.message
+        answer.status = failure.status
     except (
         AttributeError,
         KeyError,
@@ -124,8 +124,9 @@ async def ask(client: httpx.AsyncClient, model: str, asked: Exchange, timeout: f
 
 
 def answered(asked: Exchange, answer: Answer) -> Exchange:
-    """The request with what came back."""
-    claimed = [found.steps] if (found := counts_of(answer)) else []
+    """The request with its answer."""
+    counts = counts_of(answer)
+    claimed = [counts.steps] if counts else []
     shown = [len(set(answer.counted)) - 1] if answer.counted else []
     steps = max([*claimed, *shown], default=None)
     chat = asked.path == CHAT
@@ -149,20 +150,19 @@ def to_line(exchange: Exchange) -> bytes:
 
 
 def read_recording(path: Path) -> list[Exchange]:
-    """The exchanges of a file. Raises UsageError for a file that is no recording."""
+    """The exchanges of a file. Raises UsageError for a file that is not a recording."""
     remedy = "make it with: trtspec check URL --record FILE"
     try:
         lines = read_bytes(path, remedy=remedy).splitlines()
     except FileNotFoundError:
         raise missing(path, remedy) from None
-    found = []
+    exchanges = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(LINES.validate_json(line))
+            exchanges.append(LINES.validate_json(line))
         except ValueError:
-            raise UsageError(
-                f"{path}, line {number}, is no exchange of a recording", remedy
-            ) from None
-    if not found:
+            message = f"{path}, line {number}, is no exchange of a recording"
+            raise UsageError(message, remedy) from None
+    if not exchanges:
         raise UsageError(f"{path} has no exchanges", remedy)
-    return found
+    return exchanges

@@ -1,4 +1,4 @@
-"""What each kind of server reports of speculation, and under which names. Every figure carries its `source`.
+"""The figures of speculation that each kind of server reports, and their names. Every figure carries its `source`.
 
 For one answer or run, which bench and check read, and for all traffic, which watch reads:
 
@@ -89,8 +89,8 @@ UNKNOWN = Adapter(name="unknown", owner="", ids={"return_token_ids": True}, scor
 
 @dataclass(frozen=True)
 class DetectedServer:
-    """The server at a URL. `kind` is one of ADAPTERS, or unknown. `draft_sampling`: how it draws drafts, if known.
-    `context`: tokens of prompt and answer that it takes, if it says so."""
+    """The server at a URL. `kind`: a name of ADAPTERS, or unknown. `draft_sampling`: how it draws drafts, if known.
+    `context`: tokens of prompt and answer that it accepts, if known."""
 
     kind: str
     model: str
@@ -101,7 +101,7 @@ class DetectedServer:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What is known of it, which the header of a journal of its answers holds."""
+        """The known fields, for the header of a journal of its answers."""
         known = {name: value for name, value in asdict(self).items() if value is not None}
         if self.kind == UNKNOWN.name:
             del known["kind"]
@@ -124,36 +124,37 @@ async def detect_server(client: httpx.AsyncClient, model: str | None = None) -> 
     except RequestFailed as failure:
         if model is None or failure.status != 404:
             raise
-    named = None
+    version: Any = None
     with suppress(ValueError):
-        named = parse_json(await _text(client, "/version"))
-    named = named if isinstance(named, dict) else {}
+        version = parse_json(await _text(client, "/version"))
+    if not isinstance(version, dict):
+        version = {}
+    adapters = ADAPTERS.values()
     owner = str(entry.get("owned_by", "")).lower()
-    kind = next((kind for kind in ADAPTERS.values() if kind.owner == owner), UNKNOWN)
-    if kind is UNKNOWN:
+    adapter = next((each for each in adapters if each.owner == owner), UNKNOWN)
+    if adapter is UNKNOWN:
         text = await _text(client, "/metrics")
-        kind = next(
-            (kind for kind in ADAPTERS.values() if kind.around_runs and kind.prefix in text),
-            UNKNOWN,
-        )
+        candidates = (each for each in adapters if each.around_runs and each.prefix in text)
+        adapter = next(candidates, UNKNOWN)
     reported = {
         key: value
         for key in ("version", "draft_sampling")
-        if isinstance(value := named.get(key), str)
+        if isinstance(value := version.get(key), str)
     }
     url = str(client.base_url).rstrip("/")
     context = entry.get("max_model_len")
-    context = context if isinstance(context, int) else None
-    return DetectedServer(kind.name, model or entry["id"], url=url, context=context, **reported)
+    if not isinstance(context, int):
+        context = None
+    return DetectedServer(adapter.name, model or entry["id"], url=url, context=context, **reported)
 
 
 @dataclass(frozen=True)
 class TurnCounts:
-    """Speculation in one answer. `steps` are of verification; its prefill is none. `drafted` and `histogram` are None
+    """Speculation in one answer. `steps` counts verification steps, not the prefill. `drafted` and `histogram` are None
     if the server does not report them.
 
     Counters of a whole run give one entry for `answers` to `questions`. `surplus`: accepted drafts past the end of
-    answers, which nobody received; `accepted` is without them, `histogram` includes them.
+    answers, which nobody received. `accepted` excludes and `histogram` includes them.
     """
 
     question: str
@@ -181,46 +182,44 @@ class Counters:
 
 
 def read_samples(text: str) -> Samples:
-    """Every sample of a Prometheus text by its name, without `_total` (clients differ) and without buckets; Dynamo's
+    """Every sample of a Prometheus text by its name, without `_total` (clients differ) and without buckets. Dynamo's
     `trtllm:` becomes `trtllm_`. Raises ValueError for any other text."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    found: Samples = {}
+    samples: Samples = {}
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 if not sample.name.endswith("_bucket"):
                     name = sample.name.removesuffix("_total").replace("trtllm:", "trtllm_", 1)
-                    found.setdefault(name, []).append((sample.labels, sample.value))
+                    samples.setdefault(name, []).append((sample.labels, sample.value))
     except (ValueError, LookupError, AttributeError, TypeError, OverflowError):
         raise ValueError("is not Prometheus text") from None
-    return found
+    return samples
 
 
 def adapter_of(samples: Samples) -> Adapter | None:
-    """The server that exports these metrics; None for an unknown one."""
-    return next(
-        (one for one in ADAPTERS.values() if any(name.startswith(one.prefix) for name in samples)),
-        None,
-    )
+    """The kind of server that exports these metrics. None if it is unknown."""
+    for adapter in ADAPTERS.values():
+        if any(name.startswith(adapter.prefix) for name in samples):
+            return adapter
+    return None
 
 
 def counters_in(samples: Samples, names: Adapter) -> Counters | None:
-    """The speculation counters of one server, summed over its engines; None if it has none. `steps` is 0 if it counts
-    draft tokens alone. Raises ValueError for invalid counts."""
+    """The speculation counters of a server, summed over its engines. None if it has no such counters. `steps` is 0 if
+    it counts draft tokens alone. Raises ValueError for invalid counts."""
     if (names.steps or names.drafted) not in samples:
         return None
     positions: dict[int, int] = {}
     for labels, value in samples.get(names.position, ()):
         digits = labels.get("position", "")
-        place = (
-            int(digits) - names.first + 1
-            if digits.isascii() and digits.isdigit() and len(digits) < 4
-            else 0
-        )
-        if place < 1:
+        position = 0
+        if digits.isascii() and digits.isdigit() and len(digits) < 4:
+            position = int(digits) - names.first + 1
+        if position < 1:
             raise ValueError(f"has {names.position} of the position {labels.get('position')!r:.40}")
-        positions[place] = positions.get(place, 0) + count_of(names.position, value)
+        positions[position] = positions.get(position, 0) + count_of(names.position, value)
     steps, drafted, accepted = (
         sum(count_of(name, value) for _, value in samples.get(name, ()))
         for name in (names.steps, names.drafted, names.accepted)
@@ -229,7 +228,7 @@ def counters_in(samples: Samples, names: Adapter) -> Counters | None:
 
 
 def count_of(name: str, value: Any) -> int:
-    """`value` as a count. Raises ValueError with `name` unless it is a whole number that is not negative."""
+    """Returns `value` as a count. Raises ValueError with `name` unless it is a whole number that is not negative."""
     try:
         return token_count(value)
     except ValueError:
@@ -237,50 +236,45 @@ def count_of(name: str, value: Any) -> int:
 
 
 def read_iterations(text: str, source: str = "") -> Counters:
-    """The counts in TensorRT-LLM's iteration statistics, a list of iterations since the last request for it.
+    """The counts in TensorRT-LLM's iteration statistics, a list of iterations since the last request for them.
 
     Raises ValueError for any other text, and for an empty list on the first request (no `source`): the engine may not
     collect statistics."""
-    records = parse_json(text)
-    if not all(
-        isinstance(record, dict) for record in records
-    ):  # a text that begins with [ is a list
+    records = parse_json(text)  # a list, as the text begins with [
+    if not all(isinstance(record, dict) for record in records):
         raise ValueError("is JSON, but not a list of iterations")
     if not records and not source:
         raise ValueError("is an empty list: no iteration yet, or enable_iter_perf_stats is off")
-    stats = [
-        found for record in records if isinstance(found := record.get("specDecodingStats"), dict)
-    ]
+    statistics = [record.get("specDecodingStats") for record in records]
+    speculating = [each for each in statistics if isinstance(each, dict)]
     keys = ("numRequestsWithDraftTokens", "numDraftTokens", "numAcceptedTokens")
     steps, drafted, accepted = (
-        sum(count_of(key, found.get(key)) for found in stats) for key in keys
+        sum(count_of(key, each.get(key)) for each in speculating) for key in keys
     )
     return Counters(steps, drafted, accepted)
 
 
 def counted_between(before: Counters, after: Counters) -> Counters:
     """Counts between two readings. Raises ValueError if a counter decreased."""
-    found = Counters(
-        after.steps - before.steps,
-        after.drafted - before.drafted,
-        after.accepted - before.accepted,
-        {
-            place: count - before.per_position.get(place, 0)
-            for place, count in sorted(after.per_position.items())
-        },
-    )
-    fewest = min(found.steps, found.drafted, found.accepted, *found.per_position.values())
+    steps = after.steps - before.steps
+    drafted = after.drafted - before.drafted
+    accepted = after.accepted - before.accepted
+    per_position = {
+        position: count - before.per_position.get(position, 0)
+        for position, count in sorted(after.per_position.items())
+    }
+    fewest = min(steps, drafted, accepted, *per_position.values())
     if fewest < 0 or before.per_position.keys() - after.per_position.keys():
         raise ValueError(
             "counts less after the run than before it: it was started again, or is several servers"
         )
-    return found
+    return Counters(steps, drafted, accepted, per_position)
 
 
 async def read_counters(
     client: httpx.AsyncClient, server: DetectedServer, faults: list[str], settled: bool = False
 ) -> Counters | None:
-    """The server's counters, if bench reads them around runs; None if it has none or does not speculate. Also None for
+    """The server's counters, if bench reads them around runs. None if it has no counters or does not speculate, and for
     invalid counts, with the reason appended to `faults`. `settled`: waits until they no longer change, since a server
     finishes requests that their client has abandoned."""
     if not server.adapter.around_runs:
@@ -289,13 +283,13 @@ async def read_counters(
     before: Counters | None = None
     while True:
         try:
-            found = counters_in(read_samples(await _text(client, "/metrics")), server.adapter)
+            counters = counters_in(read_samples(await _text(client, "/metrics")), server.adapter)
         except ValueError as error:
             faults.append(f"its /metrics {error}")
             return None
-        if not settled or found in (None, before) or time.monotonic() > deadline:
-            return found
-        before = found
+        if not settled or counters in (None, before) or time.monotonic() > deadline:
+            return counters
+        before = counters
         await asyncio.sleep(SETTLED_S)
 
 
@@ -311,27 +305,23 @@ def counts_between(
         return None
     histogram = None
     reached = [counted.steps, *counted.per_position.values()]
-    if list(counted.per_position) != list(range(1, len(reached))) or reached != sorted(
-        reached, reverse=True
-    ):
+    consecutive = list(counted.per_position) == list(range(1, len(reached)))
+    if not consecutive or reached != sorted(reached, reverse=True):
         faults.append(
             f"its /metrics counts {reached[1:]} accepted drafts by position in {counted.steps} steps"
         )
     elif counted.per_position:  # entry j: steps that accepted exactly j drafts
-        histogram = tuple(
-            here - there for here, there in zip(reached, [*reached[1:], 0], strict=True)
-        )
+        pairs = zip(reached, [*reached[1:], 0], strict=True)
+        histogram = tuple(count - further for count, further in pairs)
     counts = counted.steps, counted.accepted, counted.drafted, histogram
     return TurnCounts(f"all of {category}", category, tokens, *counts, FROM_COUNTERS)
 
 
 def counts_of(answer: Answer) -> TurnCounts | None:
-    """Speculation as one answer reports it; None if it reports nothing."""
-    spec, average, tokens = (
-        answer.spec_decode,
-        answer.tokens_per_iteration,
-        answer.completion_tokens,
-    )
+    """Speculation as one answer reports it. None if it reports nothing."""
+    spec = answer.spec_decode
+    average = answer.tokens_per_iteration
+    tokens = answer.completion_tokens
     if spec is not None:
         histogram = tuple(spec["histogram"]) if spec["histogram"] else None
         counts = spec["steps"], spec["accepted"], spec["drafted"], histogram
@@ -339,21 +329,18 @@ def counts_of(answer: Answer) -> TurnCounts | None:
     if average is None or average < LEAST_AVERAGE or not tokens:
         return None
     iterations = max(1, min(tokens, round(tokens / average)))
-    counted = (
-        iterations - 1,
-        tokens - iterations,
-        None,
-        None,
-    )  # the server counts the prefill as an iteration
+    # the server counts the prefill as an iteration
+    counted = iterations - 1, tokens - iterations, None, None
     return TurnCounts(answer.question, answer.category, tokens, *counted, FROM_AVERAGE)
 
 
 def all_counts(answers: Sequence[Answer], faults: list[str]) -> list[TurnCounts]:
-    """`counts_of` for every answer without an error, where it is not None. An average below one token per iteration
-    appends its reason to `faults`; 0 comes from a server that did not count."""
+    """`counts_of` for every answer without an error, if it is not None. Appends to `faults` the first average below one
+    token per iteration. An average of 0 is from a server that did not count."""
     good = [answer for answer in answers if not answer.error]
     averages = [answer.tokens_per_iteration for answer in good if answer.tokens_per_iteration]
-    if low := next((average for average in averages if average < LEAST_AVERAGE), None):
+    low = next((average for average in averages if average < LEAST_AVERAGE), None)
+    if low:
         faults.append(
             f"its avg_decoded_tokens_per_iter is {low:g}, and each iteration brings at least one token"
         )
@@ -361,7 +348,7 @@ def all_counts(answers: Sequence[Answer], faults: list[str]) -> list[TurnCounts]
 
 
 async def _text(client: httpx.AsyncClient, path: str) -> str:
-    """The page at `path`; empty if the server has none."""
+    """The page at `path`, empty if the server has no such page."""
     with suppress(RequestFailed):
         return (await fetch(client, path, timeout=METADATA_S)).decode("utf-8", "replace")
     return ""

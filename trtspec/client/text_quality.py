@@ -16,26 +16,22 @@ WORD = re.compile(r"\w+|[^\w\s]")  # a unit: a word or a single punctuation mark
 NGRAM = 4
 MIN_GRAMS = 24  # a ratio of fewer n-grams is not meaningful
 LOOP_RATIO = 0.5  # an answer with a smaller share of distinct 4-grams is a loop
-NOISE = (
-    "Cc",
-    "Cn",
-    "Co",
-    "Cs",
-)  # categories that no language writes: control, unassigned, private use, surrogate
+# categories that no language writes: control, unassigned, private use, surrogate
+NOISE = ("Cc", "Cn", "Co", "Cs")
 NOISE_SHARE = 0.1  # of the characters of an answer
 RUN_SHARE = 0.1  # a run is degenerate when more than this share of its answers is
 
 
 def distinct_ratio(tokens: Sequence[Any], n: int = NGRAM) -> float | None:
-    """Distinct n-grams over n-grams of one sequence; None below MIN_GRAMS n-grams."""
+    """Distinct n-grams over n-grams of one sequence. None below MIN_GRAMS n-grams."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if len(grams) >= MIN_GRAMS else None
 
 
 def mean_distinct_ratio(texts: Sequence[str], length: int | None = None) -> float | None:
     """Mean over texts of `distinct_ratio`, each cut to its first `length` units (ratios fall with length)."""
-    found = [distinct_ratio(WORD.findall(text)[:length]) for text in texts]
-    known = [ratio for ratio in found if ratio is not None]
+    ratios = [distinct_ratio(WORD.findall(text)[:length]) for text in texts]
+    known = [ratio for ratio in ratios if ratio is not None]
     return sum(known) / len(known) if known else None
 
 
@@ -79,14 +75,17 @@ class OutputQuality:
 
     @property
     def words(self) -> str:
-        ratio = self.distinct_4gram_ratio
+        ratio = "not known"
+        if self.distinct_4gram_ratio is not None:
+            ratio = f"{self.distinct_4gram_ratio:.2f}"
         return (
-            f"{self.answers} answers, {self.loop} loops, {self.empty} empty, {self.noise} noise; distinct 4-grams "
-            f"{'not known' if ratio is None else f'{ratio:.2f}'}"
+            f"{self.answers} answers, {self.loop} loops, {self.empty} empty, {self.noise} noise; "
+            f"distinct 4-grams {ratio}"
         )
 
 
 def judge_run(texts: Sequence[str]) -> OutputQuality:
+    """Counts the degenerate answers of a run."""
     reasons = [degeneration(text) for text in texts]
     bad = sum(reason is not None for reason in reasons)
     ratio = mean_distinct_ratio(texts)

@@ -1,4 +1,4 @@
-"""What tells one family of Kimi models from another: the type of its record, and of the tensors and sizes in it."""
+"""The types of a family of Kimi models: its record, its tensors and its sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Role = Literal["experts", "attention, by heads", "attention, latent", "shared ex
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSizes:
-    """Of a model with latent attention, by their names in a K2's config.json."""
+    """Sizes of a model with latent attention, by their names in a K2's config.json."""
 
     hidden_size: int
     num_attention_heads: int
@@ -26,7 +26,7 @@ class LatentSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes(LatentSizes):
-    """Of a text model."""
+    """Sizes of a text model."""
 
     num_hidden_layers: int
     intermediate_size: int
@@ -38,10 +38,10 @@ class Sizes(LatentSizes):
 
 
 class Part(NamedTuple):
-    """One tensor, or `copies` of it: `{}` in its name, which is that of the hub, is the number of an expert. A
-    matrix may be stored packed, in several tensors below its module.
+    """One tensor of a published checkpoint, or `copies` of it: `{}` in its name is the number of an expert.
 
-    `parameter` is the one of our own model that it becomes rows of: the parts of one read the same input.
+    A matrix may be stored packed, in several tensors below its module.
+    `parameter`: the parameter of our own model that holds its rows. All parts of a parameter read the same input.
     """
 
     name: str
@@ -53,18 +53,20 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
-    """One record. `name` is what engines call it, `model_types` are those of config.json's top level and `text_types`
-    those of its text_config (none: the config is flat). `classes` are the architectures that engines load.
+    """The record of a family. `name`: the engines' name for it. `model_types`: values of that key at the top level of
+    config.json. `text_types`: its values in text_config, () if the config is flat. `classes`: the architectures that
+    engines load.
 
     `optional_keys` and `required_keys` decide what is computed and show in no tensor: they must have a value that the
     family publishes. An absent required key is a problem, because readers of a config fill in different values.
-    `renamed` has the key of each size that config.json does not call as `ModelSpec` does.
+    `renamed`: the key of each size whose name in config.json is not its name in `ModelSpec`.
 
-    `prefix` precedes the names of all text tensors. `ends` and `layer`, by its index, give their parts. `fused` joins
-    the names of linears that read the same input: engines compute them as one, so they share their scales.
-    `vision_parameters` are those of the tower and its projector. `mixed`: checkpoints may have several formats.
+    `prefix` precedes the names of all text tensors. `ends` gives the parts outside the layers, `layer` the parts of a
+    layer by its index. `fused`: the shared name of linears that read the same input. Engines compute them as one, so
+    they share their scales. `vision_parameters`: number of parameters in the tower and its projector. `mixed`:
+    checkpoints may have several formats.
 
-    `reasoning_parsers` are by engine, and `thinks` says whether every model reasons. `version` names a release from
+    `reasoning_parsers`: the parser by engine. `thinks`: whether every model reasons. `version` names a release from
     its sizes, the ids that end an answer and whether weights are packed.
     """
 
@@ -87,15 +89,15 @@ class Family:
     version: Callable[[Sizes, tuple[int, ...], bool], str]
 
     def key(self, size: str) -> str:
-        """What config.json calls a size of `ModelSpec`."""
+        """The key in config.json of a size of `ModelSpec`."""
         return self.renamed.get(size, size)
 
     def stem(self, index: int) -> str:
-        """What precedes the names of a decoder layer's parts."""
+        """The prefix of the names of a decoder layer's parts."""
         return f"{self.prefix}model.layers.{index}."
 
     def parts(self, sizes: Sizes) -> Iterator[tuple[str, Part]]:
-        """The parts of the text model, each with what precedes its name."""
+        """Yields the parts of the text model, each after the prefix of its name."""
         for part in self.ends(sizes):
             yield self.prefix, part
         for index in range(sizes.num_hidden_layers):
@@ -103,7 +105,7 @@ class Family:
                 yield self.stem(index), part
 
     def tensors(self, sizes: Sizes) -> Iterator[tuple[str, Part]]:
-        """Hub name and part of each tensor of the text model, one expert after the other."""
+        """Yields hub name and part of each tensor of the text model, one expert after the other."""
         for (stem, copies), group in groupby(
             self.parts(sizes), lambda item: (item[0], item[1].copies)
         ):
@@ -113,11 +115,11 @@ class Family:
                     yield stem + part.name.format(number), part
 
     def partners(self, module: str) -> list[str]:
-        """The other modules that read the same input, whose scales are the same therefore."""
+        """The other modules that read the same input, and so have the same scales."""
         stem, _, leaf = module.rpartition(".")
-        whole = self.fused.get(leaf)
+        fused = self.fused.get(leaf)
         return [
             f"{stem}.{other}"
             for other, name in self.fused.items()
-            if name == whole and other != leaf
+            if name == fused and other != leaf
         ]

@@ -1,4 +1,4 @@
-"""Kimi-K2 and K2-Thinking; K2.5, K2.6 and K2.7-Code, which put the same language model beside a vision tower."""
+"""Kimi-K2 and K2-Thinking, and K2.5, K2.6 and K2.7-Code, which put the same language model beside a vision tower."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import replace
 from trtspec.families.family import Family, LatentSizes, Part, Role, Sizes
 
 TEXT_TYPES = ("kimi_k2", "deepseek_v3")
-END_OF_TURN = 254  # places from the end of the vocabulary; ends the answers of K2.6 and later
+# distance of its id from the end of the vocabulary; it ends the answers of K2.6 and later
+END_OF_TURN = 254
 FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
          "q_a_proj": "qkv_a_proj", "kv_a_proj_with_mqa": "qkv_a_proj"}  # fmt: skip
 
@@ -26,19 +27,22 @@ def ends(sizes: Sizes) -> Iterator[Part]:
 
 
 def layer(sizes: Sizes, index: int) -> Iterator[Part]:
-    hidden, experts, width = sizes.hidden_size, sizes.n_routed_experts, sizes.moe_intermediate_size
+    hidden = sizes.hidden_size
+    experts = sizes.n_routed_experts
+    width = sizes.moe_intermediate_size
     for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
         yield Part(norm, (hidden,), "norms", norm)
     for leaf, shape in latent_attention(sizes, hidden).items():
         role: Role = "attention, latent" if leaf in FUSED else "attention, by heads"
+        if len(shape) == 1:
+            role = "norms"
         parameter = f"self_attn.{FUSED.get(leaf, leaf)}.weight"
-        yield Part(
-            f"self_attn.{leaf}.weight", shape, role if len(shape) > 1 else "norms", parameter
-        )
+        yield Part(f"self_attn.{leaf}.weight", shape, role, parameter)
     if index < sizes.first_k_dense_replace:
         yield from mlp("mlp", hidden, sizes.intermediate_size, "dense layers")
         return
-    bias, router = "mlp.gate.e_score_correction_bias", "mlp.gate.weight"
+    bias = "mlp.gate.e_score_correction_bias"
+    router = "mlp.gate.weight"
     yield Part(bias, (experts,), "router bias", bias)
     yield Part(router, (experts, hidden), "router", router)
     yield from mlp("mlp.experts.{}", hidden, width, "experts", experts)
@@ -47,7 +51,9 @@ def layer(sizes: Sizes, index: int) -> Iterator[Part]:
 
 def latent_attention(sizes: LatentSizes, width: int) -> dict[str, tuple[int, ...]]:
     """Shapes of MLA whose first projections see `width` inputs."""
-    heads, nope, rope = sizes.num_attention_heads, sizes.qk_nope_head_dim, sizes.qk_rope_head_dim
+    heads = sizes.num_attention_heads
+    nope = sizes.qk_nope_head_dim
+    rope = sizes.qk_rope_head_dim
     return {
         "q_a_proj": (sizes.q_lora_rank, width),
         "q_a_layernorm": (sizes.q_lora_rank,),
@@ -60,22 +66,24 @@ def latent_attention(sizes: LatentSizes, width: int) -> dict[str, tuple[int, ...
 
 
 def mlp(stem: str, hidden: int, width: int, role: Role, copies: int = 1) -> Iterator[Part]:
-    """Of `copies` experts each parameter holds all."""
-    gate_up, down = f"{stem}.gate_up_proj.weight", f"{stem}.down_proj.weight"
+    """The parts of one MLP, or of all `copies` experts of a layer, which share two parameters."""
+    gate_up = f"{stem}.gate_up_proj.weight"
+    down = f"{stem}.down_proj.weight"
     if "{}" in stem:
-        gate_up, down = "mlp.experts.gate_up", "mlp.experts.down"
+        gate_up = "mlp.experts.gate_up"
+        down = "mlp.experts.down"
     yield Part(f"{stem}.gate_proj.weight", (width, hidden), role, gate_up, copies)
     yield Part(f"{stem}.up_proj.weight", (width, hidden), role, gate_up, copies)
     yield Part(f"{stem}.down_proj.weight", (hidden, width), role, down, copies)
 
 
 def flat_version(sizes: Sizes, eos_token_ids: tuple[int, ...], packed: bool) -> str:
-    """K2-Thinking is published in packed formats only."""
+    """Names the release. K2-Thinking is published in packed formats only."""
     return "k2-thinking" if packed else "k2"
 
 
 def nested_version(sizes: Sizes, eos_token_ids: tuple[int, ...], packed: bool) -> str:
-    """K2.6 and K2.7-Code have the same config."""
+    """Names the release. K2.6 and K2.7-Code have the same config."""
     return "k2.6+" if sizes.vocab_size - END_OF_TURN in eos_token_ids else "k2.5"
 
 

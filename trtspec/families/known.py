@@ -1,4 +1,4 @@
-"""The families that trtspec serves, and the one that a config.json is of."""
+"""The families that trtspec serves, and the family of a config.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trtspec.families.family import Family
 from trtspec.families.kimi_k2 import KIMI_K2, KIMI_K25
 
 FAMILIES = (KIMI_K2, KIMI_K25)
-REFUSED_TYPES = ("kimi_k3", "kimi_linear")  # targets too, of which nothing is served
+REFUSED_TYPES = ("kimi_k3", "kimi_linear")  # targets too, but not served
 
 
 def model_types() -> dict[str, Family]:
@@ -23,8 +23,9 @@ def is_target(config: dict[str, Any]) -> bool:
 
 
 def family_of(config: dict[str, Any]) -> Family:
-    """The family of a target, by its config.json alone. Raises TrtspecError naming a model_type of none."""
-    known, model_type = model_types(), config.get("model_type", "")
+    """The family of a target, by its config.json alone. Raises TrtspecError if no family has its model_type."""
+    known = model_types()
+    model_type = config.get("model_type", "")
     if model_type not in known:
         message = f"model_type {model_type!r} is not a Kimi-K2 model (known: {', '.join(known)})"
         remedy = "pass a Kimi-K2, K2-Thinking, K2.5, K2.6 or K2.7-Code checkpoint"

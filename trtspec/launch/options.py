@@ -1,5 +1,5 @@
-"""The options of `trtspec serve`, and what they are used by: TensorRT-LLM, the front of several servers, vLLM, or the
-reference backend."""
+"""The options of `trtspec serve`, and which of TensorRT-LLM, the front of several servers, vLLM and the reference
+backend uses each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAUNCHED = Modes(ENGINE, FRONT, VLLM)  # whatever runs in a process of its own
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """None: not given, and the choice of whatever serves. Times in seconds."""
+    """None: not given, so the backend decides. Times in seconds."""
 
     target: TargetArgument
     passed: Annotated[
@@ -255,5 +255,5 @@ class ServeOptions:
 
     @property
     def mode(self) -> Mode:
-        served = {"vllm": VLLM, "reference": REFERENCE}.get(self.backend, ENGINE)
-        return FRONT if served is ENGINE and self.disaggregated is not None else served
+        mode = {"vllm": VLLM, "reference": REFERENCE}.get(self.backend, ENGINE)
+        return FRONT if mode is ENGINE and self.disaggregated is not None else mode

@@ -1,5 +1,5 @@
-"""One start of any engine, as data, and what is known before it: this machine's GPUs as nvidia-smi reports them (only
-here), its port and memory, the checkpoint's files; then the launch of what was planned."""
+"""One start of any engine as data, its checks, and the launch. Checked are this machine's GPUs as nvidia-smi reports
+them, its port and memory, and the checkpoint's files."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ TIMEOUT = 60.0  # seconds; a driver that wakes up eight GPUs takes several
 
 @dataclass(frozen=True)
 class InstalledGpu:
-    """`memory_bytes` is 0 where nvidia-smi does not say it, as for memory that the GPU shares with the host.
-    `capability` is the compute capability, such as "10.0"."""
+    """A GPU as nvidia-smi reports it. `memory_bytes`: 0 if unknown, as for memory that the GPU shares with the host.
+    `capability`: the compute capability, such as "10.0"."""
 
     name: str
     memory_bytes: int
@@ -48,7 +48,7 @@ class InstalledGpu:
 
 
 def read_gpus() -> list[InstalledGpu] | None:
-    """None where nvidia-smi is missing, fails, or is too old for the question."""
+    """Asks nvidia-smi for the GPUs. None if it is missing, fails, or does not know a field."""
     command = ["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(
@@ -56,18 +56,20 @@ def read_gpus() -> list[InstalledGpu] | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    found = []
+    gpus = []
     for line in filter(str.strip, answer.stdout.splitlines()):
-        name, *rest = (part.strip() for part in line.split(","))
-        if len(rest) != len(FIELDS) - 1:
+        values = [value.strip() for value in line.split(",")]
+        if len(values) != len(FIELDS):
             return None
-        mib = rest[0].partition(" ")[0]  # of `183359` or `183359 MiB`
-        found.append(InstalledGpu(name, int(mib) * 2**20 if mib.isdigit() else 0, rest[1], rest[2]))
-    return found
+        name, memory, driver, capability = values
+        mib = memory.partition(" ")[0]  # the number in `183359` or `183359 MiB`
+        memory_bytes = int(mib) * 2**20 if mib.isdigit() else 0
+        gpus.append(InstalledGpu(name, memory_bytes, driver, capability))
+    return gpus
 
 
 def visible_gpus(gpus: Sequence[InstalledGpu], environ: Mapping[str, str]) -> list[InstalledGpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves; names other than numbers are counted, not looked up."""
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves. Names other than numbers are counted, not looked up."""
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
         return list(gpus)
@@ -77,7 +79,7 @@ def visible_gpus(gpus: Sequence[InstalledGpu], environ: Mapping[str, str]) -> li
     return list(gpus[: len(words)])
 
 
-# what is wrong with this machine rather than with the request: a dry run elsewhere only mentions it
+# problems of this machine, not of the request: a dry run reports them as warnings
 OF_THIS_MACHINE = (
     "TS-SERVE-NO-ENGINE", "TS-SERVE-PORT", "TS-SERVE-NO-GPU", "TS-SERVE-OFFLINE", "TS-SERVE-REMOTE-CODE",
     "TS-NAME-ABSENT", "TS-LINT-EPLB-FILE",
@@ -90,8 +92,8 @@ VERSION = re.compile(r"\b(\d+\.\d+\.\d+(?:(?:rc|\.post|\.dev)\d+)*)")
 
 @dataclass(frozen=True)
 class EngineProgram:
-    """The executable that a launch needs, from the Python `package`. `title` is the engine's name for people, `home`
-    where to get it, `version_option` the option of serve that names a version."""
+    """The executable that a launch needs, from the Python `package`. `title`: the engine's name for people. `home`: how
+    to install it. `version_option`: the option of serve for its version."""
 
     executable: str
     package: str
@@ -100,29 +102,27 @@ class EngineProgram:
     version_option: str
 
     def version(self) -> str | None:
-        """The installed version: of the package beside the executable, else as it answers, which takes many seconds."""
-        found = shutil.which(self.executable)
-        if found is None:
+        """The installed version by the package beside the executable, else by `--version`, which takes many seconds.
+        None if it is not installed or shows no version."""
+        executable = shutil.which(self.executable)
+        if executable is None:
             return None
-        packages = (
-            Path(found)
-            .resolve()
-            .parent.parent.glob(f"lib/python3*/*-packages/{self.package}-*.dist-info")
-        )
-        said = next((place.name for place in packages), "")
-        if not said:
+        prefix = Path(executable).resolve().parent.parent
+        packages = prefix.glob(f"lib/python3*/*-packages/{self.package}-*.dist-info")
+        text = next((package.name for package in packages), "")
+        if not text:
             with contextlib.suppress(OSError, subprocess.SubprocessError):
-                command = [found, "--version"]
-                said = subprocess.run(
+                command = [executable, "--version"]
+                text = subprocess.run(
                     command, capture_output=True, text=True, timeout=120, check=True
                 ).stdout
-        match = VERSION.search(said)
+        match = VERSION.search(text)
         return match[1] if match else None
 
     def check_version(
         self, asked: str | None, installed: str | None, judged: str
     ) -> Iterator[Problem]:
-        """Before a launch: whether the engine that would run is the one that is judged."""
+        """Checks before a launch that the installed engine has the version that the request was judged for."""
         option = f"`{self.version_option}`"
         if asked and installed and Version(asked) != Version(installed):
             message = f"{self.title} {installed} is installed and would run; {option} says {asked}"
@@ -138,7 +138,7 @@ class EngineProgram:
             yield Problem("TS-SERVE-NO-ENGINE", "error", self.executable, message, remedy)
 
     def require(self) -> None:
-        """Raises MissingDependency where it is not installed."""
+        """Raises MissingDependency if it is not installed."""
         for problem in self.check():
             raise MissingDependency(problem.message, problem.remedy)
 
@@ -147,7 +147,7 @@ def check_start(
     program: EngineProgram, models: list[Resolved], host: str, port: int, needed: int,
     gpus: Sequence[InstalledGpu] | None, *, trusted: bool, launching: bool,
 ) -> Iterator[Problem]:  # fmt: skip
-    """What any start needs of this machine. `models`: target and head; `trusted`: the engine may run their code."""
+    """Checks the needs of any start. `models`: target and head. `trusted`: the engine may run their code."""
     coded = [model for model in models if model.code().references]
     yield from check_port(host, port)
     for model in models:
@@ -157,13 +157,16 @@ def check_start(
     yield from check_gpus(needed, gpus)
     if launching:
         yield from check_shared_memory(SHARED_MEMORY)
-        yield from check_modules_cache() if coded else ()
+        if coded:
+            yield from check_modules_cache()
     yield from program.check()
 
 
 def as_in_dry_run(problem: Problem) -> Problem:
-    """The problem as a dry run reports it: a warning where it is about this machine, as the launch may be elsewhere."""
-    return replace(problem, severity="warning") if problem.code in OF_THIS_MACHINE else problem
+    """The problem as a dry run reports it: a warning if it is about this machine, as the launch may be on another."""
+    if problem.code in OF_THIS_MACHINE:
+        return replace(problem, severity="warning")
+    return problem
 
 
 def check_port(host: str, port: int) -> Iterator[Problem]:
@@ -176,7 +179,7 @@ def check_port(host: str, port: int) -> Iterator[Problem]:
 def check_gpus(
     needed: int, gpus: Sequence[InstalledGpu] | None, environ: Mapping[str, str] = os.environ
 ) -> Iterator[Problem]:
-    """`needed`: ranks on this machine. `gpus`: None where nvidia-smi could not be asked."""
+    """Checks that enough GPUs can be used. `needed`: ranks on this machine. `gpus`: None if nvidia-smi failed."""
     if gpus is None:
         message = f"nvidia-smi is missing here or fails: the {needed} GPUs that this needs could not be counted"
         yield Problem("TS-SERVE-GPUS-UNSEEN", "warning", "GPUs", message)
@@ -188,8 +191,8 @@ def check_gpus(
 
 
 def check_files(resolved: Resolved) -> Iterator[Problem]:
-    """A local checkpoint must be whole, a target also without anything that `inspect` calls an error; one that is not
-    here must be allowed to come."""
+    """Checks that a local checkpoint is complete, and that `inspect` finds no error in a target. Any other checkpoint
+    needs HF_HUB_OFFLINE to be off."""
     if resolved.path is not None:
         try:
             if resolved.kind == "target":
@@ -197,9 +200,8 @@ def check_files(resolved: Resolved) -> Iterator[Problem]:
             else:
                 _ = resolved.checkpoint
         except TrtspecError as error:
-            yield Problem(
-                "TS-SERVE-INCOMPLETE", "error", str(resolved.path), error.message, error.remedy
-            )
+            path = str(resolved.path)
+            yield Problem("TS-SERVE-INCOMPLETE", "error", path, error.message, error.remedy)
     elif not is_online():
         message = f"{resolved.hub_id} is not on this machine and HF_HUB_OFFLINE is set"
         yield Problem("TS-SERVE-OFFLINE", "error", resolved.name, message)
@@ -211,32 +213,33 @@ def remote_code_problem(model: Resolved) -> Problem:
     return Problem("TS-SERVE-REMOTE-CODE", "error", model.name, message)
 
 
-def check_shared_memory(place: Path) -> Iterator[Problem]:
-    if place.is_dir() and (total := machine.disk_size(place)) < SHARED_MEMORY_RECIPE:
-        message = f"{place} has {total / GIB:.1f} GiB; a load can die with a bus error (published recipes give it "
+def check_shared_memory(directory: Path) -> Iterator[Problem]:
+    if directory.is_dir() and (total := machine.disk_size(directory)) < SHARED_MEMORY_RECIPE:
+        message = f"{directory} has {total / GIB:.1f} GiB; a load can die with a bus error (published recipes give it "
         message += f"{SHARED_MEMORY_RECIPE // GIB} GiB, the engine's guide for Kimi-K2-Thinking about 640 GB)"
-        yield Problem("TS-SERVE-SHARED-MEMORY", "warning", str(place), message)
+        yield Problem("TS-SERVE-SHARED-MEMORY", "warning", str(directory), message)
 
 
 def check_modules_cache() -> Iterator[Problem]:
-    """Code of a checkpoint is copied there before it is run."""
+    """Checks the folder to which the engine copies a checkpoint's code before it runs it."""
     from huggingface_hub.constants import HF_HOME
 
-    place = user_path(os.environ.get("HF_MODULES_CACHE") or f"{HF_HOME}/modules")
+    cache = user_path(os.environ.get("HF_MODULES_CACHE") or f"{HF_HOME}/modules")
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=place):
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
             return
     except OSError as error:
-        message = f"{place} cannot be written ({error.strerror}), and the checkpoint's code is copied there to run"
+        message = f"{cache} cannot be written ({error.strerror}), and the checkpoint's code is copied there to run"
         yield Problem("TS-SERVE-CACHE", "error", "HF_MODULES_CACHE", message)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlan(ServerLaunch):
-    """Everything about a start. `config` is what the engine is configured with beside its options. `config_text`, where
-    it reads that from a file; `config_path` is the user's file, or the name that the one written for this launch has in
-    `argv` (`writes_config`). `version` and why that one. `secrets`: more of the environment, which is never shown.
+    """Everything about a start. `config`: the engine's settings beside its options. `config_text`: the text of the file
+    that it reads them from, if any. `config_path`: the user's file, or with `writes_config` the name in `argv` of the
+    file that the launch writes. `version`: the release and the reason for it. `secrets`: more of the environment, never
+    shown.
     """
 
     program: EngineProgram
@@ -265,8 +268,10 @@ class ServerPlan(ServerLaunch):
 
     def text(self) -> str:
         """The command and the file that it reads, for a person."""
-        file = f"\n# {self.config_path}\n{self.config_text}" if self.config_path else ""
-        return f"{shlex.join(self.argv)}\n{file}"
+        text = f"{shlex.join(self.argv)}\n"
+        if self.config_path:
+            text += f"\n# {self.config_path}\n{self.config_text}"
+        return text
 
 
 def refuse_errors(problems: Sequence[Problem]) -> None:
@@ -279,8 +284,8 @@ def refuse_errors(problems: Sequence[Problem]) -> None:
 
 
 def launch(plan: ServerPlan) -> int:
-    """Blocks until the server ends; returns its status when it ended as requested. Raises before anything starts when a
-    problem of the plan is an error, and ServerFailed when the server fails."""
+    """Runs the server until it ends as requested and returns its status. Raises CheckFailed before anything starts if a
+    problem of the plan is an error, and ServerFailed if the server fails."""
     from trtspec.launch.supervisor import run
 
     plan.program.require()

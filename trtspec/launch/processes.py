@@ -28,7 +28,7 @@ POLL_SECONDS = 0.02
 
 
 def run_trtspec(words: Sequence[str], output: Path) -> int:
-    """Runs `trtspec WORDS` with its stdout in `output` and its stderr on the terminal; returns the status."""
+    """Runs `trtspec WORDS` with its stdout in `output` and its stderr on the terminal. Returns the status."""
     with ExitStack() as files:
         out = files.enter_context(create(output))
         process = files.enter_context(child([sys.executable, "-m", "trtspec", *words], stdout=out))
@@ -41,37 +41,36 @@ def run_trtspec(words: Sequence[str], output: Path) -> int:
 def served(
     words: Sequence[str], url: str, log: Path, seconds: float
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """`trtspec WORDS` until the block ends, ready and with one generation done. Raises TrtspecError with the end of its
-    log if it ends, or is not ready after `seconds`."""
+    """Runs the server `trtspec WORDS` until the block ends, which begins after one generation. Raises TrtspecError with
+    the end of its log if it ends, or is not ready after `seconds`."""
     # a session of its own: Ctrl-C reaches the caller alone, which then stops the server in order
     command = [sys.executable, "-m", "trtspec", *words]
     with (
         create(log) as stream,
         child(command, stdout=stream, stderr=stream, start_new_session=True) as process,
     ):
-        why = ""
+        failure = ""
         with deferred_signals() as noted:
+
+            def stopped() -> bool:
+                return bool(noted) or process.poll() is not None
+
             try:
-                asyncio.run(
-                    wait_ready(
-                        url, seconds, generate_once, lambda: noted or process.poll() is not None
-                    )
-                )
+                asyncio.run(wait_ready(url, seconds, generate_once, stopped))
             except RequestFailed:
-                why = f"was not ready after {seconds:.0f} s"
+                failure = f"was not ready after {seconds:.0f} s"
             if process.poll() is not None and not noted:
-                why = f"ended with status {process.returncode} before it was ready"
-        if why:
-            raise TrtspecError(
-                f"the server {why}; {log} ends:\n{tail(log)}", f"trtspec {shlex.join(words)}"
-            )
+                failure = f"ended with status {process.returncode} before it was ready"
+        if failure:
+            message = f"the server {failure}; {log} ends:\n{tail(log)}"
+            raise TrtspecError(message, f"trtspec {shlex.join(words)}")
         yield process
 
 
 @contextmanager
 def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is stopped at the end of the block, and by SIGTERM when the thread that started it dies.
-    `options` are Popen's, but for `env` and `preexec_fn`."""
+    """Runs a process that is stopped at the end of the block, and by SIGTERM when the thread that started it dies.
+    `options`: Popen's, except `env` and `preexec_fn`."""
     process = None
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     # in the child between fork and exec: SIGTERM when its parent dies, even by SIGKILL
@@ -87,7 +86,7 @@ def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[b
 
 @contextmanager
 def deferred_signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM are noted in the block and raised at its end.
+    """Notes SIGINT and SIGTERM in the block and raises the first one at its end.
 
     Their handlers raise KeyboardInterrupt: inside Popen that leaves behind a process that nobody knows, or a lock that
     nobody releases. A block polls and looks at the list, because Python handles a signal that comes just before a
@@ -112,7 +111,7 @@ def wait(process: subprocess.Popen[Any]) -> None:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, then SIGKILL when that is not enough, or at once when another signal asks."""
+    """Sends SIGTERM, then SIGKILL after STOP_SECONDS, or at once after another signal."""
     with deferred_signals() as noted:
         if process.poll() is not None:
             return

@@ -3,7 +3,7 @@
 It is run by path (it starts in a hundredth of a second): `python -I -S reaper.py GRACE CONTROL`. GRACE:
 seconds between a request to end and SIGKILL. CONTROL: read end of a pipe on which trtspec writes the server's command,
 a line of JSON (a `pkill -f` of the server's name must not match the subreaper), and which it then holds open; its end
-means that trtspec is gone, however it went. Process groups do not hold an MPI job together: Open MPI's daemon gives
+means that trtspec has ended in any way. Process groups do not hold an MPI job together: Open MPI's daemon gives
 every rank a group of its own. A child subreaper (prctl(2)) adopts what the server starts and leaves behind, and ends it
 too. trtspec does the same for the subreaper.
 """
@@ -22,14 +22,14 @@ import time
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-FORWARDED = (  # whatever can be caught and would end a process
+FORWARDED = (  # every signal that would end a process and can be caught
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM,
 )  # fmt: skip
 UNKILLABLE = 10.0  # seconds after SIGKILL until a process counts as stuck in the kernel
 
 
 def main(grace: float, control: int) -> int:
-    """The engine's exit status, 128 + n where signal n ended it, 127 where it could not be started."""
+    """Runs the engine and returns its exit status: 128 + n if signal n ended it, 127 if it could not be started."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     with open(control, "rb", closefd=False) as pipe:
         line = pipe.readline()
@@ -54,7 +54,7 @@ def main(grace: float, control: int) -> int:
 
 
 def _report(text: str) -> None:
-    """To the log, as long as somebody reads it."""
+    """Prints to the log, if somebody reads it."""
     with contextlib.suppress(OSError):
         print(text, flush=True)
 
@@ -65,7 +65,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def _wake_on_signals(asked: list[int]) -> int:
-    """Signals that ask for the end are noted in `asked`; they and SIGCHLD make the returned pipe readable."""
+    """Notes signals that ask for the end in `asked`. They and SIGCHLD make the returned pipe readable."""
     wake, write = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(write, False)
@@ -77,22 +77,25 @@ def _wake_on_signals(asked: list[int]) -> int:
 
 
 def _until_it_ends(engine: int, control: int, wake: int, asked: list[int], grace: float) -> int:
-    """Passes signals on; kills everything `grace` seconds after the first one, or at once after a second one."""
-    watched, deadline, passed_on = [control, wake], None, 0
+    """Passes signals on until the engine ends, and returns its exit code. Kills everything `grace` seconds after the
+    first signal, or at once after a second one."""
+    watched = [control, wake]
+    deadline = None
+    passed_on = 0
     while True:
         status = _reap(engine)
         if status is not None:
             return status
         for number in asked[passed_on:]:
             passed_on += 1
-            deadline = time.monotonic() + (grace if deadline is None else 0)
+            patience = grace if deadline is None else 0
+            deadline = time.monotonic() + patience
             _signal_group(engine, number)
         if deadline is not None and time.monotonic() >= deadline:
             _signal_group(engine, signal.SIGKILL)
             _signal_all(signal.SIGKILL)
-            if (
-                time.monotonic() > deadline + UNKILLABLE
-            ):  # stuck in a driver; _end_descendants says so
+            # stuck in a driver; _end_descendants reports it
+            if time.monotonic() > deadline + UNKILLABLE:
                 return -signal.SIGKILL
         timeout = None if deadline is None else max(0.05, deadline - time.monotonic())
         ready = select.select(watched, [], [], timeout)[0]
@@ -103,7 +106,7 @@ def _until_it_ends(engine: int, control: int, wake: int, asked: list[int], grace
 
 
 def _reap(engine: int = -1) -> int | None:
-    """Collects whatever has ended; the exit code of `engine` (negative: its signal) when it is among them."""
+    """Collects ended processes. Returns the exit code of `engine` (negative: its signal) if it has ended, else None."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == engine:
@@ -112,7 +115,7 @@ def _reap(engine: int = -1) -> int | None:
 
 
 def _end_descendants(wake: int, grace: float) -> list[int]:
-    """SIGTERM, then SIGKILL after `grace` seconds, to what the engine left behind; returns what does not go."""
+    """Ends the processes that the engine left: SIGTERM, SIGKILL after `grace` seconds. Returns those that remain."""
     _signal_all(signal.SIGTERM)
     started = time.monotonic()
     while left := descendants():
@@ -145,18 +148,18 @@ def _signal_all(number: int) -> None:
 
 
 def descendants() -> list[int]:
-    """Pids of all processes below this one, zombies included until they are collected."""
+    """Ids of all processes below this one, with zombies until they are collected."""
     parents: dict[int, int] = {}
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
             # the name of a program may hold spaces and brackets; the fields after its last bracket do not
             parents[int(name)] = int(stat.read().rpartition(b")")[2].split()[1])
-    found: list[int] = []
+    below: list[int] = []
     level = [os.getpid()]
     while level:
         level = [pid for pid, parent in parents.items() if parent in level]
-        found += level
-    return found
+        below += level
+    return below
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One server to start, as data: where it will answer, how long it may take, what its log means, and its command."""
+"""One server to start as data: its address, its limits of time, the meaning of its log, and its command."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from trtspec.data_files import load_yaml
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where a server answers. `generates`: whether it answers a prompt by itself; one half of a disaggregated pair does
-    not. `api_key`: what requests below /v1 must carry."""
+    """The address of a server. `generates`: whether it answers a prompt by itself, unlike half a disaggregated pair.
+    `api_key`: the key that requests below /v1 must carry."""
 
     host: str
     port: int
@@ -22,9 +22,11 @@ class ServerAddress:
 
     @property
     def url(self) -> str:
-        """As a client on this machine reaches it."""
+        """The URL for clients on this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        if ":" in host:
+            host = f"[{host}]"
+        return f"http://{host}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class LogPatterns:
-    """What the log of one engine means. `phases` and `failures` are {pattern, says} and {pattern, says, remedy}, the
-    first match wins; `unknown` is the remedy for a failure that no pattern knows."""
+    """The meaning of an engine's log. `phases` are {pattern, says}, `failures` {pattern, says, remedy}, and the first
+    match wins. `unknown`: the remedy for a failure without a pattern."""
 
     engine: str
     phases: Sequence[dict[str, str]] = ()
@@ -52,24 +54,23 @@ class LogPatterns:
         return cls(**load_yaml(path))
 
     def explain(self, lines: list[str]) -> tuple[str, str] | None:
-        """(what happened, remedy) for the first known failure that the log names."""
-        named = (
-            known
-            for known in self.failures
-            if any(re.search(known["pattern"], line) for line in lines)
-        )
-        return next(((known["says"], known["remedy"]) for known in named), None)
+        """The message and remedy of the first known failure in the log, or None."""
+        for failure in self.failures:
+            if any(re.search(failure["pattern"], line) for line in lines):
+                return failure["says"], failure["remedy"]
+        return None
 
     def phase(self, line: str) -> str | None:
-        return next(
-            (phase["says"] for phase in self.phases if re.search(phase["pattern"], line)), None
-        )
+        for phase in self.phases:
+            if re.search(phase["pattern"], line):
+                return phase["says"]
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLaunch:
-    """`env` is added to the environment. `own_statuses`: `argv` starts with a launcher such as mpirun, whose status
-    after a signal is its own."""
+    """A server and how to start it. `env`: additions to the environment. `own_statuses`: `argv` starts with a launcher
+    such as mpirun, which has statuses of its own after a signal."""
 
     argv: list[str]
     endpoint: ServerAddress

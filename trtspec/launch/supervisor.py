@@ -1,4 +1,5 @@
-"""Runs a server once: phases, readiness by a real generation, health, signals and status through, no rank left."""
+"""Runs a server once. Reports phases, waits for a real generation, checks health, passes on signals and the exit
+status, and leaves no rank behind."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ KEPT_LINE = 2000  # characters of a line that an error message may repeat
 
 
 class ServerFailed(TrtspecError):
-    """The server ended with an error, or was ended for one; `exit_code` is its own status where it has one."""
+    """The server ended with an error, or was stopped for one. `exit_code`: its own status, if it has one."""
 
     def __init__(self, message: str, remedy: str, code: str, status: int = 1) -> None:
         super().__init__(message, remedy, code)
@@ -48,8 +49,8 @@ class ServerFailed(TrtspecError):
 
 
 def run(launch: ServerLaunch) -> int:
-    """Blocks until the server ends. Returns its status: 0 once it was ready, or the one with which it ended as
-    requested, such as 128 + the signal that asked. Raises ServerFailed with its status and the cause otherwise."""
+    """Runs the server until it ends. Returns its status: 0 if it was ready, or that of a requested stop, such as 128 +
+    the signal. Otherwise raises ServerFailed with its status and the cause."""
     started = time.monotonic()
     already_there = set(descendants())
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # where the reaper below is killed, its processes become ours
@@ -65,10 +66,9 @@ def run(launch: ServerLaunch) -> int:
                 announce(f"trtspec: ready on {url} ({seconds:.0f} s); next: trtspec bench {url}")
                 _wait_end(process, launch, asked)
         finally:
-            # for one that loads and has its signal already
-            loading_grace = (
-                min(launch.limits.stop_grace, LOADING_GRACE) if asked and not ready else 0.0
-            )
+            loading_grace = 0.0
+            if asked and not ready:  # a loading server has its signal already
+                loading_grace = min(launch.limits.stop_grace, LOADING_GRACE)
             reaper_killed = _end(process, launch.limits.stop_grace, loading_grace)
             _kill_adopted(already_there)
             prctl(PR_SET_CHILD_SUBREAPER, 0)
@@ -77,20 +77,16 @@ def run(launch: ServerLaunch) -> int:
     if process.returncode < 0 and not reaper_killed:
         name = signal.Signals(-process.returncode).name
         message = f"another process ended the subreaper (process {process.pid}) with {name}; trtspec killed the server"
-        raise ServerFailed(
-            message, "find out what sent the signal, then start again", "TS-SERVE-KILLED", status
-        )
+        remedy = "find out what sent the signal, then start again"
+        raise ServerFailed(message, remedy, "TS-SERVE-KILLED", status)
     if len(asked) == 1 and status == KILLED and not ready:
         announce(
             f"trtspec: stopped as requested: killed while it loaded, as it did not end in {loading_grace:g} s"
         )
         return 128 + asked[0]
-    # under mpirun, 128 + signal does not come through: all but a kill counts as the end that was asked for
-    ended = (
-        status != KILLED
-        if launch.own_statuses
-        else status in (0, *(128 + number for number in FORWARDED))
-    )
+    ended = status in (0, *(128 + number for number in FORWARDED))
+    if launch.own_statuses:  # mpirun hides 128 + signal: only a kill is not a requested end
+        ended = status != KILLED
     if asked and ended:
         announce("trtspec: stopped as requested")
     elif status or not ready:
@@ -99,7 +95,7 @@ def run(launch: ServerLaunch) -> int:
 
 
 def _kill_adopted(already_there: set[int]) -> None:
-    """Kills every process below this one but those."""
+    """Kills every process below this one, except `already_there`."""
     deadline = time.monotonic() + UNKILLABLE
     while (left := set(descendants()) - already_there) and time.monotonic() < deadline:
         for pid in left:
@@ -111,7 +107,7 @@ def _kill_adopted(already_there: set[int]) -> None:
 
 @contextlib.contextmanager
 def _started(launch: ServerLaunch) -> Iterator[subprocess.Popen[str]]:
-    """The server below its subreaper, in a session of its own: a Ctrl-C of the terminal comes to us alone."""
+    """Starts the server below its subreaper, in a session of its own: Ctrl-C in the terminal reaches only us."""
     control, held = os.pipe()
     try:
         process = subprocess.Popen(
@@ -135,7 +131,7 @@ def _started(launch: ServerLaunch) -> Iterator[subprocess.Popen[str]]:
 
 @contextlib.contextmanager
 def _forwarded_signals(process: subprocess.Popen[str]) -> Iterator[list[int]]:
-    """The FORWARDED signals go to the subreaper; the list holds what was asked for."""
+    """Sends the FORWARDED signals to the subreaper, and collects them in the list."""
     asked: list[int] = []
 
     def forward(number: int, _frame: Any) -> None:
@@ -149,8 +145,9 @@ def _forwarded_signals(process: subprocess.Popen[str]) -> Iterator[list[int]]:
 def _wait_ready(
     process: subprocess.Popen[str], launch: ServerLaunch, started: float, asked: list[int]
 ) -> bool:
-    """True once a generation came back; False when the server ended or was stopped before."""
-    endpoint, startup = launch.endpoint, launch.limits.startup
+    """Waits for a generation. False if the server ended or was stopped before it."""
+    endpoint = launch.endpoint
+    startup = launch.limits.startup
 
     def ended() -> bool:
         return process.poll() is not None or bool(asked)
@@ -162,11 +159,11 @@ def _wait_ready(
         if not asyncio.run(wait_ready(endpoint.url, left(), health, ended, headers={})):
             return False
     except RequestFailed:
+        message = f"the server was not ready after {startup:.0f} s"
         remedy = "look at the log above, or pass a larger `startup_timeout`"
-        raise ServerFailed(
-            f"the server was not ready after {startup:.0f} s", remedy, "TS-SERVE-NOT-READY"
-        ) from None
-    other, failure = foreign_listener(endpoint.port, process.pid), ""
+        raise ServerFailed(message, remedy, "TS-SERVE-NOT-READY") from None
+    other = foreign_listener(endpoint.port, process.pid)
+    failure = ""
     if endpoint.generates and not other:
         seconds = min(FIRST_GENERATION, max(left(), 1.0))
         failure = _failure(endpoint.url, generate_once, seconds, bearer(endpoint.api_key))
@@ -186,14 +183,15 @@ def _wait_ready(
 
 
 def foreign_listener(port: int, root: int) -> str | None:
-    """The process that listens on `port`, in words, unless it is `root` or below it; None where nobody can tell."""
+    """The process that listens on `port`, as text, unless it is `root` or below it. None if it cannot be determined."""
     with contextlib.suppress(psutil.Error, OSError):
-        found = (
-            one for one in psutil.net_connections(kind="tcp") if one.status == psutil.CONN_LISTEN
-        )
-        listeners = {one.pid for one in found if one.laddr.port == port}
+        listeners = {
+            connection.pid
+            for connection in psutil.net_connections(kind="tcp")
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        }
         ours = {root, *(child.pid for child in psutil.Process(root).children(recursive=True))}
-        # None: a process that may not be looked into, which can be one of ours
+        # None: a process that we may not inspect, and that can be ours
         if listeners and listeners.isdisjoint({*ours, None}):
             pid = min(pid for pid in listeners if pid)
             return f"{psutil.Process(pid).name()} (process {pid})"
@@ -206,7 +204,7 @@ def _failure(
     timeout: float,
     headers: dict[str, str],
 ) -> str:
-    """Why `look` fails; empty if it does not."""
+    """The reason why `look` fails, empty if it succeeds."""
     try:
         ask_once(url, look, timeout, headers)
     except RequestFailed as failure:
@@ -215,8 +213,10 @@ def _failure(
 
 
 def _wait_end(process: subprocess.Popen[str], launch: ServerLaunch, asked: list[int]) -> None:
-    """Returns when the server has ended. Raises ServerFailed when it hangs: it runs, and /health does not answer."""
-    interval, failed, last = launch.limits.hung_after / HEALTH_LOOKS, 0, time.monotonic()
+    """Waits until the server has ended. Raises ServerFailed if it hangs: it runs, and /health does not answer."""
+    interval = launch.limits.hung_after / HEALTH_LOOKS
+    failed = 0
+    last = time.monotonic()
     while process.poll() is None:
         time.sleep(POLL)
         if not interval or asked or time.monotonic() - last < interval:
@@ -238,10 +238,10 @@ def _wait_end(process: subprocess.Popen[str], launch: ServerLaunch, asked: list[
 
 
 def _end(process: subprocess.Popen[str], grace: float, moment: float) -> bool:
-    """Returns whether the subreaper had to be killed.
+    """Stops the subreaper and returns whether it had to be killed.
 
-    It ends every rank, then itself; it takes a second signal as an order to kill. A server that was asked to end while
-    it loaded got its signal, and has nothing to finish: it gets that order after a `moment` of seconds.
+    It ends every rank, then itself. A second signal makes it kill them. A server that loads has had its signal and
+    has nothing to finish, so it gets the second one after a `moment` of seconds.
     """
     if moment:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -258,40 +258,42 @@ def _end(process: subprocess.Popen[str], grace: float, moment: float) -> bool:
 
 
 def _fail(launch: ServerLaunch, status: int, tail: list[str], ready: bool, asked: int) -> NoReturn:
-    grace, patterns = launch.limits.stop_grace, launch.patterns
+    """Raises ServerFailed with the cause of the end: our kill, a failure in the log, or its last lines."""
+    patterns = launch.patterns
     if asked > 1 and status == KILLED:
-        message, remedy = (
-            "a second signal came, so the server was killed",
-            "send one signal and wait for the end",
-        )
+        message = "a second signal came, so the server was killed"
+        remedy = "send one signal and wait for the end"
         raise ServerFailed(message, remedy, "TS-SERVE-KILLED", status)
     if asked and status == KILLED:
+        grace = launch.limits.stop_grace
         message = f"the server did not end within {grace:g} s of the signal and was killed"
         raise ServerFailed(message, "give it longer with `stop_grace`", "TS-SERVE-KILLED", status)
     known = patterns.explain(tail)
-    ended = f"{patterns.engine} ended {'while serving' if ready else 'before it was ready'} with status {status}"
+    phase = "while serving" if ready else "before it was ready"
+    ended = f"{patterns.engine} ended {phase} with status {status}"
     if known is None and status == KILLED:
-        what = (
+        cause = (
             "another process or the kernel killed it, most often because the host's memory ran out"
         )
-        known = what, "look at `dmesg`, give it more memory"
+        known = cause, "look at `dmesg`, give it more memory"
     if known is not None:
         raise ServerFailed(f"{ended}: {known[0]}", known[1], "TS-SERVE-ENDED", status or 1)
     last = "\n".join(f"  | {line}" for line in tail[-12:])
-    raise ServerFailed(
-        f"{ended}; its last lines:\n{last}", patterns.unknown, "TS-SERVE-ENDED", status or 1
-    )
+    message = f"{ended}; its last lines:\n{last}"
+    raise ServerFailed(message, patterns.unknown, "TS-SERVE-ENDED", status or 1)
 
 
 class LogReader(threading.Thread):
-    """Passes the log on to stderr, reports each phase once, keeps the last lines in `tail`.
+    """Passes the log on to stderr, reports each phase once, and keeps the last lines in `tail`.
 
-    The pipe is emptied whatever becomes of stderr: a server that cannot write its log blocks.
+    Empties the pipe even if stderr fails: a server that cannot write its log blocks.
     """
 
     def __init__(self, stream: Any, patterns: LogPatterns, started: float) -> None:
         super().__init__(daemon=True)
-        self.stream, self.patterns, self.started = stream, patterns, started
+        self.stream = stream
+        self.patterns = patterns
+        self.started = started
         self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         self.reported: set[str] = set()
 
@@ -303,7 +305,7 @@ class LogReader(threading.Thread):
                 self._report_phase(chunk[:KEPT_LINE])
 
     def _report_phase(self, line: str) -> None:
-        now = self.patterns.phase(line)
-        if now is not None and now not in self.reported:
-            self.reported.add(now)
-            announce(f"trtspec: {now} ({time.monotonic() - self.started:.0f} s)")
+        phase = self.patterns.phase(line)
+        if phase is not None and phase not in self.reported:
+            self.reported.add(phase)
+            announce(f"trtspec: {phase} ({time.monotonic() - self.started:.0f} s)")

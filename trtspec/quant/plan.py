@@ -223,7 +223,7 @@ def plan_conversion(target: ReadTarget, policy: Policy, scales: InputScales) -> 
     checkpoint, family = target.checkpoint, target.spec.family
     shards, quantized = dict[str, list[Weight]](), dict[str, Weight]()
     for info in checkpoint.tensors.values():
-        weight = _weight(checkpoint.tensors, info, policy, target.formats)
+        weight = _weight(target, info, policy)
         if weight is None:
             continue
         shards.setdefault(info.shard, []).append(weight)
@@ -268,15 +268,11 @@ def plain_names(stored: Mapping[str, object]) -> dict[str, str]:
     return found
 
 
-def _weight(
-    stored: dict[str, TensorInfo],
-    info: TensorInfo,
-    policy: Policy,
-    formats: Mapping[str, WeightFormat],
-) -> Weight | None:
+def _weight(target: ReadTarget, info: TensorInfo, policy: Policy) -> Weight | None:
     """The weight whose values a tensor holds; None for a tensor beside them."""
+    stored = target.checkpoint.tensors
     module, _, suffix = info.name.rpartition(".")
-    format = formats.get(module)
+    format = target.formats.get(module)
     if format is None:
         other = stored_format(stored, module)
         if not other.is_plain:
@@ -290,7 +286,7 @@ def _weight(
     name = f"{module}.weight"
     parts = tuple(stored[f"{module}.{part}"] for part in format.parts)
     shape = (info.shape[0], info.shape[1] * format.values_per_element)
-    if policy.quantizes(name):
+    if target.roles[module] in policy.quantize:
         _check_block(name, shape, info.dtype if format.is_plain else "BF16")
         return Weight(name, "quantize", parts, shape, format)
     return Weight(name, "copy" if format.is_plain else "decode", parts, shape, format)

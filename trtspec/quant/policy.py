@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,9 +25,9 @@ from trtspec.checkpoint.identity import MODEL, identity
 from trtspec.checkpoint.published import known_target
 from trtspec.data_files import load_yaml
 from trtspec.errors import TrtspecError, UsageError
+from trtspec.families.family import Role
 from trtspec.specs import ModelSpec
 
-TEXT_PREFIX = "language_model."
 WEIGHT_SCALES = {
     "max": "by the maximum of each block",
     "mse": "of least squared error for each block (ModelOpt's mse with fp8_scale_sweep)",
@@ -41,7 +40,7 @@ REMEDY = "measure the scales of this source with `trtspec calibrate`"
 
 @dataclass(frozen=True)
 class Policy:
-    """`quantize` are patterns of module names; `exclude` and `exclude_vision` are templates of the published ignore
+    """`quantize` are roles of linears; `exclude` and `exclude_vision` are templates of the published ignore
     list; `source` and `recipe` say where it was published, `modelopt` are the releases whose bytes it gives, and
     `releases` are those of Kimi whose default it is."""
 
@@ -49,7 +48,7 @@ class Policy:
     summary: str
     releases: list[str]
     source: str
-    quantize: list[str]
+    quantize: list[Role]
     exclude: list[str]
     weight_scales: Literal["max", "mse"]
     input_scales: Literal["one", "calibrated"]
@@ -57,11 +56,6 @@ class Policy:
     exclude_vision: list[str] = field(default_factory=list)
     recipe: str = ""
     modelopt: list[str] = field(default_factory=list)
-
-    def quantizes(self, name: str) -> bool:
-        """Whether the module or weight of this stored name becomes NVFP4."""
-        module = name.removeprefix(TEXT_PREFIX).removesuffix(".weight")
-        return any(fnmatchcase(module, pattern) for pattern in self.quantize)
 
     def exclude_patterns(self, spec: ModelSpec) -> list[str]:
         """The ignore list for this model, written and ordered as the published one."""

@@ -14,12 +14,12 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trtspec.checkpoint.hub import engine_path
-from trtspec.errors import CheckFailed, UsageError
+from trtspec.checkpoint.hub import engine_path, load_head, load_target
+from trtspec.errors import CheckFailed, Problem, UsageError
 from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, refusals
 from trtspec.report import problem_lines
 from trtspec.specs import HeadSpec, ModelSpec, gpu_spec
-from trtspec.trtllm.deployment import SPEC, Deployment, Finding, eagle3
+from trtspec.trtllm.deployment import SPEC, Deployment, eagle3
 from trtspec.trtllm.document import Document, scalar
 from trtspec.trtllm.intent import ENGINE_FILE, Intent, Role
 from trtspec.trtllm.lint import lint
@@ -59,7 +59,7 @@ class EngineConfig:
     intent: Intent
     text: str
     argv: list[str]
-    findings: tuple[Finding, ...]
+    findings: tuple[Problem, ...]
 
     @property
     def values(self) -> dict[str, Any]:
@@ -97,6 +97,15 @@ def build(
     return EngineConfig(intent, text, argv, findings)
 
 
+def build_named(
+    intent: Intent, config_path: str = ENGINE_FILE, cache: str | None = None
+) -> EngineConfig:
+    """As `build`, of the names in the intent, looked up as the commands do."""
+    head = load_head(intent.head).spec if intent.head else None
+    target = load_target(intent.target, intent.like).spec
+    return build(intent, target, head, config_path, cache)
+
+
 def disaggregated(intent: Intent) -> dict[str, Intent]:
     """The three files of a disaggregated deployment by name: both kinds of server, and the front."""
     server = replace(intent, context_urls=(), generation_urls=())
@@ -113,20 +122,20 @@ def disaggregated(intent: Intent) -> dict[str, Intent]:
 
 def _judged(
     intent: Intent, target: ModelSpec, head: HeadSpec | None, text: str, cache: str | None
-) -> tuple[Finding, ...]:
+) -> tuple[Problem, ...]:
     """What lint says of the file. Raises CheckFailed for an error, for a key that no source shows, and for a warning
     about what we wrote ourselves (nobody knows whether this release runs it). Other warnings that the user's settings
     bring, and TOLD, are reported."""
     deployment = judged_as(intent, target, head)
-    findings = tuple(lint(text, deployment))
+    findings = tuple(lint(Document.parse(text, "(generated)"), deployment))
     plain = lint(_settings(replace(intent, settings=()), target, head, cache), deployment)
-    ours = {(finding.code, finding.key) for finding in plain if not finding.code.startswith(TOLD)}
+    ours = {(finding.code, finding.where) for finding in plain if not finding.code.startswith(TOLD)}
     refused = [
-        finding.problem("(generated)")
+        finding
         for finding in findings
         if finding.severity == "error"
         or finding.code == "TS-LINT-KEY-UNCERTAIN"
-        or (finding.severity == "warning" and (finding.code, finding.key) in ours)
+        or (finding.severity == "warning" and (finding.code, finding.where) in ours)
     ]
     if refused:
         listed = "\n".join(problem_lines(refused))

@@ -1,6 +1,5 @@
-"""What a file is judged for, and what is found. A `Deployment` is the version, the target, the head and the GPU, from
-the names that a user typed or that the file itself gives (nothing is downloaded for it); a `Finding` is a problem with
-its place in the file and the edit that corrects it.
+"""What a file is judged for. A `Deployment` is the version, the target, the head and the GPU, from the names that a
+user typed or that the file itself gives (nothing is downloaded for it).
 
 speculation.yaml lists the ways to speculate, what each needs, and what a file says about its own.
 """
@@ -10,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -296,54 +295,6 @@ def compute_capability(gpu: str) -> str:
             f"choose one of {listed}, or a capability such as sm120",
         )
     return gpu_spec(name).compute_capability
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A problem at `key`, the dotted path in the file. `beside`: the other keys that a rule is about; `on_value`: the
-    value is at fault and not the key. `line` and `column` count from 1 (None: no line of the file is at fault), and
-    `width` is the number of characters at fault; `placed` finds them. Without a remedy: the documented one of the code.
-    """
-
-    code: str
-    severity: Severity
-    key: str
-    message: str
-    remedy: str = ""
-    fix: Fix | None = field(default=None, compare=False)
-    on_value: bool = False
-    beside: tuple[str, ...] = ()
-    line: int | None = None
-    column: int | None = None
-    width: int = 1
-
-    @classmethod
-    def of(cls, problem: Problem, key: str) -> Finding:
-        return cls(problem.code, problem.severity, key, problem.message, problem.remedy)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return (self.key, *self.beside)
-
-    def placed(self, document: Document) -> Finding:
-        """At the line of its key, or of the nearest parent that is there; with the column of its key or value."""
-        line, entry = self.line or document.line(self.key), document.entries.get(self.key)
-        if self.column is not None or entry is None or entry.line != line:
-            return replace(self, line=line)
-        node = entry.key_node
-        if self.on_value and entry.value_node.line == node.line:
-            node = entry.value_node
-        return replace(self, line=line, column=node.column + 1, width=max(node.end - node.start, 1))
-
-    def problem(self, file: str) -> Problem:
-        where = f"{file}:{self.line}" if self.line else file
-        return Problem(
-            self.code, self.severity, f"{where} {self.key}".rstrip(), self.message, self.remedy
-        )
-
-    def to_dict(self, file: str) -> dict[str, Any]:
-        place = {"line": self.line, "column": self.column, "key": self.key}
-        return {**self.problem(file).to_dict(), **place, "fixable": self.fix is not None}
 
 
 def dynamo_options() -> dict[str, str]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from trtspec.errors import Problem
 from trtspec.files import read_yaml_text
 from trtspec.trtllm.nodes import Node, YamlError, compose
 from trtspec.trtllm.shell import MASK
@@ -98,13 +99,19 @@ class Document:
     def has(self, path: str) -> bool:
         return path in self.entries
 
-    def line(self, path: str) -> int | None:
-        """Line of the key, or of the nearest parent that is there."""
-        while path:
-            if path in self.entries:
-                return self.entries[path].line
+    def placed(self, problem: Problem) -> Problem:
+        """At the line of its key, or of the nearest parent that is there; with the column of its key or value."""
+        entry, path = self.entries.get(problem.where), problem.where
+        while path and path not in self.entries:
             path = path.rpartition(".")[0]
-        return None
+        line = problem.line or (self.entries[path].line if path else None)
+        problem = replace(problem, file=self.name, line=line)
+        if problem.column is not None or entry is None or entry.line != line:
+            return problem
+        node = entry.key_node
+        if problem.on_value and entry.value_node.line == node.line:
+            node = entry.value_node
+        return replace(problem, column=node.column + 1, width=max(node.end - node.start, 1))
 
     def converted(self, convert: Callable[[str, Any], Any]) -> Document:
         """The same text with other values: `convert` gets the path and the value of each key, inner ones first."""

@@ -17,7 +17,7 @@ from pydantic_core import ValidationError
 
 from trtspec.errors import SEVERITIES, MissingDependency, Problem, TrtspecError
 from trtspec.trtllm.carriers import FRONT_KEYS
-from trtspec.trtllm.deployment import Deployment, Finding
+from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.document import CannotEdit, Document, same
 from trtspec.trtllm.rules import engine, model, speculation
 from trtspec.trtllm.rules.keys import VALUE_CODES, as_engine, check_keys, check_value, targets
@@ -37,31 +37,37 @@ REFUSED_VALUE = {*VALUE_CODES.values()}
 ABOUT_KEYS = {*UNSETTLED, *REFUSED_VALUE, "TS-LINT-MISSING-KEY", "TS-LINT-WRONG-VARIANT"}
 
 
-def lint(document: Document | str, deployment: Deployment) -> list[Finding]:
+def lint(document: Document | str, deployment: Deployment) -> list[Problem]:
     """Every finding about a file, errors first, then by line."""
     if isinstance(document, str):
         document = Document.parse(document)
     if document.error:
         error = document.error
         code = "TS-LINT-LIMIT" if error.beyond else "TS-LINT-SYNTAX"
-        return [Finding(code, "error", "", error.message, line=error.line, column=error.column)]
+        problem = Problem(code, "error", "", error.message, line=error.line, column=error.column)
+        return [document.placed(problem)]
     if document.value is not None and not isinstance(document.value, dict):
         message = f"the file holds {type(document.value).__name__}, not a mapping of options"
-        return [Finding("TS-LINT-SYNTAX", "error", "", message, "write `key: value` lines", line=1)]
+        remedy = "write `key: value` lines"
+        return [document.placed(Problem("TS-LINT-SYNTAX", "error", "", message, remedy, line=1))]
     if set(document.mapping) >= FRONT_KEYS:
         message = (
             "this is the front of disaggregated servers, which has no engine settings to judge"
         )
-        return [Finding("TS-LINT-FRONT-FILE", "info", "", message)]
+        return [document.placed(Problem("TS-LINT-FRONT-FILE", "info", "", message))]
     placed = [
-        finding.placed(document)
+        document.placed(finding)
         for finding in _judged(document, deployment)
-        if not document.hides(finding.keys, about_keys=finding.code in UNSETTLED)
+        if not document.hides(
+            (finding.where, *finding.beside), about_keys=finding.code in UNSETTLED
+        )
     ]
-    return sorted(placed, key=lambda f: (SEVERITIES.index(f.severity), f.line or 0, f.key, f.code))
+    return sorted(
+        placed, key=lambda f: (SEVERITIES.index(f.severity), f.line or 0, f.where, f.code)
+    )
 
 
-def _judged(document: Document, deployment: Deployment) -> list[Finding]:
+def _judged(document: Document, deployment: Deployment) -> list[Problem]:
     """Keys and values are judged as they are written; all other rules see the values that the engine makes of them, and
     say nothing about a key whose value it refuses, nor about what it holds."""
     schema = deployment.schema
@@ -72,18 +78,19 @@ def _judged(document: Document, deployment: Deployment) -> list[Finding]:
         message = (
             f"TensorRT-LLM {schema.version} is newer than the newest version known here, {newest}"
         )
-        findings.append(Finding("TS-LINT-VERSION-NEWER", "warning", "", message))
-    refused = {finding.key for finding in findings if finding.code in REFUSED_VALUE}
+        findings.append(Problem("TS-LINT-VERSION-NEWER", "warning", "", message))
+    refused = {finding.where for finding in findings if finding.code in REFUSED_VALUE}
     refused.update(targets(document, schema).values())
     for rule in RULES:
         for finding in rule(seen, deployment):
             current = _current(finding, schema)
-            if refused.isdisjoint((current.key.rpartition(".")[0], *current.keys)):
+            parent = current.where.rpartition(".")[0]
+            if refused.isdisjoint((parent, current.where, *current.beside)):
                 findings.append(current)
     if deployment.setting(document, "backend") != "_autodeploy":
         return findings
     message = "AutoDeploy reads the file by a class of its own, so keys and values are not judged"
-    autodeploy = Finding("TS-LINT-AUTODEPLOY", "info", "backend", message)
+    autodeploy = Problem("TS-LINT-AUTODEPLOY", "info", "backend", message)
     return [autodeploy, *(finding for finding in findings if finding.code not in ABOUT_KEYS)]
 
 
@@ -114,20 +121,20 @@ def as_the_engine_sees_it(document: Document, schema: Schema) -> Document:
     return replace(seen, entries={**old, **seen.entries})
 
 
-def _current(finding: Finding, schema: Schema) -> Finding:
+def _current(finding: Problem, schema: Schema) -> Problem:
     """A rule's finding with the names of this release, its fix too."""
     fix = finding.fix
     if isinstance(fix, partial) and "path" in fix.keywords:
         fix = partial(fix.func, **{**fix.keywords, "path": schema.current(fix.keywords["path"])})
-    return replace(finding, key=schema.current(finding.key), fix=fix)
+    return replace(finding, where=schema.current(finding.where), fix=fix)
 
 
 def fix(
-    document: Document, deployment: Deployment, findings: list[Finding]
-) -> tuple[Document, list[Finding]]:
+    document: Document, deployment: Deployment, findings: list[Problem]
+) -> tuple[Document, list[Problem]]:
     """The corrected document, and what was corrected in that order. Every fix that would not make the file better, or
     would touch anything else, is left out; so a second run changes nothing. `findings`: of `lint`."""
-    corrected: list[Finding] = []
+    corrected: list[Problem] = []
     while True:
         for finding in findings:
             better = _corrected(document, findings, finding, deployment)
@@ -140,8 +147,8 @@ def fix(
 
 
 def _corrected(
-    document: Document, findings: list[Finding], finding: Finding, deployment: Deployment
-) -> tuple[Document, list[Finding]] | None:
+    document: Document, findings: list[Problem], finding: Problem, deployment: Deployment
+) -> tuple[Document, list[Problem]] | None:
     """The document after one fix, with its findings; None where there is none or it is not an improvement."""
     if finding.fix is None or finding.severity == "info":
         return None
@@ -162,11 +169,11 @@ def _corrected(
     return (after, found) if _better(findings, found) else None
 
 
-def _better(before: list[Finding], after: list[Finding]) -> bool:
+def _better(before: list[Problem], after: list[Problem]) -> bool:
     """Fewer errors and no other ones; or the same errors, with fewer warnings and no other ones."""
     for severity in ("error", "warning"):
         old, new = (
-            Counter((f.code, f.key) for f in found if f.severity == severity)
+            Counter((f.code, f.where) for f in found if f.severity == severity)
             for found in (before, after)
         )
         if new - old:
@@ -213,7 +220,7 @@ class Verdict:
     """What the engine of `version` says; empty findings mean that its classes take the file."""
 
     version: str
-    findings: tuple[Finding, ...]
+    findings: list[Problem]
 
 
 def engine_importable() -> bool:
@@ -265,8 +272,8 @@ def judge(document: Document, timeout: float = 600.0) -> Verdict:
             _written_key(document, item["loc"]),
             f"the installed engine's own class says: {item['message']}",
         )
-        found.append(Finding("TS-LINT-ENGINE-REFUSES", "error", key, message).placed(document))
-    return Verdict(answer["version"], tuple(found))
+        found.append(document.placed(Problem("TS-LINT-ENGINE-REFUSES", "error", key, message)))
+    return Verdict(answer["version"], found)
 
 
 def engine_problems(document: Document) -> list[Problem]:
@@ -274,7 +281,7 @@ def engine_problems(document: Document) -> list[Problem]:
     if not engine_importable():
         return []
     try:
-        return [finding.problem(document.name) for finding in judge(document).findings]
+        return judge(document).findings
     except TrtspecError as error:
         return [Problem("TS-SERVE-ENGINE-SILENT", "warning", PACKAGE, error.message)]
 

@@ -116,9 +116,9 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
     )
 
     # check_start names the files of code that nobody trusts
-    findings = [each for each in lint(file, deployment) if each.key != "--trust_remote_code"]
+    findings = [each for each in lint(file, deployment) if each.where != "--trust_remote_code"]
     problems += assumed_release(version[1], file)
-    problems += [*refused, *(finding.problem(file.name) for finding in findings)]
+    problems += [*refused, *findings]
     problems += learned_problems(head.resolved, target.resolved) if head else []
     models = [target.resolved, *([head.resolved] if head else [])]
     trusted = deployment.setting(file, "trust_remote_code") is True

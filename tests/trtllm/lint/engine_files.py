@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.oracles.mutations import misspelt
-from trtspec.trtllm.deployment import Deployment, Finding
+from trtspec.errors import Problem
+from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.document import Document, scalar
 from trtspec.trtllm.lint import fix, lint
 from trtspec.trtllm.schema import Field, Schema, renames
@@ -29,7 +30,7 @@ WRONG: list[Any] = [
 ]
 
 
-def with_fixes(file: str | Document, deployment: Deployment) -> tuple[Document, list[Finding]]:
+def with_fixes(file: str | Document, deployment: Deployment) -> tuple[Document, list[Problem]]:
     """The corrected file, and what was corrected."""
     document = Document.parse(file) if isinstance(file, str) else file
     return fix(document, deployment, lint(document, deployment))

@@ -9,7 +9,8 @@ import yaml
 
 from tests.cases import slow
 from tests.trtllm.lint.engine_files import with_fixes, written
-from trtspec.trtllm.deployment import Deployment, Finding
+from trtspec.errors import Problem
+from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.document import CannotEdit, Document, Entry, add_key
 from trtspec.trtllm.lint import lint
 from trtspec.trtllm.schema import schema_for
@@ -21,9 +22,9 @@ EAGLE = (
 )
 
 
-def errors(findings: list[Finding]) -> Counter[tuple[str, str]]:
+def errors(findings: list[Problem]) -> Counter[tuple[str, str]]:
     return Counter(
-        (finding.code, finding.key) for finding in findings if finding.severity == "error"
+        (finding.code, finding.where) for finding in findings if finding.severity == "error"
     )
 
 
@@ -41,7 +42,7 @@ def check_one(seed: int) -> int:
     before = Document.parse(text)
     assert not before.error, (before.error, text)
     after, corrected = with_fixes(before, deployment)
-    applied = [(finding.code, finding.key) for finding in corrected]
+    applied = [(finding.code, finding.where) for finding in corrected]
     shown = f"seed {seed}, {deployment.version}:\n{text}\n--- after {applied}\n{after.text}"
     yaml.safe_load(after.text)
     assert not errors(lint(after.text, deployment)) - errors(lint(text, deployment)), shown
@@ -49,7 +50,9 @@ def check_one(seed: int) -> int:
         assert after.text.count(comment) == 1, (comment, shown)
     again, nothing = with_fixes(after.text, deployment)
     assert again.text == after.text and not nothing, shown
-    touched = [str(path) for f in corrected if f.fix for path in (*f.fix.keywords.values(), f.key)]  # type: ignore[attr-defined]
+    touched = [
+        str(path) for f in corrected if f.fix for path in (*f.fix.keywords.values(), f.where)
+    ]  # type: ignore[attr-defined]
     kept = leaves(after.entries)
     for path, value in leaves(before.entries).items():
         if not any(path == other or path.startswith(f"{other}.") for other in touched):

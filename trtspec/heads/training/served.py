@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 
 import httpx
 import torch
@@ -80,7 +81,9 @@ class ServedFeatures(Features):
         """Begins to fetch what is not under way."""
         for index in indices:
             if index not in self._coming:
-                self._coming[index] = self._threads.submit(self._states, self.samples[index])
+                self._coming[index] = self._threads.submit(
+                    copy_context().run, self._states, self.samples[index]
+                )
 
     def states(self, index: int) -> tuple[Tensor, Tensor]:
         """As `Features.states`. Raises TrtspecError when the server stays away, or captures something else."""

@@ -17,8 +17,8 @@ from typing import Any, Literal
 from packaging.version import Version
 from pydantic_core import CoreSchema, SchemaValidator, ValidationError, core_schema
 
-from trtspec.errors import Severity
-from trtspec.trtllm.deployment import Finding, Fix
+from trtspec.errors import Problem, Severity
+from trtspec.trtllm.deployment import Fix
 from trtspec.trtllm.document import Document, Entry, delete_key, move_key, same, set_value
 from trtspec.trtllm.schema import (
     DISCRIMINATORS,
@@ -172,11 +172,11 @@ MAX_UNKNOWN = 200  # keys, after which the rest of a file is not judged
 MAX_COMPARED = 100  # characters of a value that is compared with the allowed ones
 
 
-def check_keys(document: Document, schema: Schema) -> Iterator[Finding]:
+def check_keys(document: Document, schema: Schema) -> Iterator[Problem]:
     for entry in document.duplicates:
         message = f"{entry.path} is written twice; YAML silently keeps the last"
         severity: Severity = "warning" if same(entry.value, document.get(entry.path)) else "error"
-        yield Finding("TS-LINT-DUPLICATE-KEY", severity, entry.path, message, line=entry.line)
+        yield Problem("TS-LINT-DUPLICATE-KEY", severity, entry.path, message, line=entry.line)
     yield from _missing(document, schema)
     unknown, doubtful = set[str](), set[str]()
     for path, entry in document.entries.items():
@@ -198,7 +198,7 @@ def check_keys(document: Document, schema: Schema) -> Iterator[Finding]:
             yield _unknown(document, schema, entry, word)
         if len(unknown) > MAX_UNKNOWN:
             message = f"more than {MAX_UNKNOWN} keys are not known to TensorRT-LLM {schema.version}"
-            yield Finding("TS-LINT-UNKNOWN-KEY", "error", "", message)
+            yield Problem("TS-LINT-UNKNOWN-KEY", "error", "", message)
             return
 
 
@@ -207,7 +207,7 @@ def kind_of(document: Document, parent: str) -> Any:
     return document.get(f"{parent}.{DISCRIMINATORS[parent]}") if parent in DISCRIMINATORS else None
 
 
-def _missing(document: Document, schema: Schema) -> Iterator[Finding]:
+def _missing(document: Document, schema: Schema) -> Iterator[Problem]:
     """Keys without which the engine refuses the object that they belong to."""
     meant = targets(document, schema).values()
     for path, field in schema.fields.items():
@@ -219,7 +219,7 @@ def _missing(document: Document, schema: Schema) -> Iterator[Finding]:
         word = schema.word(parent, name, kind)
         if word.takes and (not field.variants or kind in field.variants):
             message = f"{parent} needs {name}"
-            yield Finding("TS-LINT-MISSING-KEY", _severity(word), path, message)
+            yield Problem("TS-LINT-MISSING-KEY", _severity(word), path, message)
 
 
 def _severity(word: Word) -> Severity:
@@ -227,28 +227,28 @@ def _severity(word: Word) -> Severity:
     return "error" if word.settled else "warning"
 
 
-def _known(document: Document, schema: Schema, entry: Entry, word: Word) -> Iterator[Finding]:
+def _known(document: Document, schema: Schema, entry: Entry, word: Word) -> Iterator[Problem]:
     """What is wrong with the value of a key, and whether the key goes."""
     path, field = entry.path, word.taken[0]
     if field.status == "deprecated" and path != schema.sampling_key:
         # where speculation needs the sampling key, another rule asks for it
         message = f"{path} is deprecated: {field.note or 'it will go'}"
-        yield Finding("TS-LINT-DEPRECATED", "info", path, message)
+        yield Problem("TS-LINT-DEPRECATED", "info", path, message)
     verdicts = [check_value(each, entry.value) for each in word.taken]
     refused = [verdict is not None for verdict in verdicts]
     if any(refused) and not all(refused):
         sides = ["refuses" if each else "takes" for each in refused]
         message = f"{path}: {word.said[0][0]} {sides[0]} and {word.said[1][0]} {sides[1]} "
         message += f"{shown(entry.value)}; {schema.version} lies between"
-        yield Finding("TS-LINT-VERSION-UNCERTAIN", "warning", path, message, on_value=True)
+        yield Problem("TS-LINT-VERSION-UNCERTAIN", "warning", path, message, on_value=True)
     elif verdicts[-1] is not None:
         yield _bad_value(entry, field, verdicts[-1], word)
     elif isinstance(entry.value, int) and OTHER_NUMBER.fullmatch(entry.value_node.text):
         message = f"YAML reads {entry.value_node.text} as {entry.value}"
-        yield Finding("TS-LINT-OTHER-NUMBER", "error", path, message, on_value=True)
+        yield Problem("TS-LINT-OTHER-NUMBER", "error", path, message, on_value=True)
 
 
-def _bad_value(entry: Entry, field: Field, verdict: tuple[str, str], word: Word) -> Finding:
+def _bad_value(entry: Entry, field: Field, verdict: tuple[str, str], word: Word) -> Problem:
     kind, message = verdict
     near, certain = _nearest_value(entry.value, field)
     remedy, fix = "", None
@@ -257,7 +257,7 @@ def _bad_value(entry: Entry, field: Field, verdict: tuple[str, str], word: Word)
         fix = partial(set_value, path=entry.path, value=near) if certain else None
     message += "" if word.settled else f" at {word.said[0][0]}, the last source read"
     code, severity = VALUE_CODES[kind], _severity(word)
-    return Finding(code, severity, entry.path, message, remedy, fix, on_value=True)
+    return Problem(code, severity, entry.path, message, remedy, fix, on_value=True)
 
 
 def _nearest_value(value: Any, field: Field) -> tuple[Any, bool]:
@@ -270,7 +270,7 @@ def _nearest_value(value: Any, field: Field) -> tuple[Any, bool]:
     return (by_plain[near[0]], near[0] == plain) if near else (None, False)
 
 
-def _unknown(document: Document, schema: Schema, entry: Entry, word: Word) -> Finding:
+def _unknown(document: Document, schema: Schema, entry: Entry, word: Word) -> Problem:
     """A key that some source around the release refuses, or that none shows."""
     parent = entry.parent or "the top level"
     target, last = meaning(schema, entry.parent, entry.name), schema.last_release_with(entry.path)
@@ -280,7 +280,7 @@ def _unknown(document: Document, schema: Schema, entry: Entry, word: Word) -> Fi
     if word.taken:
         message = f"{entry.path} in {schema.version}: {word.releases}{told}"
         remedy = f"write {target.path}" if target is not None and "to" in renamed else ""
-        return Finding("TS-LINT-VERSION-UNCERTAIN", "warning", entry.path, message, remedy)
+        return Problem("TS-LINT-VERSION-UNCERTAIN", "warning", entry.path, message, remedy)
     remedy, fix = _remedy(schema, entry, target, last)
     code = "TS-LINT-UNKNOWN-KEY" if word.settled else "TS-LINT-KEY-UNCERTAIN"
     severity = _severity(word)
@@ -308,7 +308,7 @@ def _unknown(document: Document, schema: Schema, entry: Entry, word: Word) -> Fi
             severity = "warning"
     if not word.settled and code != "TS-LINT-KEY-UNCERTAIN":
         message += f"; {unread}"
-    return Finding(code, severity, entry.path, message, remedy, fix)
+    return Problem(code, severity, entry.path, message, remedy, fix)
 
 
 def targets(document: Document, schema: Schema) -> dict[str, str]:

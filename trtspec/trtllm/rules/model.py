@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from trtspec.checkpoint import published
 from trtspec.checkpoint.heads.pairing import pair_problems
 from trtspec.checkpoint.hub import same_checkpoint
+from trtspec.errors import Problem
 from trtspec.planning.layout import format_refusal, layout_refusals
 from trtspec.trtllm.deployment import (
     MODEL_KEYS,
     SPEC,
     Deployment,
-    Finding,
     decoding_type,
     eagle3,
     head_in,
@@ -26,7 +27,7 @@ ENGINE = "trtllm"  # of the parsers of a family
 CAPTURE = f"{SPEC}.{eagle3().capture}"
 
 
-def names(document: Document, deployment: Deployment) -> Iterator[Finding]:
+def names(document: Document, deployment: Deployment) -> Iterator[Problem]:
     """Checkpoints that only the file names."""
     for key in (*MODEL_KEYS, "model"):
         written = document.get(key)
@@ -35,13 +36,13 @@ def names(document: Document, deployment: Deployment) -> Iterator[Finding]:
             and written
             and (problem := name_problem(written, deployment.here))
         ):
-            yield Finding.of(problem, key)
+            yield replace(problem, where=key)
 
 
 LAYOUT = {"tp_size": "tensor_parallel_size", "ep_size": "moe_expert_parallel_size"}
 
 
-def layout(document: Document, deployment: Deployment) -> Iterator[Finding]:
+def layout(document: Document, deployment: Deployment) -> Iterator[Problem]:
     """Parallel sizes over which the target does not spread, as build-config refuses them."""
     ranks, target = deployment.size(document, LAYOUT["tp_size"]), deployment.target
     if not ranks or target is None:
@@ -50,19 +51,19 @@ def layout(document: Document, deployment: Deployment) -> Iterator[Finding]:
     for problem in layout_refusals(
         target, ranks, deployment.size(document, LAYOUT["ep_size"], 1), attention_dp
     ):
-        yield Finding.of(problem, LAYOUT.get(problem.where, ""))
+        yield replace(problem, where=LAYOUT.get(problem.where, ""))
 
 
-def weight_format(document: Document, deployment: Deployment) -> Iterator[Finding]:
+def weight_format(document: Document, deployment: Deployment) -> Iterator[Problem]:
     """Weights that TensorRT-LLM does not load on this GPU."""
     refused = (
         format_refusal(deployment.target, deployment.gpu) if deployment.target is not None else None
     )
     if refused is not None:
-        yield Finding.of(refused, "")
+        yield replace(refused, where="")
 
 
-def reasoning_parser(document: Document, deployment: Deployment) -> Iterator[Finding]:
+def reasoning_parser(document: Document, deployment: Deployment) -> Iterator[Problem]:
     key, target = "reasoning_parser", deployment.target
     written = deployment.setting(document, key)
     if target is None or written in (None, "auto"):
@@ -77,28 +78,28 @@ def reasoning_parser(document: Document, deployment: Deployment) -> Iterator[Fin
         if document.has(key) and right is not None
         else None
     )
-    yield Finding("TS-LINT-WRONG-PARSER", "error", key, message, fix=fix)
+    yield Problem("TS-LINT-WRONG-PARSER", "error", key, message, fix=fix)
 
 
-def tool_parser(document: Document, deployment: Deployment) -> Iterator[Finding]:
+def tool_parser(document: Document, deployment: Deployment) -> Iterator[Problem]:
     key, target = "--tool_parser", deployment.target
     written = (deployment.options or {}).get("tool_parser")
     if target is None or written in (None, "auto", target.family.tool_parser):
         return
     right = target.family.tool_parser
     message = f"{key} {written}: tool calls of this model stay in the text, without an error"
-    yield Finding("TS-LINT-WRONG-TOOL-PARSER", "error", key, message, f"pass {key} {right}")
+    yield Problem("TS-LINT-WRONG-TOOL-PARSER", "error", key, message, f"pass {key} {right}")
 
 
-def head_use(document: Document, deployment: Deployment) -> Iterator[Finding]:
+def head_use(document: Document, deployment: Deployment) -> Iterator[Problem]:
     written, given = head_in(document), deployment.head_name
     if written and given and decoding_type(document) and not same_checkpoint(written, given):
         key = next(key for key in MODEL_KEYS if document.has(key))
         message = f"the file names the head {written}, the command {given}"
-        yield Finding("TS-LINT-HEAD-DIFFERS", "warning", key, message)
+        yield Problem("TS-LINT-HEAD-DIFFERS", "warning", key, message)
 
 
-def capture_layers(document: Document, deployment: Deployment) -> Iterator[Finding]:
+def capture_layers(document: Document, deployment: Deployment) -> Iterator[Problem]:
     head, target, method = deployment.head, deployment.target, method_of(document)
     if head is None or target is None or method is None or not method.reads_target:
         return
@@ -110,7 +111,7 @@ def capture_layers(document: Document, deployment: Deployment) -> Iterator[Findi
         message += f"{', '.join(map(str, default))}: acceptance near 0 on a healthy server"
         remedy = f"add `eagle3_layers_to_capture: [{trained}]`"
         fix = partial(add_key, path=CAPTURE, value=list(wanted))
-        yield Finding("TS-LINT-CAPTURE-LAYERS-MISSING", "error", CAPTURE, message, remedy, fix)
+        yield Problem("TS-LINT-CAPTURE-LAYERS-MISSING", "error", CAPTURE, message, remedy, fix)
     elif isinstance(written, list) and sorted(written) != sorted(wanted):
         message = (
             f"eagle3_layers_to_capture {written} is not what the head was trained on ({trained})"
@@ -118,12 +119,12 @@ def capture_layers(document: Document, deployment: Deployment) -> Iterator[Findi
         if sorted(written) == sorted(layer + 1 for layer in wanted):
             message += "; these are layer inputs as vLLM counts them, one above the outputs that this engine counts"
         fix = partial(set_value, path=CAPTURE, value=list(wanted))
-        yield Finding(
+        yield Problem(
             "TS-LINT-CAPTURE-LAYERS-WRONG", "error", CAPTURE, message, f"write [{trained}]", fix
         )
 
 
-def pair(document: Document, deployment: Deployment) -> Iterator[Finding]:
+def pair(document: Document, deployment: Deployment) -> Iterator[Problem]:
     """What the head and the target must agree on; the problems of `trtspec inspect`, judged for this parallelism."""
     if deployment.head is None or deployment.target is None:
         return
@@ -131,13 +132,7 @@ def pair(document: Document, deployment: Deployment) -> Iterator[Finding]:
     ranks = 1 if attention_dp else deployment.size(document, "tensor_parallel_size", 1)
     ids = {"head_id": deployment.head_name or None, "target_id": deployment.target_name or None}
     for problem in pair_problems(deployment.head, deployment.target, tp_size=ranks, **ids):
-        yield Finding(
-            problem.code,
-            problem.severity,
-            SPEC,
-            problem.message,
-            f"{problem.where}: {problem.remedy}",
-        )
+        yield replace(problem, where=SPEC, remedy=f"{problem.where}: {problem.remedy}")
 
 
 RULES = (

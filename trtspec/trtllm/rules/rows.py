@@ -9,7 +9,7 @@ from typing import Any
 
 from trtspec.errors import SEVERITIES, Problem, Severity
 from trtspec.specs import HeadSpec, ModelSpec
-from trtspec.trtllm.deployment import Deployment, Finding, Fix, method_of
+from trtspec.trtllm.deployment import Deployment, Fix, method_of
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 from trtspec.trtllm.rules.speculation import schedule_reaches_zero
 from trtspec.trtllm.schema import UNKNOWN, Rule, Schema, releases, schema_for
@@ -52,7 +52,7 @@ def facts(document: Document, deployment: Deployment) -> dict[str, Any]:
     return found
 
 
-def check_rows(document: Document, deployment: Deployment) -> Iterator[Finding]:
+def check_rows(document: Document, deployment: Deployment) -> Iterator[Problem]:
     schema, known = deployment.schema, facts(document, deployment)
 
     def holds(conditions: Mapping[str, Any]) -> bool:
@@ -68,11 +68,11 @@ def check_rows(document: Document, deployment: Deployment) -> Iterator[Finding]:
             return False  # the key itself is refused
         return holds(rule.when) and not (rule.unless and holds(rule.unless))
 
-    def finding(rule: Rule) -> Finding:
+    def finding(rule: Rule) -> Problem:
         key = next(iter(rule.when)) if rule.at is None else rule.at
         message, fix = f"{rule.message} ({rule.source})", _fix(document, rule)
         beside = tuple(written(rule))
-        return Finding(rule.code, rule.severity, key, message, rule.remedy, fix, beside=beside)
+        return Problem(rule.code, rule.severity, key, message, rule.remedy, fix, beside=beside)
 
     for name, states in schema.rules.items():
         spoken = [finding(rule) for rule in states if rule is not None and applies(rule)]
@@ -93,7 +93,11 @@ def support_problems(
     document = Document.parse("speculative_config: {decoding_type: Eagle}" if head else "{}")
     findings = check_rows(document, Deployment(schema, target, head=head))
     where = f"TensorRT-LLM {schema.version}"
-    return [each.problem(where) for each in findings if each.code.endswith(SUPPORT)]
+    return [
+        replace(each, where=f"{where} {each.where}", fix=None)
+        for each in findings
+        if each.code.endswith(SUPPORT)
+    ]
 
 
 def first_release(target: ModelSpec, head: HeadSpec) -> str | None:

@@ -7,15 +7,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trtspec.errors import Severity
-from trtspec.trtllm.deployment import LENGTH, SPEC, Deployment, Finding, eagle3, method_of
+from trtspec.errors import Problem, Severity
+from trtspec.trtllm.deployment import LENGTH, SPEC, Deployment, eagle3, method_of
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.schema import Schema
 
 SCHEDULE = f"{SPEC}.draft_len_schedule"
 
 
-def method_for_kimi(document: Document, deployment: Deployment) -> Iterator[Finding]:
+def method_for_kimi(document: Document, deployment: Deployment) -> Iterator[Problem]:
     """Ways to speculate that do not run with a Kimi, or that nobody has run."""
     key, method = f"{SPEC}.decoding_type", method_of(document)
     if (
@@ -29,10 +29,10 @@ def method_for_kimi(document: Document, deployment: Deployment) -> Iterator[Find
         f"use an Eagle3 head: `decoding_type: {eagle3().spellings[0]}`",
     )
     if method.kimi["runs"] == "no":
-        yield Finding(method.kimi["code"], "error", key, why, remedy)
+        yield Problem(method.kimi["code"], "error", key, why, remedy)
     else:
         message = f"{method.name} with a Kimi: {why}"
-        yield Finding("TS-LINT-UNTESTED", "warning", key, message)
+        yield Problem("TS-LINT-UNTESTED", "warning", key, message)
 
 
 def schedule_of(document: Document) -> dict[int, int] | None:
@@ -45,7 +45,7 @@ def schedule_of(document: Document) -> dict[int, int] | None:
     return written
 
 
-def schedule(document: Document, deployment: Deployment) -> Iterator[Finding]:
+def schedule(document: Document, deployment: Deployment) -> Iterator[Problem]:
     """What a release wants of the values of a schedule, and on which side of a batch size its keys are."""
     schedule, schema = schedule_of(document), deployment.schema
     meanings = schema.behaviours["draft_len_schedule"]
@@ -55,7 +55,7 @@ def schedule(document: Document, deployment: Deployment) -> Iterator[Finding]:
         either = " or ".join(meaning["bounds"] for meaning in meanings)
         message = f"the keys of the schedule are {either} bounds of the batch size (changed "
         message += f"{schema.intervals['draft_len_schedule']})"
-        yield Finding("TS-LINT-SCHEDULE-MEANING", "warning", SCHEDULE, message)
+        yield Problem("TS-LINT-SCHEDULE-MEANING", "warning", SCHEDULE, message)
     longest, lengths = document.get(LENGTH), schedule.values()
     if (
         min(schedule) < 1
@@ -65,7 +65,7 @@ def schedule(document: Document, deployment: Deployment) -> Iterator[Finding]:
         message = (
             f"batch sizes start at 1 and draft lengths lie between 0 and max_draft_len ({longest})"
         )
-        yield Finding(
+        yield Problem(
             "TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, "correct the entries out of range"
         )
     for meaning in meanings:
@@ -73,7 +73,7 @@ def schedule(document: Document, deployment: Deployment) -> Iterator[Finding]:
         if isinstance(longest, int) and schedule.get(key) != longest:
             severity: Severity = "error" if len(meanings) == 1 else "warning"
             message = f"key {key} must have the value of max_draft_len, {longest}"
-            yield Finding("TS-LINT-BAD-SCHEDULE", severity, SCHEDULE, message)
+            yield Problem("TS-LINT-BAD-SCHEDULE", severity, SCHEDULE, message)
 
 
 def schedule_reaches_zero(document: Document, deployment: Deployment) -> bool:
@@ -99,7 +99,7 @@ def reuse_blinds_draft(schema: Schema, manager: Any = None) -> Mapping[str, Any]
     return {} if mended else schema.behaviour("prefix_reuse_blinds_draft")
 
 
-def prefix_reuse(document: Document, deployment: Deployment) -> Iterator[Finding]:
+def prefix_reuse(document: Document, deployment: Deployment) -> Iterator[Problem]:
     """A reused prefix hides from the draft where it has a cache manager of its own, except under cache manager V2 of a
     release that fixed it."""
     method, separate = (
@@ -132,7 +132,7 @@ def prefix_reuse(document: Document, deployment: Deployment) -> Iterator[Finding
     if fixed := deployment.schema.behaviour("draft_kv_reuse_v2"):
         remedy = f"write `use_kv_cache_manager_v2: true`, which fixes this ({fixed['source']}), or {remedy[6:]}"
     # who writes it has decided; who leaves it out may not know that it is on
-    yield Finding(
+    yield Problem(
         "TS-LINT-PREFIX-REUSE", "info" if document.has(REUSE) else "warning", REUSE, message, remedy
     )
 
