@@ -131,7 +131,7 @@ def stub() -> str:
     from trtspec.records import fields_of, record_of
 
     lines = [
-        "# Written by tools/generate.py; edit the records of trtspec/cli instead.",
+        "# Written by tools/generate.py; edit the records of the commands instead.",
         "from collections.abc import Mapping, Sequence",
         "from pathlib import Path",
         "from typing import Any, Literal",

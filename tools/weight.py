@@ -20,7 +20,12 @@ FREE = (
 )  # fmt: skip
 DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 SINGLE_FILE_ROOMS = ("calibrate", "vllm")
-MADE_BY_TOOLS = ("trtspec/data/kernels", "trtspec/data/kimi-nano", "trtspec/trtllm/snapshots")
+MADE_BY_TOOLS = (
+    "trtspec/__init__.pyi",
+    "trtspec/data/kernels",
+    "trtspec/data/kimi-nano",
+    "trtspec/trtllm/snapshots",
+)
 
 
 def main() -> None:

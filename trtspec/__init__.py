@@ -11,7 +11,7 @@ from __future__ import annotations
 from pkgutil import resolve_name
 from typing import Any
 
-COMMANDS = ["build_config", "convert", "doctor", "explain", "inspect", "plan", "quantize"]
+COMMANDS = ["build_config", "convert", "doctor", "explain", "inspect", "plan", "quantize", "train"]
 OTHERS = {
     "Engine": "trtspec.engine.engine:Engine",
     "Result": "trtspec.report:Result",

@@ -1,4 +1,4 @@
-# Written by tools/generate.py; edit the records of trtspec/cli instead.
+# Written by tools/generate.py; edit the records of the commands instead.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -111,6 +111,47 @@ def quantize(
     force: bool = False,
 ) -> Result:
     """Convert BF16, FP8-block or INT4 weights to NVFP4, keeping the names and files of the hub."""
+
+def train(
+    output: str | Path,
+    *,
+    attention: Literal['mha', 'mla'] = 'mla',
+    eagle: Literal['3', '3.1'] = '3',
+    draft_vocab_size: int | None = None,
+    intermediate_size: int | None = None,
+    aux_layers: str | float | Sequence[float] | None = None,
+    ttt_steps: int = 3,
+    ttt_decay: float = 0.9,
+    answer_only: bool = False,
+    epochs: int = 3,
+    steps: int | None = None,
+    batch_size: int = 8,
+    accumulation: int = 1,
+    seq_len: int = 2048,
+    lr: float | None = None,
+    schedule: Literal['cosine', 'constant'] = 'cosine',
+    warmup: float = 0.05,
+    weight_decay: float = 0.0,
+    grad_clip: float = 1.0,
+    precision: Literal['auto', 'bf16', 'fp32'] = 'auto',
+    seed: int = 0,
+    held_out: float = 0.05,
+    eval_every: int | None = None,
+    target: str | Path | None = None,
+    data: str | Path | Sequence[str | Path] = (),
+    init: str | Path | None = None,
+    features: str | Path = 'auto',
+    config: str | Path | None = None,
+    save_every: int = 100,
+    max_time: float | None = None,
+    device: str | Path = 'cpu',
+    acceptance_prompts: int = 48,
+    gpu: Literal['b200', 'b300', 'gb200', 'gb300', 'h100', 'h200'] = 'b200',
+    dry_run: bool = False,
+    restart: bool = False,
+    force: bool = False,
+) -> Result:
+    """Train an Eagle3 draft head with ModelOpt on answers written by the target itself."""
 
 def lint(
     config: Mapping[str, Any] | str | Path,

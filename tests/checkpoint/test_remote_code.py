@@ -14,7 +14,7 @@ from trtspec.checkpoint.hub import resolve
 from trtspec.checkpoint.remote_code import read_code
 from trtspec.data_files import kimi_nano_dir
 from trtspec.launch.options import ServeOptions
-from trtspec.trtllm.serve.start import plan_engine
+from trtspec.verbs.serve import plan_engine
 from trtspec.vllm import plan_vllm
 
 CODE = "print('ran')\n"

@@ -99,7 +99,7 @@ def test_a_fault_of_meaning_is_found_and_refused(tmp_path, whole, spoil, severit
 
 
 def test_check_reads_no_answer_with_a_foreign_tokenizer(tmp_path, whole):
-    from trtspec.cli.check import _tokenizer
+    from trtspec.verbs.check import _tokenizer
 
     path = shutil.copytree(whole, tmp_path / "target")
     assert isinstance(_tokenizer(str(path)), KimiTokenizer)

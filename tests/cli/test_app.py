@@ -140,7 +140,7 @@ def test_an_interrupt_of_a_running_command_exits_with_130(monkeypatch: pytest.Mo
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trtspec.cli.doctor.examine", interrupted)
+    monkeypatch.setattr("trtspec.verbs.doctor.examine", interrupted)
     assert trtspec("doctor").status == 130
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import Done, program, succeeded, trtspec
-from trtspec.cli.doctor import FORCED, package_state
+from trtspec.verbs.doctor import FORCED, package_state
 
 
 def run(**environment: str) -> Done:

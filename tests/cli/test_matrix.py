@@ -198,7 +198,8 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
         demo.evidence = {"sentence": "", "ok": True}
 
     for function, replacement in {
-        "cli.train._train": handing(finished), "launch.preflight.launch": launch, "cli.serve._run": handing(None),
+        "verbs.train.train_and_measure": handing(finished), "launch.preflight.launch": launch,
+        "verbs.serve.serve_reference": handing(None),
         "cli.watch._watch_on": watch_on, "bench.watch.Watch.read": read,
         "bench.prove.prove": handing(CheckFailed("begun")), "cli.demo.Demo.all_stages": all_stages,
     }.items():  # fmt: skip

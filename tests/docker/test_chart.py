@@ -32,7 +32,7 @@ from trtspec.records import checked, parse
 from trtspec.trtllm.build import build_named
 from trtspec.trtllm.intent import Intent, parse_intent
 from trtspec.trtllm.serve.front import read_front
-from trtspec.trtllm.serve.start import plan_engine
+from trtspec.verbs.serve import plan_engine
 
 helm_python = pytest.importorskip("helm_python")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")

@@ -12,7 +12,7 @@ from tests.command_line import problem_codes, trtspec
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.errors import CheckFailed
 from trtspec.launch.options import ServeOptions
-from trtspec.trtllm.serve.start import plan_engine
+from trtspec.verbs.serve import plan_engine
 
 CASES = table(__file__)
 

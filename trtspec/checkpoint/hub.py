@@ -71,6 +71,13 @@ class Resolved:
         here = self.path is not None and any(self.path.glob("*.safetensors"))
         return self.path if here else None
 
+    @property
+    def directory(self) -> Path:
+        """The directory whose tensors are to be read. Raises UsageError if they are not on this machine."""
+        if self.path is None or (self.hub_id and self.weights is None):
+            raise UsageError(f"the weights of {self.name} are not on this machine", self.fetch)
+        return self.path
+
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """By its headers, which are read once: of the directory, else on the hub.

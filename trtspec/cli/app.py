@@ -182,7 +182,7 @@ def _open_missing_streams() -> None:
 
 def _missing(module: str) -> TrtspecError:
     """The smallest extra of trtspec that brings the module."""
-    from trtspec.cli.doctor import package_state
+    from trtspec.verbs.doctor import package_state
 
     package = module.partition(".")[0].replace("_", "-")
     extras, _ = package_state()

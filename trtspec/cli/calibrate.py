@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from trtspec.cli.options import OutputFlags, PolicyOption, SourceArgument, directory_of
 from trtspec.machine import check_device
 from trtspec.records import JsonOption, argument, fill, option
 from trtspec.report import Result, progress_bar, value_table
+from trtspec.verbs.options import OutputFlags, PolicyOption, SourceArgument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +38,12 @@ def calibrate(options: CalibrateOptions) -> Result:
     Texts are processed layer by layer, so one machine calibrates a model of any size. An interrupted run resumes with
     the layer it stopped in. Use the result with `trtspec quantize SRC -o OUT --input-scales FILE`.
     """
-    from trtspec.cli.doctor import require
+    from trtspec.checkpoint.hub import resolve
+    from trtspec.verbs.doctor import require
 
     require("calibrate")
     check_device(options.device)
-    path = directory_of(options.source)
+    path = resolve(options.source).directory
     import torch  # only now: it takes seconds
 
     from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint

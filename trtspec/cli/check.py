@@ -2,104 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+import asyncio
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from trtspec import report
 from trtspec.bench.check.kinds import CODES
-from trtspec.cli.options import WaitReadyOption, request_limits_of
 from trtspec.client.addresses import server_url
-from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError, as_typed
-from trtspec.foreign import PlainName
-from trtspec.records import ForceOption, JsonOption, Mode, Modes, Needs, argument, checked, option
+from trtspec.client.client import remedy_for
+from trtspec.errors import CheckFailed, Problem, UsageError, as_typed
+from trtspec.records import checked
 from trtspec.report import Result
+from trtspec.verbs.check import AGAINST, ALONE, SCORE, CheckOptions, run_check
 
 if TYPE_CHECKING:
-    from trtspec.bench.check.asking import Asker
-    from trtspec.bench.check.prompts import Prompts
     from trtspec.bench.check.rows import CheckVerdict
-    from trtspec.checkpoint.tokenizer import KimiTokenizer
-    from trtspec.client.exchange import Exchange
 
-ALONE = Mode("`check` without --score", "`check` without --score")
-SCORE = Mode("--score", "--score")
-SIZES = ("dataset", "samples", "max_tokens", "context_tokens")  # options that decide the requests
-MAIN = "the URL"  # of the server whose answers are recorded
-LIMIT = 4096  # tokens of prompt and answer, if the server names no limit
 MARKS = {"pass": "pass", "fail": "FAIL", "unmeasured": "-"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckOptions:
-    url: Annotated[str, argument("Endpoint to check, or with --score the one without speculation.")]
-    record: Annotated[
-        Path | None,
-        option(
-            "Save the answers of URL to this file, to be judged later. Continues an interrupted run."
-        ),
-    ] = None
-    score: Annotated[
-        Path | None,
-        option(
-            "Judge this recording of the speculating server; URL serves the model without speculation."
-        ),
-    ] = None
-    against: Annotated[
-        str | None,
-        option("URL that serves the model without speculation and scores at once."),
-        Modes(ALONE),
-    ] = None
-    min_acceptance: Annotated[float | None, option("Minimum tokens per step.", group="Verdict")] = (
-        None
-    )
-    exact: Annotated[
-        bool, option("Both servers compute in float32: every difference fails.", group="Verdict"),
-        Needs("score", "against"),
-    ] = False  # fmt: skip
-    accept_unmeasured: Annotated[
-        tuple[str, ...], option("Row that may stay unmeasured; repeatable.", group="Verdict")
-    ] = ()
-    dataset: Annotated[str, option("Questions, as for bench.", group="Requests"), Modes(ALONE)] = (
-        "nano"
-    )
-    samples: Annotated[int, option("Questions.", min=1, group="Requests"), Modes(ALONE)] = 20
-    max_tokens: Annotated[
-        int, option("Maximum tokens per answer.", min=8, group="Requests"), Modes(ALONE)
-    ] = 128
-    context_tokens: Annotated[
-        int,
-        option(
-            "Tokens of the long prompts; one more is near the server's limit.",
-            min=1,
-            group="Requests",
-        ),
-        Modes(ALONE),
-    ] = 1024
-    concurrency: Annotated[
-        int,
-        option("Requests in flight; one part asks four times as many.", min=1, group="Requests"),
-    ] = 4
-    timeout: Annotated[
-        float, option("Seconds allowed for one answer.", min=0.001, group="Requests")
-    ] = 120.0
-    wait_ready: WaitReadyOption = 0.0
-    model: Annotated[
-        str | None,
-        option("Model name.", default="the first one the server lists", group="Requests"),
-    ] = None
-    tokenizer: Annotated[
-        str | None,
-        option(
-            "Tokenizer of the target: a directory or a hub id.",
-            default="the model's name",
-            group="Requests",
-        ),
-    ] = None
-    force: Annotated[ForceOption, Needs("record")] = False
-    json_: JsonOption = False
 
 
 def check(options: CheckOptions) -> Result:
@@ -108,8 +28,6 @@ def check(options: CheckOptions) -> Result:
     Record the speculating server, then let the server without speculation score what it said. The last line is the
     verdict: SAFE (status 0), NOT SAFE, or NOT PROVEN with what could not be measured (both 3).
     """
-    import asyncio
-
     options = checked(options, SCORE if options.score else ALONE)
     if unknown := set(options.accept_unmeasured) - CODES.keys():
         raise UsageError(
@@ -117,44 +35,27 @@ def check(options: CheckOptions) -> Result:
             f"the rows are {', '.join(CODES)}",
         )
     if options.against:
-        server_url(options.against, "--against")  # before anything is asked
+        server_url(options.against, AGAINST)  # before anything is asked
     if options.record is not None:
         report.refuse_input(options.record, options.score)
         report.refuse_existing(options.record, options.force, "recording.jsonl")
-    return asyncio.run(_check(options))
-
-
-async def _check(options: CheckOptions) -> Result:
-    import time
-
-    from trtspec.bench.check.rows import CheckVerdict, answers, coverage, judge
-    from trtspec.client.client import remedy_for
-
-    began = time.monotonic()
-    with report.progress_bar("asking", None, "requests") as bar:
-        got, plain, askers = await _exchanges(options, bar)
-    cost = {
-        "requests": sum(asker.requests for asker in askers),
-        "tokens": sum(asker.tokens for asker in askers),
-        "seconds": round(time.monotonic() - began, 1),
-    }
-    if options.record and not options.score and options.against is None:
-        failed = sum(bool(look.fault) for look in answers(got))
+    outcome = asyncio.run(run_check(options))
+    cost, verdict = outcome.cost, outcome.verdict
+    if verdict is None:
         lines = [
-            f"{_cost(cost)}; {failed} without an answer",
-            f"recorded {len(got)} answers in {options.record}",
+            f"{_cost(cost)}; {outcome.failed} without an answer",
+            f"recorded {outcome.answered} answers in {options.record}",
             f"next: trtspec check URL --score {options.record}, with the URL of the server without speculation",
         ]
-        return Result({"recorded": str(options.record), "failed": failed, **cost}, lines=lines)
-    rows = judge(got, plain, min_acceptance=options.min_acceptance, exact=options.exact)
-    verdict = CheckVerdict(rows=tuple(rows), accepted=frozenset(options.accept_unmeasured))
+        values = {"recorded": str(options.record), "failed": outcome.failed, **cost}
+        return Result(values, lines=lines)
     problems = []
-    for row in (row for row in rows if row.faults):
+    for row in (row for row in verdict.rows if row.faults):
         code, fault = CODES[row.name], row.faults[0]
         remedy = remedy_for(fault, f"trtspec explain {code}")
         problems.append(Problem(code, "error", row.name, fault, remedy))
-    results = [asdict(row) for row in rows]
-    covered = coverage(got, rows)
+    results = [asdict(row) for row in verdict.rows]
+    covered = outcome.covered
     values = {"verdict": verdict.word, "message": verdict.line, "covered": covered, "results": results, **cost,
               "problems": [problem.to_dict() for problem in problems]}  # fmt: skip
     remedy = (
@@ -168,110 +69,6 @@ async def _check(options: CheckOptions) -> Result:
     return Result(
         values, lines=[*_lines(verdict), covered, _cost(cost), verdict.line], failure=failure
     )
-
-
-async def _exchanges(
-    options: CheckOptions, bar: report.Bar
-) -> tuple[list[Exchange], list[Exchange], list[Asker]]:
-    """What users get, what the server without speculation answered ([] without one), and who asked."""
-    from trtspec.bench.check.asking import record, require_plain, score_answers
-    from trtspec.client.exchange import read_recording, to_line
-
-    recorded = read_recording(options.score) if options.score else None
-    got: list[Exchange] = []
-    plain: list[Exchange] = []
-    askers: list[Asker] = []
-    async with AsyncExitStack() as servers:
-        asker = await servers.enter_async_context(_asking(options, options.url, MAIN, bar))
-        askers.append(asker)
-        if recorded is not None:
-            got, plain = await score_answers(asker, recorded)
-        elif options.against is None:
-            got = await record(asker, _prompts(options, asker))
-        else:
-            other = await servers.enter_async_context(
-                _asking(options, options.against, "--against", bar)
-            )
-            askers.append(other)
-            prompts = _prompts(options, asker)
-            await require_plain(other, [prompts.raw("text 0", "text", prompts.texts[0])])
-            got = await record(asker, prompts)
-            got, plain = await score_answers(other, got)
-        if options.record and asker.journal:
-            recording = got if recorded is None else plain
-            report.write_atomic(options.record, b"".join(map(to_line, recording)))
-            asker.journal.path.unlink()
-    return got, plain, askers
-
-
-def _prompts(options: CheckOptions, asker: Asker) -> Prompts:
-    """What is asked of this server. `withheld`: what its release or its target does not take."""
-    from trtspec.bench.check.prompts import Prompts
-    from trtspec.bench.questions.datasets import load_dataset
-    from trtspec.checkpoint.chat_parser import THINK_END
-    from trtspec.checkpoint.tokenizer import read_optional
-
-    ending = request_limits_of(asker.server).get("end_engine", ())
-    withheld = dict.fromkeys(ending, "ends this release of the server")
-    if "vision_config" not in read_optional(asker.tokenizer.directory / "config.json"):
-        withheld["picture"] = "the target has no vision tower"
-    if THINK_END not in asker.tokenizer.template.source:
-        withheld["reasoning"] = "the target does not think"
-    return Prompts(
-        tokenizer=asker.tokenizer, questions=load_dataset(options.dataset).questions, samples=options.samples,
-        max_tokens=options.max_tokens, context=options.context_tokens, limit=asker.server.context or LIMIT,
-        ids=asker.server.adapter.ids, withheld=withheld,
-    )  # fmt: skip
-
-
-@asynccontextmanager
-async def _asking(
-    options: CheckOptions,
-    url: str,
-    what: str,
-    bar: report.Bar,
-) -> AsyncIterator[Asker]:
-    """One server to ask; `what` names its URL in errors. MAIN's answers are kept beside the recording as they come."""
-    from trtspec.bench.check.asking import CROWD, Asker
-    from trtspec.checkpoint.writer import Journal
-    from trtspec.client.client import new_client, wait_ready
-    from trtspec.client.servers import detect_server
-
-    address = server_url(url, what)
-    if options.wait_ready:
-        await wait_ready(address, options.wait_ready)
-    async with new_client(address, CROWD * options.concurrency) as client:
-        server = await detect_server(client, options.model if what == MAIN else None)
-        target = options.tokenizer or server.model
-        asker = Asker(client=client, server=server, tokenizer=_tokenizer(target), concurrency=options.concurrency,
-                      timeout=options.timeout, bar=bar)  # fmt: skip
-        file = options.record
-        if file is None or what != MAIN:
-            yield asker
-            return
-        journal = file.with_name(PlainName(f"{file.name}.part"))
-        remedy = f"ask the same server as before, or remove {journal} to start over"
-        header = {name: getattr(options, name) for name in SIZES}
-        header["tokenizer"] = target
-        with Journal(journal, header, remedy=remedy) as opened:
-            asker.use(opened)
-            yield asker
-
-
-def _tokenizer(name: str) -> KimiTokenizer:
-    from trtspec.checkpoint.hub import resolve
-    from trtspec.checkpoint.tokenizer import KimiTokenizer
-    from trtspec.checkpoint.tokenizer_problems import require_tokenizer
-
-    try:
-        path = resolve(name, weights=False).path
-        if path is None:
-            raise UsageError(f"{name} is not in the hub cache", "")
-        require_tokenizer(path)
-        return KimiTokenizer(path)
-    except TrtspecError as error:
-        remedy = "name the target with --tokenizer: a directory, or a hub id"
-        raise UsageError(f"no tokenizer of {name} is here ({error.message})", remedy) from None
 
 
 def _lines(verdict: CheckVerdict) -> Iterator[str]:

@@ -56,7 +56,7 @@ def demo(options: DemoOptions) -> None:
     inspect, quantize, synthesize, train, bench, prove, build-config, lint, serve. Takes about seven minutes on two
     cores.
     """
-    from trtspec.cli.doctor import require
+    from trtspec.verbs.doctor import require
 
     require("demo")
     prepare(options.output, options.force)

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
-from trtspec.cli.options import directory_of
-from trtspec.errors import Problem, UsageError, check_failure, errors_in
+from trtspec.errors import UsageError, check_failure, errors_in
 from trtspec.records import JsonOption, Mode, Modes, argument, checked, option
 from trtspec.report import Result, Table, value_table
-
-if TYPE_CHECKING:
-    from trtspec.checkpoint.describe import CheckpointReport
-    from trtspec.checkpoint.heads.read import HeadComparison
-    from trtspec.checkpoint.hub import Resolved
-    from trtspec.checkpoint.published import PublishedHead
-    from trtspec.quant.verify import CheckpointComparison
-    from trtspec.specs import HeadSpec
-
-COMPARED = 64  # tensors that are compared with a source where nobody says how many
 
 TARGET = Mode("`inspect TARGET`", "`inspect TARGET`")
 HEAD = Mode("`inspect HEAD`", "`inspect HEAD`")
@@ -65,6 +54,7 @@ def inspect(options: InspectOptions) -> Result:
     from trtspec.checkpoint.hub import resolve
     from trtspec.checkpoint.published import PublishedHead
     from trtspec.specs import HeadSpec
+    from trtspec.verbs.inspect import compare_derived, compare_pair, first_releases
 
     resolved = resolve(options.path, weights=False)
     read = (
@@ -99,68 +89,6 @@ def inspect(options: InspectOptions) -> Result:
     return Result(
         values, problems, _tables(options.path, values, report.known), ["", *clean], wrong
     )
-
-
-def first_releases(record: PublishedHead, head: HeadSpec) -> dict[str, str | None]:
-    """The oldest release of each engine that serves a published head with its target."""
-    from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES
-    from trtspec.checkpoint.hub import load_target
-    from trtspec.data_files import load_yaml
-    from trtspec.trtllm.rules.rows import first_release
-
-    trtllm, vllm = ENGINES["trtllm"], ENGINES["vllm"]
-    found = {trtllm.title: first_release(load_target(record.targets[-1]).spec, head)}
-    if vllm.name in record.published_on or DIALECTS[head.dialect].served_by(vllm, head):
-        found[vllm.title] = load_yaml("vllm.yaml")["oldest"]
-    return found
-
-
-def compare_pair(
-    values: dict[str, Any],
-    problems: list[Problem],
-    report: CheckpointReport,
-    resolved: Resolved,
-    other: Resolved,
-) -> tuple[dict[str, Any], list[Problem]]:
-    """A head against its target; a draft of another type has nothing to compare. Layers that look shifted are an
-    error."""
-    from trtspec.checkpoint.heads import pairing
-    from trtspec.checkpoint.heads.read import read_head
-    from trtspec.checkpoint.heads.shapes import canonical_names
-    from trtspec.checkpoint.values import embedding_problems
-
-    if report.spec is None:
-        return values, problems
-    target = other.target_spec()
-    checkpoint = resolved.checkpoint if resolved.weights else None
-    head = read_head(checkpoint)[0] if checkpoint is not None else resolved.head_spec()
-    more = pairing.pair_problems(head, target, head_id=resolved.name, target_id=other.name)
-    more = [replace(one, severity="error") if one.code == pairing.SHIFTED else one for one in more]
-    more += pairing.learned_problems(resolved, other)
-    more += pairing.config_problems(resolved.config(), other.config())
-    if checkpoint is not None:
-        more += pairing.yarn_problems(head, target)
-        own = canonical_names(checkpoint.tensors).get("embed_tokens.weight")
-        if own and other.weights:
-            more += embedding_problems(checkpoint, own, other.checkpoint, target)
-    sizes = pairing.tensor_parallel_sizes(head)
-    return values | {"tensor_parallel_sizes": sizes}, pairing.reported_once(problems + more)
-
-
-def compare_derived(
-    kind: str, made: Resolved, source: Resolved, sample: int | None
-) -> HeadComparison | CheckpointComparison:
-    """A converted head against the head that it was made from, all bytes; a target against its source, tensor by
-    tensor."""
-    for each in (made, source):
-        directory_of(each)
-    if kind == "head":
-        from trtspec.checkpoint.heads.read import compare_heads
-
-        return compare_heads(made.checkpoint, source.checkpoint)
-    from trtspec.quant.verify import compare
-
-    return compare(made.target, source.checkpoint, COMPARED if sample is None else sample)
 
 
 def _tables(path: str, values: dict[str, Any], known: object) -> list[Table]:

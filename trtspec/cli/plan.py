@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from trtspec.cli.options import IntList
 from trtspec.planning.layout import LONGEST_DRAFT
 from trtspec.records import HeadOption, JsonOption, Needs, TargetArgument, option
 from trtspec.report import Result
 from trtspec.specs import Gpu
+from trtspec.verbs.options import IntList
 
 if TYPE_CHECKING:
     from trtspec.errors import Problem

@@ -7,7 +7,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from trtspec.cli.options import IntList, ThinkingOption
 from trtspec.errors import CheckFailed, UsageError, termination_as_interrupt
 from trtspec.records import (
     DryRunOption,
@@ -19,6 +18,7 @@ from trtspec.records import (
 )
 from trtspec.report import Result, versions
 from trtspec.specs import Gpu
+from trtspec.verbs.options import IntList, ThinkingOption
 
 if TYPE_CHECKING:
     from trtspec.bench.prove import ProveSetup
@@ -174,8 +174,8 @@ def _refuse_own_options(words: tuple[str, ...]) -> None:
 
 def _engine(backend: str) -> str | None:
     """Version of the engine that is installed here. Raises MissingDependency where it is not."""
-    from trtspec.cli.doctor import require
     from trtspec.trtllm.serve.command import PROGRAM, engine_version
+    from trtspec.verbs.doctor import require
     from trtspec.vllm import PROGRAM as VLLM
 
     if backend != "reference":

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from trtspec.cli.options import OutputFlags, PolicyOption, SourceArgument
 from trtspec.errors import check_failure
 from trtspec.machine import check_device
 from trtspec.records import JsonOption, fill, option
 from trtspec.report import Result, Table, progress_bar, value_table
+from trtspec.verbs.options import OutputFlags, PolicyOption, SourceArgument
 
 
 @dataclass(frozen=True, kw_only=True)

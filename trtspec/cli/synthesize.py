@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from trtspec.cli.options import ExtraBody, JsonObject, OutputFlags, WaitReadyOption
 from trtspec.errors import TrtspecError
 from trtspec.records import JsonOption, Needs, argument, fill, option
-from trtspec.report import (
-    Result,
-    file_sha256,
-    progress_bar,
-    provenance,
-    refuse_input,
-    value_table,
-    write_json,
-)
+from trtspec.report import Result, progress_bar, refuse_input, value_table
+from trtspec.verbs.options import ExtraBody, JsonObject, OutputFlags, WaitReadyOption
 
 if TYPE_CHECKING:
-    from trtspec.heads.synthesis import AnswerSampling, Prompt
-
-REASONS = ("empty", "noise", "loop", "cut off")
+    from trtspec.heads.synthesis import AnswerSampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +91,7 @@ def synthesize(options: SynthesizeOptions) -> Result:
         asyncio.run(wait_ready(server_url(options.base_url), options.wait_ready, headers=headers))
     with progress_bar("answers", len(chosen), "prompts") as bar:
         outcome = synthesis.synthesize(chosen, output, endpoint, sampling, options, bar)
-    quality, bad = judge_answers(outcome.rows)
+    quality, bad = synthesis.judge_answers(outcome.rows)
     summary = {
         "output": str(output),
         "prompts": len(chosen),
@@ -113,7 +102,11 @@ def synthesize(options: SynthesizeOptions) -> Result:
         "seconds": round(outcome.seconds, 2),
         "quality": quality,
     }
-    _record(options, chosen, sampling, outcome.server, summary | {"degenerate_rows": bad})
+    used = {"split": options.split, "samples": options.samples, "shard": options.shard}
+    found = summary | {"degenerate_rows": bad}
+    synthesis.write_provenance(
+        output, options.prompts, chosen, endpoint, sampling, outcome.server, used, found
+    )
     failure = None
     if outcome.failed:
         name, reason = next(iter(outcome.failed.items()))
@@ -141,46 +134,3 @@ def _dry_run(
         "resumes": resumes,
         "dry_run": True,
     }
-
-
-def _record(
-    options: SynthesizeOptions,
-    chosen: list[Prompt],
-    sampling: AnswerSampling,
-    server: dict[str, str],
-    summary: dict[str, Any],
-) -> None:
-    """The data set's provenance, beside it; of prompts from a directory or a hub data set the ids are hashed."""
-    ids = hashlib.sha256("".join(prompt.id for prompt in chosen).encode()).hexdigest()
-    file = Path(options.prompts)
-    digest = file_sha256(file) if file.is_file() else ids
-    source = {
-        "prompts": file.name,
-        "prompts_sha256": digest,
-        "endpoint": options.base_url,
-        "server": server,
-    }
-    used = {
-        "sampling": sampling.__dict__ | {"model": server.get("model")},
-        "split": options.split,
-        "samples": options.samples,
-        "shard": options.shard,
-    }
-    path = options.output.with_name(f"{options.output.name}.provenance.json")
-    write_json(path, provenance("synthesize", source, used, **summary))
-
-
-def judge_answers(rows: list[dict[str, Any]]) -> tuple[dict[str, int], dict[str, str]]:
-    """(counts of what a head should not learn much of, the reason by row): answers that are empty, noise or a loop, or
-    that the token limit cut off."""
-    from trtspec.client.text_quality import degeneration
-
-    found = {}
-    for row in rows:
-        last = row["conversations"][-1]
-        text = last.get("reasoning_content", "") + last["content"]
-        reason = None if last.get("tool_calls") and not text else degeneration(text)
-        if reason or row.get("finish_reason") == "length":
-            found[row["conversation_id"]] = reason or "cut off"
-    reasons = list(found.values())
-    return {"answers": len(rows)} | {name: reasons.count(name) for name in REASONS}, found

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from trtspec.cli.options import CountList, OutputFlags, directory_of
+from trtspec.checkpoint.hub import load_head, resolve
 from trtspec.errors import Interrupted, UsageError
 from trtspec.files import load_file
 from trtspec.heads.card import interval_text
@@ -37,21 +37,13 @@ from trtspec.records import (
     uses,
     words,
 )
-from trtspec.report import Result, Table, progress_bar, say
+from trtspec.report import Result, Table
 from trtspec.specs import Gpu
+from trtspec.verbs.options import CountList, OutputFlags
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
 
-    from trtspec.heads.training.curve import CurvePoint
-    from trtspec.heads.training.options import FeatureSource
-    from trtspec.heads.training.samples import Sample
-    from trtspec.models.k2 import KimiModel
-
-ACCEPTANCE_TOKENS, DRAFTS = (
-    64,
-    3,
-)  # of an answer, and per step, when acceptance is measured at the end
 DRY_RUN = Mode("--dry-run", "--dry-run")
 WITH_LAYERS = Mode("a training run", "--features auto, memory or DIR")
 # the target's layers run elsewhere, in a stream or in a live server, so no acceptance is measured at the end
@@ -149,12 +141,6 @@ def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[
     return replace(command, **chosen), TrainingRecipe(**recipe), set(chosen)
 
 
-def curve_options(command: TrainCommand) -> TrainOptions:
-    """What decides the loss curve, checked."""
-    layers = None if command.aux_layers is None else command.aux_layers.values
-    return fill(TrainOptions, command, aux_layers=layers)
-
-
 def train(command: TrainCommand) -> Result | None:
     """Train an Eagle3 draft head with ModelOpt on answers written by the target itself.
 
@@ -163,15 +149,17 @@ def train(command: TrainCommand) -> Result | None:
     extended by more epochs or steps. At the end, the acceptance of the head is measured on held-out prompts in the
     reference engine. Under torchrun, the processes share each batch.
     """
-    typed, (command, recipe, from_file) = command, with_file(command)
-    command = like_initial(command, given(typed) | from_file)
+    typed = command
+    command, recipe, from_file = with_file(command)
+    command = like_initial(command, typed, from_file)
     features = feature_source(command.features)
     mode = DRY_RUN if command.dry_run else WITH_LAYERS if features.with_layers else WITHOUT_LAYERS
     command = checked(command, mode)
     for name in sorted(name for name in from_file if not uses(TrainCommand, name, mode)):
         where = f"{command.config}: {name} ({fields_of(TrainCommand)[name].typed})"
         raise UsageError(f"{where} is not used by {mode.name}", "remove it from the file")
-    options = curve_options(command)
+    layers = None if command.aux_layers is None else command.aux_layers.values
+    options = fill(TrainOptions, command, aux_layers=layers)
     if not command.target or not command.data:
         name = "DATA" if command.target else "TARGET"
         remedy = f"give it as an argument, or as `{name.lower()}:` in the --config file"
@@ -181,7 +169,7 @@ def train(command: TrainCommand) -> Result | None:
         TrainingRun,
         command,
         target_dir=Path(),
-        init=directory_of(str(command.init)) if command.init else None,
+        init=resolve(str(command.init)).directory if command.init else None,
         data=" ".join(command.data),
         deadline=deadline,
         again=command,
@@ -201,12 +189,15 @@ def train(command: TrainCommand) -> Result | None:
             found | {"acceptance_prompts": command.acceptance_prompts, "resumes": resumes}
         )
     asked = mode is WITH_LAYERS and "acceptance_prompts" in given(typed) | from_file
-    from trtspec.cli.doctor import require
+    from trtspec.verbs.doctor import require
+    from trtspec.verbs.train import train_and_measure
 
     require("train")
     check_device(command.device)
-    run = replace(run, target_dir=directory_of(command.target))
-    record = _train(run, command.data, features, options, command.acceptance_prompts, asked)
+    run = replace(run, target_dir=resolve(command.target).directory)
+    record = train_and_measure(
+        run, command.data, features, options, command.acceptance_prompts, asked
+    )
     repeated = words(replace(typed, restart=False, force=False, dry_run=False))
     return _result(command.output, record, shlex.join(["trtspec", "train", *repeated]))
 
@@ -235,12 +226,10 @@ def _needs(found: dict[str, Any]) -> Result:
     return Result(found, tables=[table], lines=lines)
 
 
-def like_initial(command: TrainCommand, chosen: set[str]) -> TrainCommand:
-    """With the architecture of --init, but for what was chosen."""
+def like_initial(command: TrainCommand, typed: TrainCommand, from_file: set[str]) -> TrainCommand:
+    """With the architecture of --init, but for what was typed or came from the file."""
     if command.init is None:
         return command
-    from trtspec.checkpoint.hub import load_head
-
     head = load_head(str(command.init)).spec
     pruned = head.is_pruned
     theirs: dict[str, Any] = {
@@ -250,135 +239,8 @@ def like_initial(command: TrainCommand, chosen: set[str]) -> TrainCommand:
         "intermediate_size": head.intermediate_size,
         "aux_layers": CountList(head.aux_layers) if head.aux_layers else None,
     }
+    chosen = given(typed) | from_file
     return replace(command, **{name: value for name, value in theirs.items() if name not in chosen})
-
-
-def _train(
-    run: TrainingRun,
-    data: tuple[str, ...],
-    features: FeatureSource,
-    options: TrainOptions,
-    prompts: int,
-    asked: bool,
-) -> dict[str, Any]:
-    """Plans, trains and measures on `prompts`. Returns the record of the run in the main process, {} in the others.
-
-    `asked`: the user gave --acceptance-prompts, so a measurement that is impossible is an error.
-    """
-    # OpenMP reads this when torch is loaded. Its threads wait busily, which stalls a run where cores are shared.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    from trtspec.checkpoint.target_problems import require_target
-    from trtspec.heads.training.plan import (
-        check_run,
-        make_plan,
-    )  # only now: importing torch takes seconds
-    from trtspec.heads.training.processes import process_group
-
-    with process_group(run.device) as world:
-        if not world.main:
-            os.environ["TRTSPEC_QUIET"] = "1"
-        options, spec = options.for_device(run.device), require_target(run.target_dir).spec
-        plan = make_plan(run.target_dir, spec, data, options, features)
-        check_run(run, plan, options)
-        for line in plan.lines():
-            say(line)
-        if prompts and plan.features.with_layers and not plan.held_out:
-            text = f"none of {len(plan.samples)} conversations is held out, so no acceptance is measured at the end"
-            if asked:
-                raise UsageError(
-                    text, "give a larger --held-out or more data; or --acceptance-prompts 0"
-                )
-            say(text)
-
-        from trtspec.heads.training.producers import open_target
-        from trtspec.heads.training.run import (
-            run_training,
-            write_record,
-        )  # ModelOpt takes many seconds
-
-        model, whole = open_target(run.target_dir, plan, options.dtype, world.device(run.device))
-        if not whole and asked and prompts:
-            text = "--acceptance-prompts is not used where the target does not fit in memory beside its dumps"
-            raise UsageError(text, "leave it out, serve both, then run `trtspec bench`")
-        with progress_bar("training", plan.steps, "steps") as bar:
-            record = run_training(
-                run, model, plan, options, on_step=_shown(bar.advance), world=world
-            )
-    if not record or not prompts or not record["training"]["finished"]:
-        return record
-    if not whole:
-        say(
-            "Acceptance is not measured without the target's layers; serve both, then run `trtspec bench`"
-        )
-    elif record["held_out"]:
-        held = [
-            sample
-            for sample in plan.samples
-            if sample.id in set(record["held_out"]) and sample.prompt > 0
-        ]
-        record["acceptance"] = measure_acceptance(model, run, held[:prompts])
-        write_record(run.output, plan.spec, record)
-    return record
-
-
-def measure_acceptance(
-    model: KimiModel, run: TrainingRun, samples: Sequence[Sample]
-) -> dict[str, Any]:
-    """What the new head, drafting freely for greedy answers, has accepted on prompts that training never saw."""
-    from trtspec.bench.statistics import by_category, summarize
-    from trtspec.checkpoint.tokenizer import KimiTokenizer
-    from trtspec.client.servers import TurnCounts
-    from trtspec.engine.engine import Engine, EngineOptions, GenerationRequest
-    from trtspec.models.head_weights import load_head
-    from trtspec.models.precision import dtype_name
-
-    say(f"Measuring acceptance on {len(samples)} held-out prompts")
-    head = load_head(run.output, model, dtype=model.dtype, device=str(model.embed.weight.device))
-    longest = max((sample.prompt for sample in samples), default=0) + ACCEPTANCE_TOKENS
-    sizes = EngineOptions(DRAFTS, max_batch_size=8, max_seq_len=longest + DRAFTS)
-    engine = Engine(model, head, sizes, tokenizer=KimiTokenizer(run.target_dir))
-    done = engine.generate([
-        GenerationRequest(sample.id, list(sample.tokens[: sample.prompt]), ACCEPTANCE_TOKENS) for sample in samples
-    ])  # fmt: skip
-    counts = []
-    for sample in samples:
-        answer = done[sample.id]
-        stats, tokens = answer.stats, len(answer.token_ids)
-        counted = stats.steps, stats.accepted, stats.drafted, tuple(stats.histogram)
-        counts.append(
-            TurnCounts(sample.id, sample.category or "", tokens, *counted, "the reference engine")
-        )
-    groups = {"all": summarize(counts)} | by_category(
-        sorted((one for one in counts if one.category), key=lambda one: one.category)
-    )
-    rows = [
-        {
-            "category": name,
-            "prompts": group.turns,
-            "steps": group.steps or 0,
-            "accepted": group.accepted or 0,
-            "histogram": group.histogram or [],
-            "acceptance_length": group.acceptance_length or 1.0,
-            "acceptance_length_interval": group.acceptance_length_interval,  # 95 % over prompts; None for fewer than 3
-            "by_position": group.cumulative or [],
-        }
-        for name, group in groups.items()
-    ]
-    about = {"draft_len": DRAFTS, "temperature": 0.0, "max_tokens": ACCEPTANCE_TOKENS}
-    return {**about, "dtype": dtype_name(model.dtype), "prompts": len(samples), "rows": rows}
-
-
-def _shown(advance: Callable[..., None]) -> Callable[[CurvePoint], None]:
-    """Draws each step: the loss, and the agreement with the target at the first training-time-test steps."""
-    done = 0
-
-    def on_step(point: CurvePoint) -> None:
-        nonlocal done
-        shares = " ".join(f"{value:.2f}" for value in point.accuracy[:3])
-        advance(point.step - done, f"loss {point.loss:.2f}  agree {shares}")
-        done = point.step
-
-    return on_step
 
 
 def _result(output: Path, record: dict[str, Any], again: str) -> Result | None:

@@ -40,8 +40,9 @@ from trtspec.client.client import (
     remedy_for,
 )
 from trtspec.client.servers import detect_server
+from trtspec.client.text_quality import degeneration
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.report import Bar, OutputOptions, write_atomic
+from trtspec.report import Bar, OutputOptions, file_sha256, provenance, write_atomic, write_json
 
 T = TypeVar("T")
 RETRY_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
@@ -59,6 +60,7 @@ SYNTHESIS_OWNED = {
     "stream": "leave it out: answers are not streamed",
     "stream_options": "leave it out: answers are not streamed",
 }
+REASONS = ("empty", "noise", "loop", "cut off")
 REMEDY = "each row has prompt, messages, conversations or turns"
 
 
@@ -229,6 +231,45 @@ def synthesize(
 def work_directory(output: Path) -> OutputDirectory:
     """Holds the journal while answers are missing."""
     return OutputDirectory.beside(output, "synthesize")
+
+
+def write_provenance(
+    output: Path,
+    prompts: str,
+    chosen: list[Prompt],
+    endpoint: TargetEndpoint,
+    sampling: AnswerSampling,
+    server: dict[str, str],
+    options: dict[str, Any],
+    summary: dict[str, Any],
+) -> None:
+    """The data set's provenance, beside it; of prompts from a directory or a hub data set the ids are hashed."""
+    ids = hashlib.sha256("".join(prompt.id for prompt in chosen).encode()).hexdigest()
+    file = Path(prompts)
+    digest = file_sha256(file) if file.is_file() else ids
+    source = {
+        "prompts": file.name,
+        "prompts_sha256": digest,
+        "endpoint": endpoint.base_url,
+        "server": server,
+    }
+    used = {"sampling": sampling.__dict__ | {"model": server.get("model")}, **options}
+    path = output.with_name(f"{output.name}.provenance.json")
+    write_json(path, provenance("synthesize", source, used, **summary))
+
+
+def judge_answers(rows: list[dict[str, Any]]) -> tuple[dict[str, int], dict[str, str]]:
+    """(counts of what a head should not learn much of, the reason by row): answers that are empty, noise or a loop, or
+    that the token limit cut off."""
+    found = {}
+    for row in rows:
+        last = row["conversations"][-1]
+        text = last.get("reasoning_content", "") + last["content"]
+        reason = None if last.get("tool_calls") and not text else degeneration(text)
+        if reason or row.get("finish_reason") == "length":
+            found[row["conversation_id"]] = reason or "cut off"
+    reasons = list(found.values())
+    return {"answers": len(rows)} | {name: reasons.count(name) for name in REASONS}, found
 
 
 async def _answer_all(

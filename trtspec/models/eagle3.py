@@ -164,3 +164,12 @@ class LlamaAttention(nn.Module):
         weights = scores.softmax(-1, dtype=torch.float32).to(queries.dtype)
         attended = torch.matmul(weights.flatten(2, 3), values).unflatten(2, (-1, tokens))
         return attended.permute(0, 3, 1, 2, 4).flatten(2, 3)  # [B, T, N, D]
+
+
+def parameter_count(spec: HeadSpec) -> int:
+    """Trainable parameters: the head's own, without the target's embedding."""
+    with torch.device("meta"):
+        head = Eagle3Head(spec)
+    return sum(
+        value.numel() for name, value in head.named_parameters() if not name.startswith("embed.")
+    )

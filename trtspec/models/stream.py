@@ -323,3 +323,11 @@ def similar_length(lengths: Sequence[int]) -> Iterator[list[int]]:
         batch.append(index)
     if batch:
         yield batch
+
+
+def padded(sequences: Sequence[Sequence[int]]) -> Tensor:
+    """int64 [B, longest], zeros on the right."""
+    tokens = torch.zeros(len(sequences), max(map(len, sequences)), dtype=torch.int64)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence)] = torch.tensor(sequence)
+    return tokens

@@ -13,9 +13,15 @@ import pytest
 from tests.command_line import TRTSPEC, free_port, served, trtspec, wait_for
 from trtspec.checkpoint.conversations import read_conversations
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.cli.synthesize import judge_answers
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.heads.synthesis import AnswerSampling, TargetEndpoint, read_prompts, shard, synthesize
+from trtspec.heads.synthesis import (
+    AnswerSampling,
+    TargetEndpoint,
+    judge_answers,
+    read_prompts,
+    shard,
+    synthesize,
+)
 from trtspec.heads.training.samples import read_samples
 
 

@@ -19,17 +19,14 @@ from tests.tiny import make_target
 from trtspec.checkpoint.writer import Journal
 from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.heads.training import module as train
-from trtspec.heads.training import producers
+from trtspec.heads.training import served as serving_states
+from trtspec.heads.training.first_layers import check_first_layers
 from trtspec.heads.training.options import TrainingRun, TrainOptions, feature_source
 from trtspec.heads.training.plan import TrainingPlan, make_plan
 from trtspec.heads.training.processes import World
-from trtspec.heads.training.producers import (
-    ServedFeatures,
-    check_first_layers,
-    open_states,
-    state_servers,
-)
 from trtspec.heads.training.run import run_training
+from trtspec.heads.training.served import ServedFeatures, state_servers
+from trtspec.heads.training.sources import open_states
 from trtspec.heads.training.states import compute_features
 from trtspec.models.weights import load_target
 
@@ -104,7 +101,7 @@ def test_states_and_losses_are_those_of_the_target_in_memory(
 def test_a_server_that_goes_away_is_named_and_the_run_goes_on(
     tmp_path, target_dir, data, target, plan, monkeypatch
 ):
-    monkeypatch.setattr(producers, "PATIENCE", 0.01)
+    monkeypatch.setattr(serving_states, "PATIENCE", 0.01)
     layers, port = captured(target, plan), free_port()
     memory = losses(target_dir, target, plan, data, tmp_path / "memory")
     with serving(target_dir, layers, "float32", port) as (url, process):
@@ -183,7 +180,7 @@ def refused(planes: torch.Tensor) -> None:
     ],
 )
 def test_what_a_server_may_send_is_refused_by_name(target, plan, monkeypatch, change, says):
-    monkeypatch.setattr(producers, "PATIENCE", 0.001)
+    monkeypatch.setattr(serving_states, "PATIENCE", 0.001)
     with (
         closing(fetched(target, plan, change)) as features,
         pytest.raises(TrtspecError, match=says),

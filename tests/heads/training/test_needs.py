@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from trtspec.checkpoint.hub import resolve
-from trtspec.cli.train import TrainCommand, curve_options, with_file
+from trtspec.cli.train import TrainCommand, with_file
 from trtspec.errors import UsageError
 from trtspec.heads.training.loop import CHUNK_ELEMENTS, LOGIT_BYTES
 from trtspec.heads.training.needs import decoded_layer_bytes, needs, training_bytes
 from trtspec.heads.training.options import TrainingRecipe, TrainOptions, feature_source
 from trtspec.heads.training.plan import plan_without_data
+from trtspec.records import fill
 from trtspec.specs import gpu_spec
 
 RECIPES = sorted((Path(__file__).parents[3] / "configs" / "train").glob("*.yaml"))
@@ -23,9 +24,10 @@ RECIPES = sorted((Path(__file__).parents[3] / "configs" / "train").glob("*.yaml"
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_read_and_reckoned_without_target_or_data(path, gpu, holding):
     typed, recipe, _ = with_file(TrainCommand(output=Path("head"), config=path))
-    options, resolved = curve_options(typed), resolve(typed.target, weights=False)
+    options = fill(TrainOptions, typed, aux_layers=typed.aux_layers.values)
+    resolved = resolve(typed.target, weights=False)
     spec, data = resolved.target_spec(), str(*typed.data)
-    sizes = plan_without_data(spec, options, recipe, Path(data), feature_source(typed.features))
+    sizes = plan_without_data(spec, options, recipe, data, feature_source(typed.features))
     plan = sizes.to_dict()
     found = needs(sizes, spec, options, resolved.known.bytes, gpu_spec(gpu), typed.target, data)
     assert (plan["samples"], plan["aux_layers"]) == (112_000, [1, 29, 57])

@@ -18,14 +18,11 @@ from trtspec.heads.training.loop import (
     Stepper,
     Teacher,
     draft_states,
+    learning_rate,
     losses,
     simulate_acceptance,
 )
-from trtspec.heads.training.options import (
-    TrainOptions,
-    learning_rate,
-    new_head_spec,
-)
+from trtspec.heads.training.options import TrainOptions, new_head_spec
 from trtspec.heads.training.processes import World
 from trtspec.heads.training.samples import Sample, read_files, split_data
 from trtspec.heads.training.states import compute_features

@@ -12,14 +12,14 @@ from tests.command_line import ROOT, free_port
 from trtspec import machine
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.processes import World
-from trtspec.heads.training.producers import open_stream
+from trtspec.heads.training.streamed import open_stream
 
 SCRIPT = """
 import hashlib, json, sys
 from pathlib import Path
 import torch
 from trtspec.heads.training.samples import batches_of_epoch, split_held_out
-from trtspec.heads.training.producers import open_stream, stream_features
+from trtspec.heads.training.streamed import open_stream, stream_features
 from trtspec.heads.training.options import TrainOptions, feature_source
 from trtspec.heads.training.plan import make_plan
 from trtspec.heads.training.processes import process_group

@@ -84,7 +84,7 @@ def test_what_cannot_be_is_a_usage_error(tmp_path, target_dir, data, arguments, 
 
 
 def test_options_come_from_a_file_and_unknown_ones_are_refused(tmp_path):
-    from trtspec.cli.train import TrainCommand, curve_options, with_file
+    from trtspec.cli.train import TrainCommand, with_file
     from trtspec.errors import UsageError
 
     path = tmp_path / "train.yaml"
@@ -92,14 +92,13 @@ def test_options_come_from_a_file_and_unknown_ones_are_refused(tmp_path):
         "eagle: 3.1\nttt-steps: 5\nlr: 1.0e-4\nsave-every: 7\naux_layers: [1, 2, 3]\nanswer_only: true\n"
     )
     command, _, told = with_file(TrainCommand(output=tmp_path / "head", config=path, ttt_steps=7))
-    options = curve_options(command)
-    assert (options.eagle, options.ttt_steps, options.lr, options.answer_only) == (
+    assert (command.eagle, command.ttt_steps, command.lr, command.answer_only) == (
         "3.1",
         7,
         1e-4,
         True,
     )
-    assert (command.save_every, options.aux_layers) == (7, (1, 2, 3))
+    assert (command.save_every, command.aux_layers.values) == (7, (1, 2, 3))
     assert told == {"eagle", "lr", "save_every", "aux_layers", "answer_only"}
     for text, message in [
         ("learning_rate: 1\n", "learning_rate"),

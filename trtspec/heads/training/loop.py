@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.curve import Curve, CurvePoint
-from trtspec.heads.training.options import EVALUATIONS, TrainingRun, TrainOptions, learning_rate
-from trtspec.heads.training.plan import SavedRun, load_state, save_state
+from trtspec.heads.training.options import TrainingRun, TrainOptions
 from trtspec.heads.training.processes import ALONE, Stop, World
 from trtspec.heads.training.samples import MAX_HELD_OUT, counted_positions, split_data
+from trtspec.heads.training.saved import SavedRun, load_state, save_state
 from trtspec.heads.training.states import Features, collate
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
         TrainingModule,
     )  # ModelOpt takes many seconds, and a dry run needs none
 
+EVALUATIONS = 10  # held-out points of the learning curve
+PEAK_LR_TIMES_WIDTH = 0.5  # the learning rate falls with width: 2e-3 at 256, 7e-5 at Kimi's 7168
 CHUNK_ELEMENTS = {
     "cpu": 2**18,
     "cuda": 2**28,
@@ -139,7 +141,7 @@ class Stepper:
     ) -> None:
         self.features, self.options, self.total, self.world = features, options, total, world
         self.device = str(model.lm_head.weight.device)
-        self.peak_lr = options.peak_lr(model.lm_head.in_features)
+        self.peak_lr = peak_learning_rate(options, model.lm_head.in_features)
         self.objective = world.wrap(Objective(model, options))
         self.parameters = dict(model.eagle_module.named_parameters())  # by their exported names
         self.optimizer = torch.optim.AdamW(
@@ -228,6 +230,23 @@ class Stepper:
         ):
             known = counted.to(self.device, non_blocking=True)
             return self.objective(batch.tokens, batch.hidden, batch.aux, batch.places, known)
+
+
+def peak_learning_rate(options: TrainOptions, hidden_size: int) -> float:
+    return options.lr if options.lr is not None else min(2e-3, PEAK_LR_TIMES_WIDTH / hidden_size)
+
+
+def learning_rate(step: int, total: int, peak: float, options: TrainOptions) -> float:
+    """The rate of `step`, counted from 1, of `total`: a linear warm-up with `peak` at its last step, then by `schedule`
+    half a cosine down to 0 at the last step, or `peak` to the end."""
+    # the warm-up is a share of the steps, or from 1 on a number of them; one step at the least
+    share = options.warmup < 1
+    rising = max(1, round(options.warmup * total)) if share else min(round(options.warmup), total)
+    if step <= rising:
+        return peak * step / rising
+    if options.schedule == "constant":
+        return peak
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, total - rising)))
 
 
 def _figures(loss: Tensor, agree: Tensor) -> Tensor:

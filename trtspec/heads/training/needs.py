@@ -19,10 +19,10 @@ from typing import Any
 from trtspec.checkpoint.hub import Resolved, resolve
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.errors import Problem, TrtspecError
-from trtspec.heads.training.loop import LOGIT_BYTES, chunk_positions
+from trtspec.heads.training.loop import LOGIT_BYTES, chunk_positions, peak_learning_rate
 from trtspec.heads.training.options import FeatureSource, TrainingRecipe, TrainingRun, TrainOptions
 from trtspec.heads.training.plan import TrainingPlan, check_run, make_plan, plan_without_data
-from trtspec.heads.training.producers import CHUNK_BYTES
+from trtspec.heads.training.streamed import CHUNK_BYTES
 from trtspec.planning.layout import refusals
 from trtspec.specs import GpuSpec, ModelSpec
 
@@ -64,7 +64,7 @@ def dry_run(
         "init": str(run.init) if run.init else None,
         "save_every": run.save_every,
         "max_seconds": None if run.deadline is None else round(run.deadline - time.monotonic(), -1),
-        "options": asdict(options) | {"lr": options.peak_lr(spec.hidden_size)},
+        "options": asdict(options) | {"lr": peak_learning_rate(options, spec.hidden_size)},
         "warnings": plan.warnings,
     }
     needed = needs(plan, spec, options, stored_bytes(resolved), gpu, target, run.data)

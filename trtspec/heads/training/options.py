@@ -7,7 +7,6 @@ every server loads.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -28,9 +27,7 @@ Schedule = Literal["cosine", "constant"]
 EagleVersion = Literal["3", "3.1"]
 Precision = Literal["auto", "bf16", "fp32"]
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # of --config's `precision`
-EVALUATIONS = 10  # held-out points of the learning curve
 MAX_KV_HEADS = 8  # of a new MHA head: splits over 8 GPUs, an eighth of the KV cache of 64 heads
-PEAK_LR_TIMES_WIDTH = 0.5  # the learning rate falls with width: 2e-3 at 256, 7e-5 at Kimi's 7168
 
 
 @dataclass(frozen=True)
@@ -137,9 +134,6 @@ class TrainOptions:
         int | None,
         option("Steps between evaluations.", default="a tenth of the run", min=1, group="Data"),
     ] = None
-
-    def peak_lr(self, hidden_size: int) -> float:
-        return self.lr if self.lr is not None else min(2e-3, PEAK_LR_TIMES_WIDTH / hidden_size)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -272,16 +266,3 @@ def new_head_spec(target: ModelSpec, options: TrainOptions) -> HeadSpec:
         norm_output=options.eagle == "3.1",
         has_d2t=draft != target.vocab_size,
     )
-
-
-def learning_rate(step: int, total: int, peak: float, options: TrainOptions) -> float:
-    """The rate of `step`, counted from 1, of `total`: a linear warm-up with `peak` at its last step, then by `schedule`
-    half a cosine down to 0 at the last step, or `peak` to the end."""
-    # the warm-up is a share of the steps, or from 1 on a number of them; one step at the least
-    share = options.warmup < 1
-    rising = max(1, round(options.warmup * total)) if share else min(round(options.warmup), total)
-    if step <= rising:
-        return peak * step / rising
-    if options.schedule == "constant":
-        return peak
-    return peak * 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, total - rising)))

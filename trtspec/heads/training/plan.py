@@ -1,20 +1,15 @@
-"""What a training run will do and need, known before a state is computed or ModelOpt imported; and the state of a run
-on disk (weights, moments and step in one file that appears whole), with what a resumed run must repeat.
+"""What a training run will do and need, known before a state is computed or ModelOpt imported.
 
 `trtspec train` checks that, and the head to start from, before it spends an hour, also with --dry-run.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from trtspec import machine
 from trtspec.checkpoint.headers import Checkpoint
@@ -22,15 +17,11 @@ from trtspec.checkpoint.heads.dialects import ENGINES
 from trtspec.checkpoint.heads.problems import uncomputed
 from trtspec.checkpoint.heads.read import head_spec
 from trtspec.checkpoint.heads.shapes import canonical_names, expected_shapes, tensor_names
-from trtspec.checkpoint.hub import commit_record
-from trtspec.checkpoint.identity import identity_digest
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.checkpoint.writer import refuse_changed, write_shard
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.files import beside
-from trtspec.foreign import PlainName
-from trtspec.heads.training.curve import is_finished, run_directory, run_options
+from trtspec.heads.training.curve import run_directory, run_options
 from trtspec.heads.training.options import (
     FeatureSource,
     TrainingRecipe,
@@ -45,15 +36,12 @@ from trtspec.heads.training.samples import (
     split_data,
     steps_of,
 )
+from trtspec.heads.training.saved import MOMENTS, check_saved, run_fingerprint, saved_run
 from trtspec.heads.training.states import DumpedFeatures, bytes_per_token, dumps_of
-from trtspec.models.eagle3 import Eagle3Head
-from trtspec.report import file_sha256
+from trtspec.models.eagle3 import parameter_count
 from trtspec.specs import HeadSpec, ModelSpec
 
 MEMORY_SHARE = 0.5  # of the free memory that --features auto may fill with states
-STATE_NAME = PlainName("state.safetensors")
-LENGTH = ("epochs", "steps")  # options that may grow when a run is resumed
-MOMENTS = ("exp_avg", "exp_avg_sq")
 LEFT_OUT = {"embed_tokens.weight", "t2d"}  # of a head to start from: the target's, and made of d2t
 
 
@@ -146,7 +134,7 @@ def make_plan(
         samples,
         tokens,
         order.total,
-        _count(spec),
+        parameter_count(spec),
         size,
         features,
         counted,
@@ -178,19 +166,10 @@ def plan_without_data(
         [],
         tokens,
         steps_of(training, options),
-        _count(spec),
+        parameter_count(spec),
         size,
         features,
         counted=recipe.samples,
-    )
-
-
-def _count(spec: HeadSpec) -> int:
-    """Trainable parameters: the head's own, without the target's embedding."""
-    with torch.device("meta"):
-        head = Eagle3Head(spec)
-    return sum(
-        value.numel() for name, value in head.named_parameters() if not name.startswith("embed.")
     )
 
 
@@ -239,108 +218,4 @@ def initial_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
     }
     return {
         name: value.float() if value.is_floating_point() else value for name, value in named.items()
-    }
-
-
-@dataclass(frozen=True)
-class SavedRun:
-    """What a state file says of its run. `position`: see `Curve`."""
-
-    step: int
-    total: int
-    position: int
-    fingerprint: dict[str, Any]
-
-
-def saved_run(work: Path) -> SavedRun | None:
-    """None where no state was saved yet, or none that this version reads."""
-    path = work / STATE_NAME
-    if not path.is_file():
-        return None
-    with safe_open(path, "pt") as state:
-        record = json.loads((state.metadata() or {}).get("run", "{}"))
-    try:
-        return SavedRun(record["step"], record["total"], record["position"], record["fingerprint"])
-    except KeyError:
-        raise UsageError(
-            f"{path} is the state of another version of trtspec", "pass `restart` to start over"
-        ) from None
-
-
-def check_saved(saved: SavedRun, fingerprint: dict[str, Any], total: int, output: Path) -> None:
-    """Raises UsageError where a run of `total` steps cannot resume from `saved`: what changed, by name, or that it has
-    had its steps."""
-    finished = is_finished(output)
-    remedy = f"repeat the command as it was, or pass {'`force`' if finished else '`restart`'} to start over"
-    refuse_changed(output, saved.fingerprint, fingerprint, remedy)
-    if total == saved.step and finished:
-        raise UsageError(
-            f"the run in {output} is finished: it has had all {total} steps",
-            "extend it with more `epochs` or `steps`, or pass `force` to start over",
-        )
-    if total < saved.step:
-        raise UsageError(
-            f"the run in {output} has had {saved.step} steps, and {total} were asked for",
-            "ask for more with `steps` or `epochs`, or pass `force` to start over",
-        )
-
-
-def save_state(
-    run: TrainingRun,
-    parameters: dict[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    saved: SavedRun,
-) -> None:
-    """Writes weights and moments into state.safetensors, atomically: a kill leaves the previous state."""
-    tensors = {f"head.{name}": value.detach() for name, value in parameters.items()}
-    for name, value in parameters.items():
-        tensors |= {
-            f"{moment}.{name}": optimizer.state[value][moment]
-            for moment in MOMENTS
-            if optimizer.state[value]
-        }
-    write_shard(run.work / STATE_NAME, tensors, {"run": json.dumps(asdict(saved))})
-
-
-def load_state(
-    run: TrainingRun,
-    parameters: dict[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    fingerprint: dict[str, Any],
-    total: int,
-) -> SavedRun:
-    """Puts a saved run back, whatever number of processes it had; one at step 0 when there is none.
-
-    Raises UsageError as `check_saved`.
-    """
-    saved = saved_run(run.work)
-    if saved is None:
-        return SavedRun(0, total, 0, fingerprint)
-    check_saved(saved, fingerprint, total, run.output)
-    with safe_open(run.work / STATE_NAME, "pt") as state, torch.no_grad():
-        for name, value in parameters.items():
-            value.copy_(state.get_tensor(f"head.{name}"))
-            optimizer.state[value] = {
-                "step": torch.tensor(float(saved.step), device=value.device),
-                **{
-                    moment: state.get_tensor(f"{moment}.{name}").to(value.device)
-                    for moment in MOMENTS
-                },
-            }
-    return saved
-
-
-def run_fingerprint(
-    run: TrainingRun, samples: list[Sample], options: TrainOptions
-) -> dict[str, Any]:
-    """What a resumed run must repeat: the options that decide the curve, but not its length; digests of what it
-    starts from."""
-    return {
-        "options": {key: value for key, value in asdict(options).items() if key not in LENGTH},
-        "data": hashlib.sha256(
-            repr([(sample.id, sample.tokens) for sample in samples]).encode()
-        ).hexdigest(),
-        "target": identity_digest(run.target_dir),
-        "target_id": commit_record(run.target_dir),
-        "init": file_sha256(run.init / "model.safetensors") if run.init else None,
     }

@@ -32,18 +32,13 @@ from trtspec.heads.training.curve import (
     run_options,
     summary,
 )
-from trtspec.heads.training.loop import train_head
+from trtspec.heads.training.loop import peak_learning_rate, train_head
 from trtspec.heads.training.options import TrainingRun, TrainOptions
-from trtspec.heads.training.plan import (
-    STATE_NAME,
-    TrainingPlan,
-    check_initial,
-    initial_tensors,
-    run_fingerprint,
-)
+from trtspec.heads.training.plan import TrainingPlan, check_initial, initial_tensors
 from trtspec.heads.training.processes import ALONE, Stop, World, require_shared
-from trtspec.heads.training.producers import open_states
 from trtspec.heads.training.samples import coverage, draft_vocabulary, split_data
+from trtspec.heads.training.saved import STATE_NAME, run_fingerprint
+from trtspec.heads.training.sources import open_states
 from trtspec.report import (
     fsync,
     provenance,
@@ -173,7 +168,7 @@ class HeadWriter:
         training = summary(self.run.curve) | {
             "samples": len(data.trained),
             "held_out": len(data.held),
-            "peak_lr": options.peak_lr(plan.spec.hidden_size),
+            "peak_lr": peak_learning_rate(options, plan.spec.hidden_size),
             "processes": self.world.size,
         }
         if plan.spec.has_d2t:

@@ -23,7 +23,7 @@ from torch import Tensor
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.samples import Sample, loss_mask
 from trtspec.models.k2 import KimiModel
-from trtspec.models.stream import similar_length
+from trtspec.models.stream import padded, similar_length
 from trtspec.specs import ModelSpec
 
 
@@ -104,7 +104,7 @@ def compute_features(
     """Runs the target once over every sample (right-padded batches of similar length); `advance` gets token counts."""
     features = HeldFeatures(samples, target.spec.hidden_size, len(aux_layers))
     for batch in similar_length([len(sample.tokens) for sample in samples]):
-        tokens = padded([samples[index] for index in batch])
+        tokens = padded([samples[index].tokens for index in batch])
         with torch.inference_mode():
             output = target(tokens, None, None, aux_layers=aux_layers, last_only=True)
         for row, index in enumerate(batch):
@@ -117,16 +117,6 @@ def compute_features(
             features.held[index] = hidden, aux
         advance(sum(len(samples[index].tokens) for index in batch))
     return features
-
-
-def padded(samples: list[Sample]) -> Tensor:
-    """int64 [B, longest], zeros on the right."""
-    tokens = torch.zeros(
-        len(samples), max(len(sample.tokens) for sample in samples), dtype=torch.int64
-    )
-    for row, sample in enumerate(samples):
-        tokens[row, : len(sample.tokens)] = torch.tensor(sample.tokens)
-    return tokens
 
 
 def dumps_of(

@@ -1,24 +1,17 @@
-"""Options of several commands whose choices come from data, values with a syntax of their own, and what several
-commands ask of a name."""
+"""Options of several commands whose choices come from data, and values with a syntax of their own."""
 
 from __future__ import annotations
 
 import json
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from trtspec.data_files import load_yaml
-from trtspec.errors import UsageError
 from trtspec.records import DryRunOption, ForceOption, RestartOption, argument, option
 from trtspec.report import OutputOptions
 
 if TYPE_CHECKING:
-    from trtspec.bench.load.measure import RequestLimits
-    from trtspec.checkpoint.hub import Resolved
-    from trtspec.client.servers import DetectedServer
-
     PolicyName = str
 else:
     PolicyName = Literal[tuple(load_yaml("policies.yaml")["policies"])]
@@ -134,26 +127,3 @@ class NamedUrl:
 
     def __str__(self) -> str:
         return f"{self.name}={self.url}" if self.name else self.url
-
-
-def directory_of(checkpoint: str | Resolved) -> Path:
-    """Of a checkpoint whose tensors are to be read; a hub id is fetched. Raises UsageError where no tensors are."""
-    from trtspec.checkpoint.hub import resolve
-
-    found = resolve(checkpoint) if isinstance(checkpoint, str) else checkpoint
-    if found.path is None or (found.hub_id and found.weights is None):
-        raise UsageError(f"the weights of {found.name} are not on this machine", found.fetch)
-    return found.path
-
-
-def request_limits_of(server: DetectedServer) -> RequestLimits:
-    """What the release of a server does with request parameters under speculation; nothing where it is not known."""
-    from trtspec.trtllm.rules.speculation import request_limits
-    from trtspec.trtllm.schema import schema_for
-
-    if not server.adapter.dated or server.version is None:
-        return {}
-    try:
-        return request_limits(schema_for(server.version))
-    except UsageError:  # a version that is none
-        return {}

@@ -1,6 +1,7 @@
-"""One start of TensorRT-LLM: options -> intent -> configuration -> command -> problems -> launch.
+"""One start of a server: TensorRT-LLM, the front of several, vLLM, or the reference backend in this process.
 
-`plan_engine` says everything about a start and starts nothing; `launch` of trtspec.launch.preflight starts its plan.
+`plan_server` says everything about a start and starts nothing; `launch` of trtspec.launch.preflight starts its plan.
+That of TensorRT-LLM goes from options to intent, configuration, command and problems.
 """
 
 from __future__ import annotations
@@ -12,12 +13,21 @@ from dataclasses import replace
 from typing import Any
 
 from trtspec.checkpoint.heads.pairing import learned_problems
-from trtspec.checkpoint.hub import Head, Target, load_head, load_target
+from trtspec.checkpoint.hub import (
+    Target,
+    load_head,
+    load_target,
+    resolve,
+)
+from trtspec.checkpoint.target_problems import sound
 from trtspec.errors import Problem, UsageError
 from trtspec.files import STDIN, read_yaml_text
-from trtspec.launch.options import ServeOptions
+from trtspec.launch.options import FRONT, VLLM, ServeOptions
 from trtspec.launch.preflight import ServerPlan, as_in_dry_run, check_start, read_gpus
 from trtspec.launch.server import LogPatterns, ServerAddress
+from trtspec.machine import check_device, listen
+from trtspec.records import fill
+from trtspec.report import announce
 from trtspec.trtllm.build import engine_yaml
 from trtspec.trtllm.deployment import (
     Deployment,
@@ -44,6 +54,8 @@ from trtspec.trtllm.serve.command import (
     engine_version,
     with_launcher,
 )
+from trtspec.trtllm.serve.front import plan_front
+from trtspec.vllm import plan_vllm
 
 # options of trtllm-serve by name, and what decides them here: readiness asks there, and the file is judged
 OWN_OPTIONS = {
@@ -54,14 +66,30 @@ OWN_OPTIONS = {
 INTENT_OPTIONS = ("goal", "tp_size", "max_batch_size", "max_num_tokens", "max_seq_len", "draft_len")
 
 
+def plan_server(options: ServeOptions) -> ServerPlan:
+    """What an engine is started with, or the front of several."""
+    launching = not options.dry_run
+    if options.mode is FRONT:
+        return plan_front(options, launching=launching)
+    if options.port == 0:
+        raise UsageError(
+            "an engine cannot be asked for any free port", "pass `port` with a number above 0"
+        )
+    plan = plan_vllm if options.mode is VLLM else plan_engine
+    return plan(options, launching=launching)
+
+
 def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
     """Raises for what cannot be answered at all (unknown ids, unreadable files, options that contradict each other);
     everything else is a problem of the plan."""
-    target = load_target(options.target)
     given = _user_file(options)
+    launcher_args = _launcher_args(options)
+    head_name = _head_name(options, given)
     written = parse_intent(given.text) if given is not None else None
-    head = _head(options, given, launching)
     version, problems = _version(options, given, written, launching)
+    target = load_target(options.target)
+    # before a launch its weights are looked at too, not only its headers
+    head = load_head(head_name, values=launching) if head_name else None
     intent = _intent(options, given, written, version[0], target)
     file = given or Document.parse(
         engine_yaml(intent, target.spec, head.spec if head else None), ENGINE_FILE
@@ -84,7 +112,7 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
         options.launcher,
         nodes,
         options.gpus_per_node or -(-world // nodes),
-        _launcher_args(options),
+        launcher_args,
     )
 
     # check_start names the files of code that nobody trusts
@@ -150,9 +178,8 @@ def _launcher_args(options: ServeOptions) -> tuple[str, ...]:
         raise UsageError(message, "quote it as for a shell") from None
 
 
-def _head(options: ServeOptions, file: Document | None, launching: bool) -> Head | None:
-    """The head that was given, else the one that the file names, where that can be looked at here. Before a launch its
-    weights are looked at too, not only its headers."""
+def _head_name(options: ServeOptions, file: Document | None) -> str | None:
+    """The head that was given, else the one that the file names, where that can be looked at here."""
     named = head_in(file) if file is not None else None
     if options.head and file is not None and named is None and not file.error:
         message = f"`head` is not used with `config`: {file.name} has no speculative_config that names a head"
@@ -160,8 +187,8 @@ def _head(options: ServeOptions, file: Document | None, launching: bool) -> Head
             message, "write the file again with `trtspec build-config TARGET --head HEAD`"
         )
     if options.head:
-        return load_head(options.head, values=launching)
-    return load_head(named, values=launching) if named and name_problem(named) is None else None
+        return options.head
+    return named if named and name_problem(named) is None else None
 
 
 def _version(
@@ -231,3 +258,32 @@ def _command(
         sizes=sizes,
         passed=passed,
     )
+
+
+def reference_problems(options: ServeOptions) -> list[Problem]:
+    """What the reference backend would say of the pair; names are looked up, nothing is fetched. Raises TrtspecError
+    for what it would refuse."""
+    target = load_target(options.target)
+    if target.resolved.path is not None:
+        sound(target.resolved.target)
+    head = load_head(options.head) if options.head else None
+    return learned_problems(head.resolved, target.resolved) if head is not None else []
+
+
+def serve_reference(options: ServeOptions) -> None:
+    """Fetches what is not here, then serves in this process until a signal ends it."""
+    check_device(options.device)
+    listen(options.host, options.port).close()
+    from trtspec.engine.server import ServerOptions, run
+
+    target = resolve(options.target)
+    head = resolve(options.head) if options.head else None
+    announce(f"trtspec: loading {target.name}")
+    more = (
+        {} if options.prefix_cache_mib is None else {"prefix_bytes": options.prefix_cache_mib << 20}
+    )
+    published = target.hub_id.name if target.hub_id is not None else None
+    settings = fill(
+        ServerOptions, options, served_model_name=options.served_model_name or published, **more
+    )
+    run(target.directory, head.directory if head is not None else None, settings)

@@ -1,0 +1,326 @@
+"""Measures running endpoints, and compares what was measured with earlier runs: the options, the endpoints, the
+workload, the run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from trtspec import report
+from trtspec.errors import (
+    CheckFailed,
+    Interrupted,
+    TrtspecError,
+    UsageError,
+    errors_in,
+    has_errors,
+    listed,
+    termination_as_interrupt,
+)
+from trtspec.records import Excludes, ForceOption, JsonOption, Needs, argument, fill, option
+from trtspec.verbs.options import (
+    ExtraBody,
+    IntList,
+    JsonObject,
+    NamedUrl,
+    RateList,
+    ThinkingOption,
+    WaitReadyOption,
+)
+
+if TYPE_CHECKING:
+    from trtspec.bench.load.measure import BenchWorkload, RequestLimits
+    from trtspec.bench.results import BenchResults
+    from trtspec.client.servers import DetectedServer
+
+ROUNDS = 5  # of several servers, so that their intervals are over rounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    url: Annotated[NamedUrl, argument("OpenAI-compatible endpoint, as URL or NAME=URL.")]
+    output: Annotated[
+        Path | None,
+        option(
+            "Directory for results, answers and the HTML report.", "--output", "--output-dir", "-o"
+        ),
+    ] = None
+    dataset: Annotated[
+        str,
+        option(
+            "Questions: a data set by name (mt-bench, speed-bench, gsm8k, ...), NAME=FILE for a local copy of one, a "
+            "file or directory of questions or of recorded request bodies, a hub id, or nano for the built-in set.",
+        ),
+    ] = "nano"
+    samples: Annotated[int, option("Questions to ask at each load; 0 asks all of them.", min=0)] = 0
+    concurrency: Annotated[
+        IntList,
+        option("Numbers of parallel conversations; each is measured separately."),
+        Excludes("rate"),
+    ] = IntList((1, 4, 16))
+    rate: Annotated[
+        RateList | None,
+        option(
+            "New conversations per second instead of --concurrency, at random (Poisson) times: 0.5,1,2."
+        ),
+    ] = None
+    recorded_times: Annotated[
+        bool,
+        option("Send recorded requests at the `timestamp` of their rows, in milliseconds."),
+        Excludes("rate", "rounds"),
+    ] = False
+    max_tokens: Annotated[int, option("Maximum tokens per answer.", min=1)] = 256
+    temperature: Annotated[
+        float, option("Sampling temperature; 0 is greedy.", min=0.0, group="Requests")
+    ] = 0.0
+    thinking: ThinkingOption = None
+    system: Annotated[
+        str | None, option("System prompt before every question.", metavar="TEXT", group="Requests")
+    ] = None
+    seed: Annotated[int, option("Base random seed: answer i uses seed + i.", group="Requests")] = 0
+    against_url: Annotated[
+        tuple[NamedUrl, ...],
+        option(
+            "NAME=URL of a further endpoint, measured in alternating rounds; repeatable.",
+            group="Comparison",
+        ),
+    ] = ()
+    rounds: Annotated[
+        int | None,
+        option(
+            "Rounds that the questions are divided into.",
+            default=f"1; {ROUNDS} of several servers",
+            min=1,
+            group="Comparison",
+        ),
+    ] = None
+    warmup: Annotated[
+        int | None,
+        option(
+            "Short requests before the measurement.",
+            default="highest concurrency",
+            min=0,
+            group="Requests",
+        ),
+    ] = None
+    compare: Annotated[
+        tuple[Path, ...],
+        option(
+            "Results of an earlier run to compare this one with; exit status 3 on a regression. Repeatable: with four "
+            "runs or more of one setup, speed is judged too.",
+            group="Comparison",
+        ),
+    ] = ()
+    max_regression: Annotated[
+        float | None,
+        option(
+            "Largest fall that --compare accepts, such as 0.05; what cannot be compared is then an error.",
+            default="0",
+            min=0,
+            max=0.99,
+            group="Comparison",
+        ),
+        Needs("compare"),
+    ] = None
+    choose_draft: Annotated[
+        bool,
+        option(
+            "Propose one of the measured draft lengths: the number that is the NAME of each server.",
+            group="Comparison",
+        ),
+        Excludes("rate"),
+    ] = False
+    card: Annotated[
+        str | None,
+        option(
+            "Published head of the server, to show its published acceptance beside.", metavar="HEAD"
+        ),
+    ] = None
+    model: Annotated[
+        str | None,
+        option("Model name.", default="the first one the server lists", group="Requests"),
+    ] = None
+    extra_body: ExtraBody = JsonObject("{}", {})
+    timeout: Annotated[
+        float,
+        option(
+            "Seconds allowed for one answer; a slower one has failed.", min=0.1, group="Requests"
+        ),
+    ] = 600.0
+    wait_ready: WaitReadyOption = 0.0
+    resume: Annotated[
+        bool,
+        option("Continue an interrupted run in --output; failed answers are asked again."),
+        Needs("output"),
+    ] = False
+    force: Annotated[ForceOption, Needs("output")] = False
+    json_: JsonOption = False
+
+
+def run_bench(options: BenchOptions) -> tuple[BenchResults, TrtspecError | None]:
+    """(the results, what is wrong with them); writes them to the output, if one is given."""
+    from trtspec.bench import choose_draft
+    from trtspec.bench.compare import compare, refuse_different
+    from trtspec.bench.report.bench import bench_html
+    from trtspec.bench.results import read_results
+    from trtspec.checkpoint.published import require_published
+
+    if options.card is not None:
+        require_published(options.card, options.dataset)
+    _refuse_overwrite(options)
+    earlier = {f"`compare` {path}": read_results(path) for path in options.compare}
+    urls, lengths = endpoints(options)
+    for name in urls if options.choose_draft else ():
+        if name not in lengths:
+            remedy = f"write K={urls[name]}, K being the drafts of a step; 0 is without a head"
+            raise UsageError(f"`choose_draft` needs the draft length of {urls[name]}", remedy)
+    work = workload(options, urls)
+    refuse_different(work.describe(), earlier)
+    results = run(urls, work, options, {where: found.server for where, found in earlier.items()})
+    if earlier:
+        comparison = compare(results, list(earlier.values()), options.max_regression)
+        results = replace(
+            results, comparison=comparison, problems=[*results.problems, *comparison.problems]
+        )
+    failure: TrtspecError | None = None
+    if options.choose_draft:
+        try:
+            served = choose_draft.by_draft_len(results.all, lengths)
+            results = replace(results, draft_choice=choose_draft.choose(served))
+        except UsageError as error:
+            failure = error  # what was measured is written and shown before
+    if failure is None and has_errors(results.problems):
+        wrong = listed(problem.code for problem in errors_in(results.problems))
+        failure = CheckFailed(
+            f"the measurement is not valid: {wrong}, see above", "fix them and run bench again"
+        )
+    if options.output is not None:
+        report.write_json(options.output / "results.json", results.to_dict())
+        report.write_atomic(options.output / "report.html", bench_html(results))
+        report.say(f"wrote {options.output / 'results.json'} and report.html")
+    return results, failure
+
+
+def _refuse_overwrite(options: BenchOptions) -> None:
+    """Refuses an existing output that this run does not continue."""
+    from trtspec.bench.load.journal import ANSWERS
+
+    begun = options.output is not None and (options.output / ANSWERS).is_file()
+    if options.output is not None and not (options.resume and begun):
+        remedy = "pass `force`, or choose another `output`"
+        remedy += "; `resume` continues an interrupted run" if begun else ""
+        report.refuse_overwrite(options.output, options.force, remedy)
+
+
+def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
+    """What the options ask of these servers; UsageError names the first option that cannot be."""
+    from trtspec.bench.load.measure import BenchWorkload
+    from trtspec.bench.questions.datasets import load_dataset
+    from trtspec.client.client import RequestSampling
+
+    dataset = load_dataset(options.dataset, options.samples or None)
+    if dataset.licence:
+        report.say(f"{dataset.name}: licence {dataset.licence} ({dataset.source})")
+    rounds = options.rounds or (1 if len(urls) == 1 else ROUNDS)
+    rates = options.rate.values if options.rate is not None else ()
+    if options.recorded_times:
+        rates, rounds = (dataset.recorded_rate(),), 1
+    return fill(
+        BenchWorkload,
+        options,
+        dataset=dataset,
+        sampling=fill(RequestSampling, options),
+        concurrency=options.concurrency.values,
+        rounds=rounds,
+        extra_body=options.extra_body.value,
+        rates=rates,
+        limit_s=options.timeout,
+    )
+
+
+def run(
+    urls: dict[str, str],
+    work: BenchWorkload,
+    options: BenchOptions,
+    servers: Mapping[str, DetectedServer],
+) -> BenchResults:
+    """Runs the measurement, which keeps every answer in answers.jsonl, and stamps it with versions and time. `servers`:
+    those of earlier results shown with it."""
+    import asyncio
+
+    from trtspec.bench.load import assemble, measure
+    from trtspec.bench.load.journal import ANSWERS, RunJournal
+    from trtspec.client.addresses import key_header
+    from trtspec.client.client import wait_ready
+    from trtspec.report import progress_bar
+
+    key_header()  # a key that cannot be sent is refused before anything is written
+    if options.wait_ready:
+        for url in urls.values():
+            asyncio.run(wait_ready(url, options.wait_ready))
+    path, stated = options.output / ANSWERS if options.output else None, asdict(work.describe())
+    header = {"workload": stated}
+    with (
+        progress_bar("asking", unit="answers") as bar,
+        RunJournal(path, header, restart=not options.resume) as journal,
+    ):
+        asking = measure.measure(
+            urls,
+            work,
+            options.model,
+            journal=journal,
+            bar=bar,
+            limits=request_limits_of,
+            earlier=servers,
+        )
+        try:
+            with termination_as_interrupt():
+                found = asyncio.run(asking)
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            kept = f"what was answered is in {path}" if path else "nothing is kept without `output`"
+            again = (
+                "give the same command with `resume`"
+                if path
+                else "give `output`, which `resume` continues"
+            )
+            raise Interrupted(f"stopped; {kept}", again) from None
+        results = assemble.assemble(found)
+    return replace(results, card=options.card, created=report.now(), versions=report.versions())
+
+
+def endpoints(options: BenchOptions) -> tuple[dict[str, str], dict[str, int]]:
+    """Base URLs by name, the first being the one that the results are about, and draft lengths of the endpoints that
+    are named by a number."""
+    from trtspec.client.addresses import server_url, shown
+
+    found: dict[str, str] = {}
+    lengths: dict[str, int] = {}
+    for named in (options.url, *options.against_url):
+        name, number = named.name or "endpoint", named.name.isdigit()
+        if number:
+            name = f"draft-{named.name}" if found else "endpoint"
+            lengths[name] = int(named.name)
+        if found and not named.name:
+            remedy = "write NAME=URL, for example plain=http://127.0.0.1:8001"
+            raise UsageError(f"`against_url` {shown(named.url)} has no name", remedy)
+        if name in found:
+            raise UsageError(
+                f"the name {named.name} is given twice", "give each endpoint its own name"
+            )
+        found[name] = server_url(named.url, f"`against_url` {named.name}:" if found else "the URL")
+    return found, lengths
+
+
+def request_limits_of(server: DetectedServer) -> RequestLimits:
+    """What the release of a server does with request parameters under speculation; nothing where it is not known."""
+    from trtspec.trtllm.rules.speculation import request_limits
+    from trtspec.trtllm.schema import schema_for
+
+    if not server.adapter.dated or server.version is None:
+        return {}
+    try:
+        return request_limits(schema_for(server.version))
+    except UsageError:  # a version that is none
+        return {}

@@ -1,0 +1,75 @@
+"""What `inspect` compares: a head with its target, a derived checkpoint with its source, a published head with the
+engines' releases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from trtspec.checkpoint.describe import CheckpointReport
+from trtspec.checkpoint.heads import pairing
+from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES
+from trtspec.checkpoint.heads.read import HeadComparison, compare_heads, read_head
+from trtspec.checkpoint.heads.shapes import canonical_names
+from trtspec.checkpoint.hub import Resolved, load_target
+from trtspec.checkpoint.published import PublishedHead
+from trtspec.checkpoint.values import embedding_problems
+from trtspec.data_files import load_yaml
+from trtspec.errors import Problem
+from trtspec.specs import HeadSpec
+from trtspec.trtllm.rules.rows import first_release
+
+if TYPE_CHECKING:
+    from trtspec.quant.verify import CheckpointComparison
+
+COMPARED = 64  # tensors that are compared with a source where nobody says how many
+
+
+def first_releases(record: PublishedHead, head: HeadSpec) -> dict[str, str | None]:
+    """The oldest release of each engine that serves a published head with its target."""
+    trtllm, vllm = ENGINES["trtllm"], ENGINES["vllm"]
+    found = {trtllm.title: first_release(load_target(record.targets[-1]).spec, head)}
+    if vllm.name in record.published_on or DIALECTS[head.dialect].served_by(vllm, head):
+        found[vllm.title] = load_yaml("vllm.yaml")["oldest"]
+    return found
+
+
+def compare_pair(
+    values: dict[str, Any],
+    problems: list[Problem],
+    report: CheckpointReport,
+    resolved: Resolved,
+    other: Resolved,
+) -> tuple[dict[str, Any], list[Problem]]:
+    """A head against its target; a draft of another type has nothing to compare. Layers that look shifted are an
+    error."""
+    if report.spec is None:
+        return values, problems
+    target = other.target_spec()
+    checkpoint = resolved.checkpoint if resolved.weights else None
+    head = read_head(checkpoint)[0] if checkpoint is not None else resolved.head_spec()
+    more = pairing.pair_problems(head, target, head_id=resolved.name, target_id=other.name)
+    more = [replace(one, severity="error") if one.code == pairing.SHIFTED else one for one in more]
+    more += pairing.learned_problems(resolved, other)
+    more += pairing.config_problems(resolved.config(), other.config())
+    if checkpoint is not None:
+        more += pairing.yarn_problems(head, target)
+        own = canonical_names(checkpoint.tensors).get("embed_tokens.weight")
+        if own and other.weights:
+            more += embedding_problems(checkpoint, own, other.checkpoint, target)
+    sizes = pairing.tensor_parallel_sizes(head)
+    return values | {"tensor_parallel_sizes": sizes}, pairing.reported_once(problems + more)
+
+
+def compare_derived(
+    kind: str, made: Resolved, source: Resolved, sample: int | None
+) -> HeadComparison | CheckpointComparison:
+    """A converted head against the head that it was made from, all bytes; a target against its source, tensor by
+    tensor."""
+    for each in (made, source):
+        _ = each.directory
+    if kind == "head":
+        return compare_heads(made.checkpoint, source.checkpoint)
+    from trtspec.quant.verify import compare
+
+    return compare(made.target, source.checkpoint, COMPARED if sample is None else sample)
