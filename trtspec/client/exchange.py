@@ -27,6 +27,11 @@ class Score:
     chosen: float
     top: tuple[float, ...]
 
+    @property
+    def nats_behind(self) -> float:
+        """How far the chosen token is behind the likeliest."""
+        return self.top[0] - self.chosen
+
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:

@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
@@ -195,7 +196,7 @@ async def score_answers(
     async def score(answer: Exchange) -> None:
         async with free:
             if method == "echo":
-                scores[_identity(answer)] = await _echoed(asker, answer)
+                scores[_identity(answer)] = await _confirmed(asker, answer)
             elif method == "continuations":
                 baseline_ids = texts.get(answer.key, ())
                 scores[_identity(answer)] = await _continued(asker, answer, baseline_ids)
@@ -247,6 +248,22 @@ async def _echoed(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
     scores = [_score(logprob, top) for logprob, top in answer_pairs]
     known = tuple(score for score in scores if score)
     return known if len(known) == len(answer.token_ids) else ()
+
+
+async def _confirmed(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
+    """Scores all tokens, and those that would fail once more, behind a text that ends with them. The better one counts.
+
+    Rounding can tip a router in one prefill and not in another, which moves a sure token by several nats.
+    """
+    scores = list(await _echoed(asker, answer))
+    failing = [index for index, score in enumerate(scores) if score.nats_behind > FAIL_NATS]
+    if not is_greedy(answer) or len(failing) > MAX_CONTINUATIONS:
+        return tuple(scores)
+    for index in failing:
+        text = replace(answer, token_ids=answer.token_ids[: index + 1])
+        for score in (await _echoed(asker, text))[-1:]:
+            scores[index] = min(scores[index], score, key=attrgetter("nats_behind"))
+    return tuple(scores)
 
 
 async def _continued(

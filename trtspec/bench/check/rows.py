@@ -277,7 +277,7 @@ def _greedy_look(exchange: Exchange, limit: float) -> Look:
     fault: str | None = "" if exchange.scores else None
     nats = regret(exchange)
     if nats > limit:
-        token = _nats_behind(exchange).index(nats)
+        token = [score.nats_behind for score in exchange.scores].index(nats)
         fault = f"token {token} is {nats:.2f} of {limit:g} nats behind the target's best"
     return Look(probe, exchange.name, fault)
 
@@ -288,11 +288,7 @@ def _identity(exchange: Exchange) -> tuple[str, tuple[int, ...]]:
 
 def regret(exchange: Exchange) -> float:
     """Nats by which the worst token is behind the target's best."""
-    return max(_nats_behind(exchange), default=0.0)
-
-
-def _nats_behind(exchange: Exchange) -> list[float]:
-    return [score.top[0] - score.chosen for score in exchange.scores]
+    return max((score.nats_behind for score in exchange.scores), default=0.0)
 
 
 def more_often(
@@ -719,17 +715,23 @@ def acceptance(candidate: Sequence[Exchange], floor: float | None) -> tuple[list
 
 
 def _repeat_faults(candidate: Sequence[Exchange]) -> dict[str, str | None]:
-    """Compares the same texts from a warm cache, in a crowd and after it with their first answers."""
+    """Compares the same texts from a warm cache, in a crowd and after it with their first answers.
+
+    Long prompts are compared by themselves: they are few, and lose most if a drafter forgets what is reused.
+    """
     first = {}
     for exchange in candidate:
         if exchange.run == "ids" and exchange.steps:
             first[_identity(exchange)] = exchange
-    faults = {}
+    faults: dict[str, str | None] = {}
     for run in REPEATS:
         in_run = [exchange for exchange in candidate if exchange.run == run]
         repeats = [exchange for exchange in in_run if _identity(exchange) in first]
-        earlier = [first[_identity(exchange)] for exchange in repeats]
-        faults[run] = _slower(repeats, earlier, KEPT_DRAFTS, MIN_STEPS // 2)
+        long = [exchange for exchange in repeats if exchange.kind != "text"]
+        faults[run] = None
+        for part in (long, repeats):
+            earlier = [first[_identity(exchange)] for exchange in part]
+            faults[run] = faults[run] or _slower(part, earlier, KEPT_DRAFTS, MIN_STEPS // 2)
     return faults
 
 
