@@ -23,9 +23,14 @@ def journal(name: str) -> Any:
     return write
 
 
-def occupied(out: Path) -> None:
-    out.mkdir()
-    (out / "config.json").write_text("{}")
+def left_by(command: str) -> Any:
+    """An earlier run of the command left its output."""
+
+    def write(out: Path) -> None:
+        out.mkdir()
+        (out / "provenance.json").write_text(f'{{"command": "{command}"}}')
+
+    return write
 
 
 def begun(out: Path) -> None:
@@ -51,7 +56,7 @@ RUNS = effects(
     restart=Effect(
         line("--restart"), base=(*QUANTIZE, *DRY), before=journal("{out}/.trtspec-quantize.jsonl")
     ),
-    force=Effect(line("--force"), base=(*QUANTIZE, *DRY), before=occupied),
+    force=Effect(line("--force"), base=(*QUANTIZE, *DRY), before=left_by("quantize")),
 )
 STREAM = BYTES | RUNS | effects(
     "--weight-scales mse --device cuda:7 --dry-run",
@@ -74,7 +79,7 @@ def train_effects(*mode: str, **more: Effect | str) -> dict[str, Effect]:
         data=Effect(instead=(*line("train {target} {answers} -o {out}"), *mode)),
         output=Effect(instead=(*line("train {target} {data} -o {out}-2"), *mode)),
         restart=Effect(line("--restart"), base=base, before=journal("{out}/.trtspec-train.jsonl")),
-        force=Effect(line("--force"), base=base, before=occupied),
+        force=Effect(line("--force"), base=base, before=left_by("train")),
         **more,
     )
     return RECIPE | own
@@ -215,7 +220,7 @@ MAKING: dict[str, dict[str, Situation]] = {
                 embed_tokens=Effect(
                     line("--embed-tokens target"), base=line("convert {head} -o {out} --to vllm --target {target}")
                 ),
-                force=Effect(line("--force"), before=occupied),
+                force=Effect(line("--force"), before=left_by("convert")),
             ),
         )
     },
@@ -240,7 +245,7 @@ MAKING: dict[str, dict[str, Situation]] = {
                     line("--wait-ready 0.1"), base=line("bench {nowhere} --samples 2 --concurrency 1 --max-tokens 8")
                 ),
                 resume=Effect(line("--resume"), base=(*BENCH, "-o", "{out}"), before=begun),
-                force=Effect(line("--force"), base=(*BENCH, "-o", "{out}"), before=occupied),
+                force=Effect(line("--force"), base=(*BENCH, "-o", "{out}"), before=left_by("bench")),
             ),
             floats=False,
         )

@@ -153,7 +153,7 @@ SERVING: dict[str, dict[str, Situation]] = {
         "a plan without a head": Situation(("plan", TARGET), SIZED | effects(head=f"--head {HEAD}")),
     },
     "lint": {
-        "": Situation(
+        "an engine file of TensorRT-LLM": Situation(
             LINT,
             effects(
                 "--trtllm-version 1.2.1 --target nvidia/Kimi-K2.5-NVFP4 --installed --diff --strict --json",

@@ -76,11 +76,11 @@ def synthesize(options: SynthesizeOptions) -> Result:
     from trtspec.client.client import wait_ready
     from trtspec.heads import synthesis
 
+    refuse_input(options.output, Path(options.prompts))
     endpoint = fill(synthesis.TargetEndpoint, options)
     sampling = fill(synthesis.AnswerSampling, options, extra_body=options.extra_body.value)
     every = synthesis.read_prompts(options.prompts, options.split, options.samples)
     chosen = synthesis.shard(every, options.shard)
-    refuse_input(options.output, Path(options.prompts))
     output, work = options.output, synthesis.work_directory(options.output)
     resumes = work.check(options)
     if options.dry_run:
