@@ -184,8 +184,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         remedy = self.remedy or documented().get(self.code, {}).get("remedy", "")
-        object.__setattr__(self, "message", as_typed(self.message))
-        object.__setattr__(self, "remedy", as_typed(remedy))
+        for name, text in (("code", self.code), ("message", self.message), ("remedy", remedy)):
+            object.__setattr__(self, name, as_typed(text))
 
     def location(self, *numbers: int | None) -> str:
         """`where` as people read it, behind its file and those `numbers` (line, column) that are known."""

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli.matrix import Effect, Situation, effects, slowly
+from tests.json_files import edit_json
 from trtspec.data_files import kimi_nano_dir
 from trtspec.models.precision import has_native_bf16
 
@@ -28,7 +29,7 @@ def left_by(command: str) -> Any:
 
     def write(out: Path) -> None:
         out.mkdir()
-        (out / "provenance.json").write_text(f'{{"command": "{command}"}}')
+        edit_json(out / "provenance.json", command=command)
 
     return write
 
@@ -245,7 +246,7 @@ MAKING: dict[str, dict[str, Situation]] = {
                     line("--wait-ready 0.1"), base=line("bench {nowhere} --samples 2 --concurrency 1 --max-tokens 8")
                 ),
                 resume=Effect(line("--resume"), base=(*BENCH, "-o", "{out}"), before=begun),
-                force=Effect(line("--force"), base=(*BENCH, "-o", "{out}"), before=left_by("bench")),
+                force=Effect(line("--force"), base=(*BENCH, "-o", "{out}"), before=begun),
             ),
             floats=False,
         )

@@ -335,7 +335,7 @@ def required(command: str, stage: Stage, besides: str) -> list[str]:
     words = {"quantize": "{target} -o x", "calibrate": "{target} {data} -o x", "synthesize": "{prompts} -o x",
              "train": "{target} {data} -o x", "convert": "{head} -o x --to vllm", "bench": "{url}", "check": "{url}",
              "explain": "TS-PAIR-WIDTH", "inspect": "{target}", "plan": "{target}", "build-config": "{target}",
-             "lint": "{engine}", "serve": "{target}", "prove": "{target}", "watch": "{url}"}  # fmt: skip
+             "lint": "{engine}", "serve": "{target}", "prove": "{target} --head {head}", "watch": "{url}"}  # fmt: skip
     found = stage.words(tuple(words.get(command, "").split()))
     if besides in found:
         del found[found.index(besides) : found.index(besides) + 2]

@@ -315,7 +315,7 @@ class Toy:
         for place in range(begin, len(prompt)):
             told = self.target(prompt[:begin], prompt[begin:place], {})
             # rounding tips a router in some prefills, and at one token of them
-            tipped = place == len(prompt) - 3 and zlib.crc32(repr(prompt).encode()) % 16 == 0
+            tipped = place == len(prompt) - 3 and len(prompt) % 16 == 0
             tokens.append(told.get(prompt[place], -12.0) - 6.0 * tipped)
             tops.append({str(token): told[token] for token in [*told][:TOP]})
         logprobs = {"token_logprobs": tokens, "top_logprobs": tops}
