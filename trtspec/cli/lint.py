@@ -391,11 +391,11 @@ def _of_vllm(judged: Judged, part: Carried) -> Judged:
 
 def _foreign(document: Document) -> Judged | None:
     """A file of vLLM, or one without any key of an engine; None for any other."""
-    from trtspec.trtllm.carriers import is_foreign
+    from trtspec.trtllm.carriers import is_engine_file, is_foreign
     from trtspec.vllm import is_vllm_file, unknown_options
 
     keys = document.mapping
-    if is_vllm_file(keys):
+    if is_vllm_file(keys) and not is_engine_file(map(str, keys)):
         findings = [document.placed(problem) for problem in unknown_options(keys)]
         return Judged(document.name, document, None, BY_VLLM, findings)
     if "architectures" not in keys and not is_foreign(
