@@ -13,11 +13,11 @@ from tests.cases import table
 from tests.command_line import program, succeeded, trtspec
 from tests.tiny import make_head, make_target
 from trtspec.checkpoint.heads.dialects import DIALECTS
-from trtspec.checkpoint.hub import Head, load_head, load_target
+from trtspec.checkpoint.hub import Head, find_target, load_head
 from trtspec.data_files import documented, load_yaml
 from trtspec.errors import UsageError
 from trtspec.formats import WeightFormat
-from trtspec.launch.options import ServeOptions
+from trtspec.launch.serve_options import ServeOptions
 from trtspec.vllm import ENGINE, PROGRAM, _head_problems, plan_vllm
 
 CASES = table(__file__)
@@ -242,7 +242,7 @@ def test_a_head_here_is_judged_by_its_file_and_not_by_where_it_was_published(
 ) -> None:
     """A cached copy of a head that was published for vLLM, in a layout that vLLM does not read."""
     known = load_head("lightseekorg/kimi-k2.5-eagle3-mla")
-    target = load_target("moonshotai/Kimi-K2.5")
+    target = find_target("moonshotai/Kimi-K2.5")
     other = next(name for name in DIALECTS if not DIALECTS[name].served_by(ENGINE, known.spec))
     here = Head(replace(known.resolved, path=tmp_path), replace(known.spec, dialect=other))
     options = ServeOptions(target="moonshotai/Kimi-K2.5", head=known.resolved.name, backend="vllm")

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from trtspec.checkpoint.hub import load_head, load_target
+from trtspec.checkpoint.hub import find_target, load_head
 from trtspec.planning.acceptance import Acceptance, Decay, lengths, other_decays
 from trtspec.planning.layout import Layout
 from trtspec.planning.memory import checkpoint_bytes, memory
@@ -74,7 +74,7 @@ def mean(curves: Sequence[Sequence[float]]) -> list[float]:
 def steps(
     target: str, head: str | None, gpu: str, layout: Layout, context: int, kernel: str | None = None
 ) -> StepModel:
-    model = load_target(target).spec
+    model = find_target(target).spec
     found = kernels(gpu_spec(gpu), model.quant.format)
     assert found is not None
     found = replace(found, moe_kernel=kernel or found.moe_kernel)
@@ -101,7 +101,7 @@ def sizes(data: dict[str, Any]) -> list[str]:
         *header("checkpoint", "format", "published", "predicted", "error"),
     ]
     for row in data["sizes"]:
-        found = checkpoint_bytes(load_target(row["checkpoint"]).spec)
+        found = checkpoint_bytes(find_target(row["checkpoint"]).spec)
         said, size = (
             f"{row['said']} ({row['source']})",
             f"{found / 1e9:.2f} GB, {found / 2**30:.2f} GiB",
@@ -119,14 +119,14 @@ def cache(data: dict[str, Any]) -> list[str]:
     ]
     for row in data["cache"]:
         room = memory(
-            load_target(row["target"]).spec, None, gpu_spec(row["gpu"]), Layout(row["gpus"])
+            find_target(row["target"]).spec, None, gpu_spec(row["gpu"]), Layout(row["gpus"])
         )
         found = (0.9 * room.capacity - room.weights_total - room.reserve) / room.kv_bytes_per_token
         where = f"{row['gpus']} x {row['gpu'].upper()} ({row['source']})"
         off = error(found, row["tokens"])
         lines.append(row_of(row["target"], where, f"{row['tokens']:,}", f"{found:,.0f}", off))
     model, head = (
-        load_target("nvidia/Kimi-K2.6-NVFP4").spec,
+        find_target("nvidia/Kimi-K2.6-NVFP4").spec,
         load_head("nvidia/Kimi-K2.6-Eagle3").spec,
     )
     rooms = {gpu: memory(model, head, gpu_spec(gpu), Layout(4)) for gpu in ("b200", "h200")}
@@ -366,7 +366,7 @@ def extrapolated_row(
 def draft_lengths(data: dict[str, Any]) -> list[str]:
     """The draft length that K <= 3 recommends, against the best by the published lengths themselves."""
     model, head = (
-        load_target("nvidia/Kimi-K2.5-NVFP4").spec,
+        find_target("nvidia/Kimi-K2.5-NVFP4").spec,
         load_head("lightseekorg/kimi-k2.5-eagle3-mla").spec,
     )
     lines = ["## Draft lengths recommended from K = 1 to 3", ""]

@@ -41,8 +41,8 @@ from trtspec.models.weights import layer_layout
 from trtspec.quant.modelopt import InputObserver
 from trtspec.quant.policy import METADATA_KEY, Policy, default_policy
 from trtspec.report import (
-    Bar,
     OutputOptions,
+    ProgressBar,
     file_sha256,
     note,
     peak_rss,
@@ -75,7 +75,7 @@ def calibrate_checkpoint(
     policy: Policy | None,
     options: CalibrationOptions = CalibrationOptions(),
     output_options: OutputOptions = OutputOptions(),
-    bar: Bar = Bar(),
+    bar: ProgressBar = ProgressBar(),
 ) -> CalibrationResult:
     """Measures activation scales of `source` on `data`. A dry run writes nothing.
 
@@ -366,7 +366,7 @@ class ObservedExperts(nn.Module):
         return F.linear(active, self.experts.down[expert])
 
 
-def _measure(calibration: Calibration, journal: Journal, bar: Bar) -> int:
+def _measure(calibration: Calibration, journal: Journal, bar: ProgressBar) -> int:
     """Runs the layers that the journal lacks. Returns how many it had."""
     stream = calibration.stream
     total = stream.num_layers

@@ -175,7 +175,7 @@ def _listed(words: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Field:
+class OptionField:
     """One field of a record: its declaration with every spelling, its rules, and `default` (`empty` if required).
     `type` is what typer converts to, `many` its tuple if it is one; `parse` is the class that parses the text itself,
     `flags` has --on and --off."""
@@ -205,7 +205,7 @@ class Field:
         return str(self.info.metavar) if self.is_argument else self.flags[0]
 
 
-def _read(record: Any) -> dict[str, Field]:
+def _read(record: Any) -> dict[str, OptionField]:
     """The fields of a record by name."""
     hints = typing.get_type_hints(record, include_extras=True)
     fields = sorted(dataclasses.fields(record), key=lambda field: field.name in LAST)
@@ -213,10 +213,10 @@ def _read(record: Any) -> dict[str, Field]:
 
 
 # once: annotations are text until then
-fields_of: Callable[[type], dict[str, Field]] = functools.cache(_read)
+fields_of: Callable[[type], dict[str, OptionField]] = functools.cache(_read)
 
 
-def _field(field: Any, hint: Any) -> Field:
+def _field(field: Any, hint: Any) -> OptionField:
     kind, *metadata = typing.get_args(hint)
     rules = tuple(item for item in metadata if isinstance(item, Modes | Needs | Excludes))
     info: Any = copy.copy(
@@ -230,7 +230,7 @@ def _field(field: Any, hint: Any) -> Field:
     if isinstance(info, typer.models.ArgumentInfo):
         info.metavar = info.metavar or field.name.upper()
         info.rich_help_panel = "Arguments"
-        return Field(field.name, kind, default, info, rules, parse, many, ("", ""))
+        return OptionField(field.name, kind, default, info, rules, parse, many, ("", ""))
     spelled = list(info.param_decls)
     if not any(text.startswith("--") for text in spelled):
         spelled = [f"--{field.name.strip('_').replace('_', '-')}", *spelled]
@@ -247,7 +247,7 @@ def _field(field: Any, hint: Any) -> Field:
         info.help += f" With {_listed([*labels])}."
     if field.name in OUTPUT:
         info.rich_help_panel = "Output"
-    return Field(field.name, kind, default, info, rules, parse, many, (on, off))
+    return OptionField(field.name, kind, default, info, rules, parse, many, (on, off))
 
 
 def uses(record: type, name: str, mode: Mode | None) -> bool:
@@ -313,7 +313,7 @@ def made_of_file(record: type[Record], path: Path, values: Mapping[str, Any]) ->
         raise UsageError(f"{path}: {error.message}", error.remedy) from None
 
 
-def _value(field: Field, value: Any) -> Any:
+def _value(field: OptionField, value: Any) -> Any:
     """The value as the command line would make it of a text. Raises UsageError naming the field for any other."""
     import pydantic  # here, because `trtspec --help` needs none
 
@@ -440,7 +440,7 @@ def set_by(context: Any, parameter: Any) -> str:
     return next(name for name in parameter.envvar if name in os.environ)
 
 
-def _for_typer(command: str, field: Field) -> inspect.Parameter:
+def _for_typer(command: str, field: OptionField) -> inspect.Parameter:
     """Typer fills lists, and texts that a class of ours parses; records hold tuples, which cannot be changed."""
     kind, default, info = field.type, field.default, copy.copy(field.info)
     if not field.is_argument:

@@ -424,7 +424,7 @@ def _draw(table: Table) -> None:
     console.print(drawn, crop=False)  # what is wider than the terminal is wrapped by it, not lost
 
 
-class Bar:
+class ProgressBar:
     """What a running command reports to. Without `update` it shows nothing but the messages that are wanted."""
 
     def __init__(self, update: Callable[..., None] = lambda **_: None) -> None:
@@ -444,10 +444,10 @@ class Bar:
 
 
 @contextlib.contextmanager
-def progress_bar(title: str, total: float | None = None, unit: str = "") -> Iterator[Bar]:
+def progress_bar(title: str, total: float | None = None, unit: str = "") -> Iterator[ProgressBar]:
     """A bar of `total` in `unit`, or in bytes without one, while the block runs. `total` None: `show` gives it."""
     if not wanted():
-        yield Bar()
+        yield ProgressBar()
         return
     from rich import progress as rich
     from rich.console import Console, RenderableType
@@ -464,6 +464,6 @@ def progress_bar(title: str, total: float | None = None, unit: str = "") -> Iter
     times = (rich.TimeElapsedColumn(), rich.TextColumn("eta"), rich.TimeRemainingColumn())
     columns = (rich.TextColumn("{task.description}"), rich.BarColumn(bar_width=16), *amount, *times)
     with Noted(*columns, console=Console(stderr=True), refresh_per_second=4) as progress:
-        yield Bar(
+        yield ProgressBar(
             functools.partial(progress.update, progress.add_task(title, total=total, note=""))
         )

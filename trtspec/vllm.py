@@ -21,17 +21,17 @@ from trtspec.checkpoint.hub import (
     Target,
     engine_name,
     engine_revision,
+    find_target,
     load_head,
-    load_target,
 )
 from trtspec.checkpoint.published import PublishedHead, reasoning_parser
 from trtspec.data_files import DATA, load_yaml
 from trtspec.errors import Problem, Severity, UsageError, errors_in
 from trtspec.files import load_file
 from trtspec.launch import preflight
-from trtspec.launch.options import ServeOptions
 from trtspec.launch.preflight import EngineProgram, ServerPlan
-from trtspec.launch.server import LogPatterns, ServerAddress
+from trtspec.launch.serve_options import ServeOptions
+from trtspec.launch.server_launch import LogPatterns, ServerAddress
 from trtspec.planning.layout import layout_refusals
 from trtspec.records import given, made_of_file
 from trtspec.specs import ModelSpec
@@ -105,7 +105,7 @@ def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
     """Plans the start. Raises for unknown ids, an unknown version and options that contradict each other. Everything
     else is a problem of the plan."""
     options = with_file(options)
-    target = load_target(options.target)
+    target = find_target(options.target)
     models = [target.resolved]
     head = None
     if options.head:
@@ -242,7 +242,7 @@ def _speculation_of(value: Any, options: ServeOptions) -> dict[str, Any]:
 
 def vllm_file(options: ServeOptions, first_line: str) -> str:
     """vLLM's configuration file for a pair: the options of the command that serves it, without its address."""
-    settings = _settings(options, load_target(options.target))
+    settings = _settings(options, find_target(options.target))
     values = {"model": engine_name(options.target), **settings}
     return f"{first_line}\n" + yaml.safe_dump(values, sort_keys=False, width=10**6)
 

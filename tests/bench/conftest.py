@@ -23,8 +23,8 @@ from trtspec.bench.results import (
     EndpointResult,
     LevelResult,
     QuestionSpeed,
+    StatedWorkload,
     Throughput,
-    Workload,
 )  # fmt: skip
 from trtspec.bench.statistics import summarize
 from trtspec.client.client import RequestSampling
@@ -41,7 +41,7 @@ TOPICS = {
 
 
 SERVER = DetectedServer("reference", "m")
-WORKLOAD = Workload(dataset="d", dataset_sha256="0", licence=None, questions=40, turns=40, template="t",
+WORKLOAD = StatedWorkload(dataset="d", dataset_sha256="0", licence=None, questions=40, turns=40, template="t",
                     thinking=None, system=None, concurrency=[1, 4, 16], rates=[], rounds=1, max_tokens=9,
                     temperature=0.0, seed=0)  # fmt: skip
 NO_RATES = Throughput(

@@ -30,7 +30,7 @@ from trtspec.client.client import (
     stream_answer,
 )
 from trtspec.errors import UsageError
-from trtspec.report import Bar
+from trtspec.report import ProgressBar
 
 Start = Callable[..., str]
 PATIENCE = 300
@@ -108,7 +108,7 @@ class Stopped(Exception):
     """Ends a run from inside."""
 
 
-class StopsAtThree(Bar):
+class StopsAtThree(ProgressBar):
     heard = 0
 
     def advance(self, amount: float, note: str = "") -> None:

@@ -24,10 +24,10 @@ from trtspec.calibrate import (
 )
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.quant.plan import ConversionOptions
+from trtspec.quant.conversion_plan import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.run import quantize_checkpoint
-from trtspec.report import Bar, OutputOptions
+from trtspec.report import OutputOptions, ProgressBar
 
 FLOAT32 = CalibrationOptions(samples=24, seq_len=40, dtype=torch.float32)
 K25, K26 = load_policy("k2.5"), load_policy("k2.6")
@@ -197,7 +197,7 @@ def interrupted(source: Path, data: Path, output: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate_checkpoint(source, data, output, K26, FLOAT32, bar=Bar(stop))
+        calibrate_checkpoint(source, data, output, K26, FLOAT32, bar=ProgressBar(stop))
 
 
 def test_changes_are_refused_and_damage_is_repaired(tmp_path, data):
@@ -272,7 +272,7 @@ from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint
 from trtspec.models import stream
 from trtspec.quant.modelopt import InputObserver
 from trtspec.quant.policy import load_policy
-from trtspec.report import Bar
+from trtspec.report import ProgressBar
 def memory(key):
     return 1024 * int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1])
 torch.set_num_threads(1)
@@ -286,7 +286,7 @@ def update(completed, **_):
         before.append(memory("VmRSS"))
         open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
 options = CalibrationOptions(samples=8, seq_len=32, dtype=torch.float32)
-calibrate_checkpoint(source, data, output, load_policy("k2.6"), options, bar=Bar(update))
+calibrate_checkpoint(source, data, output, load_policy("k2.6"), options, bar=ProgressBar(update))
 print(json.dumps({"grown": memory("VmHWM") - before[0], "layer": layer}))
 """
 

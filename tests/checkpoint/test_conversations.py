@@ -12,7 +12,7 @@ from pyarrow import parquet
 
 from tests.json_files import read_lines
 from trtspec.checkpoint.conversations import Conversation, conversation, read_conversations
-from trtspec.checkpoint.rows import hub_rows
+from trtspec.checkpoint.data_rows import hub_rows
 from trtspec.errors import UsageError
 
 TOOL = {

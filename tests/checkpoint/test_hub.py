@@ -10,6 +10,7 @@ import pytest
 from tests.command_line import printed, succeeded
 from tests.json_files import read_json
 from tests.tiny import make_target
+from trtspec.checkpoint.data_rows import from_hub
 from trtspec.checkpoint.hub import (
     cached_snapshot,
     engine_name,
@@ -27,7 +28,6 @@ from trtspec.checkpoint.published import (
     real_pair,
     similar_id,
 )
-from trtspec.checkpoint.rows import from_hub
 from trtspec.checkpoint.target_config import config_problems
 from trtspec.data_files import gpu_names
 from trtspec.errors import MissingDependency, TrtspecError, UsageError

@@ -20,7 +20,7 @@ from trtspec.checkpoint.heads.read import read_head
 from trtspec.checkpoint.target_problems import read_target
 from trtspec.checkpoint.values import compare_embeddings
 from trtspec.errors import TrtspecError
-from trtspec.heads.training.plan import check_initial
+from trtspec.heads.training.training_plan import check_initial
 
 WEIGHTS = "model.safetensors"
 

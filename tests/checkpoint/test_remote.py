@@ -240,7 +240,7 @@ def test_a_commit_of_a_data_set_is_what_is_read(hub, run, tmp_path):
         write_json(tmp_path / name / "train.jsonl", {"text": name})
     hub.repositories["org/rows"] = tmp_path / "main"
     hub.older["org/rows"] = {OLDER: tmp_path / "older"}
-    script = "import sys; from trtspec.checkpoint.rows import read_rows\n"
+    script = "import sys; from trtspec.checkpoint.data_rows import read_rows\n"
     script += "for name in sys.argv[1:]: print(*[row.value['text'] for row in read_rows(name)])"
     done = run("-c", script, "org/rows", f"org/rows@{OLDER}")
     assert done.stdout.split() == ["main", "older"], done

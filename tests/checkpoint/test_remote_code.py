@@ -13,7 +13,7 @@ from tests.tiny import make_head, make_target
 from trtspec.checkpoint.hub import resolve
 from trtspec.checkpoint.remote_code import read_code
 from trtspec.data_files import kimi_nano_dir
-from trtspec.launch.options import ServeOptions
+from trtspec.launch.serve_options import ServeOptions
 from trtspec.verbs.serve import plan_engine
 from trtspec.vllm import plan_vllm
 

@@ -18,8 +18,8 @@ from trtspec.checkpoint.conversations import read_conversations
 from trtspec.checkpoint.rendering import Rendering, render
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import TrtspecError
-from trtspec.heads.training.options import TrainOptions
 from trtspec.heads.training.samples import Sample, loss_mask, read_files, read_samples, split_data
+from trtspec.heads.training.train_options import TrainOptions
 
 # a folder of published templates, to be named by whoever has them
 PUBLISHED = sorted(Path(os.environ.get("KIMI_TEMPLATES", "/nowhere")).glob("*.jinja"))

@@ -9,7 +9,7 @@ from tests.cli.test_matrix import NAMES
 from tests.cli.test_matrix import record_of as record
 from tests.command_line import ROOT, trtspec
 from trtspec.data_files import load_yaml
-from trtspec.records import Field, fields_of, parse
+from trtspec.records import OptionField, fields_of, parse
 
 
 def page(command: str) -> str:
@@ -19,7 +19,7 @@ def page(command: str) -> str:
     return " ".join(text.split())
 
 
-def options(command: str) -> list[Field]:
+def options(command: str) -> list[OptionField]:
     return [field for field in fields_of(record(command)).values() if not field.is_argument]
 
 
@@ -58,7 +58,7 @@ def test_switches_show_no_type(command: str) -> None:
 
 def test_texts_name_only_backends_that_serve_has() -> None:
     """A remedy that the next command refuses is none."""
-    from trtspec.launch.options import ServeOptions
+    from trtspec.launch.serve_options import ServeOptions
 
     field = typing.get_type_hints(ServeOptions)["backend"]
     pages = [page for place, kind in (("trtspec", "*.py"), ("trtspec", "*.yaml"), ("docs", "*.md"))

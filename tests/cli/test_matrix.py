@@ -37,7 +37,7 @@ SELECTING = {
 }
 
 
-def fields_of(command: str) -> dict[str, records.Field]:
+def fields_of(command: str) -> dict[str, records.OptionField]:
     """The fields of the command's record by name."""
     return records.fields_of(record_of(command))
 

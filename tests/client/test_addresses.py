@@ -14,7 +14,7 @@ from tests.command_line import trtspec
 from trtspec.client.addresses import bearer, server_url, shown
 from trtspec.errors import UsageError
 from trtspec.heads.synthesis import TargetEndpoint
-from trtspec.heads.training.options import feature_source
+from trtspec.heads.training.train_options import feature_source
 
 SECRET = "s3cr3t"
 WRONG = (

@@ -27,7 +27,7 @@ from tests.docker.chart import (
     table,
 )
 from tests.json_files import read_json
-from trtspec.launch.options import ENGINE, FRONT, ServeOptions
+from trtspec.launch.serve_options import ENGINE, FRONT, ServeOptions
 from trtspec.records import checked, parse
 from trtspec.trtllm.build import build_named
 from trtspec.trtllm.intent import Intent, parse_intent

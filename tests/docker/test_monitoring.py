@@ -145,8 +145,8 @@ def test_the_watchs_own_metrics_are_all_exported() -> None:
 
 def test_the_reference_servers_metrics_are_all_exported(tmp_path: Path) -> None:
     from tests.tiny import make_target
-    from trtspec.engine.app import EngineCollector
     from trtspec.engine.engine import Engine, GenerationRequest
+    from trtspec.engine.http_api import EngineCollector
     from trtspec.models.weights import load_target
 
     engine = Engine(load_target(make_target(tmp_path / "target")))

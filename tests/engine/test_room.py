@@ -15,9 +15,9 @@ from fastapi import FastAPI
 
 from tests.engine.conftest import served
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.app import create_app
 from trtspec.engine.bodies import ChatBody, CompletionBody
 from trtspec.engine.engine import Engine, EngineOptions
+from trtspec.engine.http_api import create_app
 from trtspec.engine.prepare import Preparation
 from trtspec.engine.worker import SCORES_IN_FLIGHT, Reservation, Worker
 from trtspec.models.k2 import KimiModel

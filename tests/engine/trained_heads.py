@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.data_files import DATA, kimi_nano_dir
-from trtspec.heads.training.options import TrainOptions, new_head_spec
+from trtspec.heads.training.train_options import TrainOptions, new_head_spec
 from trtspec.models.eagle3 import Eagle3Head
 from trtspec.models.head_weights import assemble, layout, open_head
 from trtspec.models.k2 import KimiModel

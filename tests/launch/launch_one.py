@@ -8,7 +8,7 @@ from pathlib import Path
 from trtspec.cli.app import _open_missing_streams
 from trtspec.errors import TrtspecError
 from trtspec.launch import supervisor
-from trtspec.launch.server import Limits, LogPatterns, ServerAddress, ServerLaunch
+from trtspec.launch.server_launch import Limits, LogPatterns, ServerAddress, ServerLaunch
 from trtspec.report import peak_rss, write_stderr
 
 if __name__ == "__main__":

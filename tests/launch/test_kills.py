@@ -17,7 +17,7 @@ import pytest
 from tests.cases import slow
 from tests.command_line import SEED, alive, free_port, wait_for
 from trtspec.errors import TrtspecError
-from trtspec.launch.server import Limits, LogPatterns, ServerAddress, ServerLaunch
+from trtspec.launch.server_launch import Limits, LogPatterns, ServerAddress, ServerLaunch
 from trtspec.launch.supervisor import run
 
 SERVER = Path(__file__).with_name("ranks_server.py")

@@ -361,7 +361,7 @@ def test_the_shipped_latent_head_takes_as_many_steps(
 def pruned_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MHA head of 1,024 of the 2,048 tokens, trained for a minute, in ModelOpt's layout."""
     from tests.engine.trained_heads import nano, trained
-    from trtspec.heads.training.run import write_head
+    from trtspec.heads.training.training_run import write_head
 
     spec, tensors = trained("mha", "3", True)
     place = tmp_path_factory.mktemp("heads") / "pruned"

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.plan_checks import CURVES, KIMI, fit, mean, rates_of
-from trtspec.checkpoint.hub import load_head, load_target
+from trtspec.checkpoint.hub import find_target, load_head
 from trtspec.planning.acceptance import (
     Acceptance,
     Decay,
@@ -67,7 +67,7 @@ def test_the_draft_length_from_three_positions_loses_at_most_two_percent(
 ) -> None:
     """Against the best draft length by the published lengths themselves; beyond K = 3 nothing of Kimi was seen."""
     model, head = (
-        load_target("nvidia/Kimi-K2.5-NVFP4").spec,
+        find_target("nvidia/Kimi-K2.5-NVFP4").spec,
         load_head("lightseekorg/kimi-k2.5-eagle3-mla").spec,
     )
     acceptance = Acceptance("test", tuple(rates_of(CURVES[name][:KNOWN])), decay=minimax())

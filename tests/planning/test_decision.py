@@ -16,7 +16,7 @@ from trtspec.cli.plan import PlanOptions, choose_layout
 from trtspec.data_files import gpu_names, load_yaml
 from trtspec.planning.decision import Decision, command, decide
 from trtspec.planning.layout import Layout
-from trtspec.planning.report import no_choice, tables_and_lines
+from trtspec.planning.tables import no_choice, tables_and_lines
 from trtspec.records import parse
 from trtspec.report import print_tables
 

@@ -12,7 +12,7 @@ from tests.cases import table
 from tests.command_line import succeeded, trtspec
 from tests.json_files import edit_json, write_json
 from trtspec.bench.statistics import by_category, summarize
-from trtspec.checkpoint.hub import load_head, load_target
+from trtspec.checkpoint.hub import find_target, load_head
 from trtspec.client.servers import TurnCounts
 from trtspec.errors import UsageError
 from trtspec.planning.acceptance import Acceptance, other_model, parse_acceptance
@@ -38,11 +38,11 @@ NO_CARD = "lightseekorg/kimi-k2.6-eagle3"
     ],
 )
 def test_checkpoint_sizes(name: str, published: float) -> None:
-    assert checkpoint_bytes(load_target(name).spec) == pytest.approx(published, rel=0.005)
+    assert checkpoint_bytes(find_target(name).spec) == pytest.approx(published, rel=0.005)
 
 
 def test_parameters_and_heads_have_the_published_size() -> None:
-    spec = load_target("moonshotai/Kimi-K2-Instruct").spec
+    spec = find_target("moonshotai/Kimi-K2-Instruct").spec
     parts = [part for _, part in spec.family.parts(spec)]
     language = sum(part.copies * math.prod(part.shape) for part in parts)
     assert language == 1_026_408_232_448
@@ -64,13 +64,13 @@ WORKED = {
 def test_kv_capacity(gpu: str, gpus: int, dp: bool) -> None:
     layout = Layout(gpus, dp, dp)
     found = memory(
-        load_target(TARGET).spec, load_head(MLA).spec, gpu_spec(gpu), layout, fraction=0.9
+        find_target(TARGET).spec, load_head(MLA).spec, gpu_spec(gpu), layout, fraction=0.9
     )
     assert found.kv_tokens == pytest.approx(WORKED[gpu, gpus, dp], rel=0.05)
 
 
 def test_four_b200_hold_it_and_four_h200_do_not() -> None:
-    target, head = load_target(TARGET).spec, load_head(MLA).spec
+    target, head = find_target(TARGET).spec, load_head(MLA).spec
     card = Workload(4096, 4096, (32,))
     for gpu, wanted in (
         ("b200", True),
@@ -79,7 +79,7 @@ def test_four_b200_hold_it_and_four_h200_do_not() -> None:
         ("h200", False),
         ("h100", False),
     ):
-        for model in (target, load_target("nvidia/Kimi-K2.5-NVFP4").spec):
+        for model in (target, find_target("nvidia/Kimi-K2.5-NVFP4").spec):
             assert (
                 plan_layout(Layout(4), Setting("", model, "", head, gpu_spec(gpu), card)).fits
                 is wanted
@@ -95,14 +95,14 @@ def test_four_b200_hold_it_and_four_h200_do_not() -> None:
 def test_vllm_reports_the_same_cache_for_k2_thinking_on_eight_h200() -> None:
     """vLLM: 715,072 tokens in BF16 at 0.9 of the whole memory, which is not TensorRT-LLM's rule."""
     found = memory(
-        load_target("moonshotai/Kimi-K2-Thinking").spec, None, gpu_spec("h200"), Layout(8)
+        find_target("moonshotai/Kimi-K2-Thinking").spec, None, gpu_spec("h200"), Layout(8)
     )
     pool = 0.9 * found.capacity - found.weights_total - found.reserve
     assert pool / found.kv_bytes_per_token == pytest.approx(715_072, rel=0.05)
 
 
 def test_latents_are_copied_and_heads_are_divided() -> None:
-    target, gpu = load_target(TARGET).spec, gpu_spec("b200")
+    target, gpu = find_target(TARGET).spec, gpu_spec("b200")
     mla, mha = load_head(MLA).spec, load_head(MHA).spec
     per_token = {
         (kind, n, dp): memory(target, head, gpu, Layout(n, dp, dp)).kv_bytes_per_token
@@ -117,7 +117,7 @@ def test_latents_are_copied_and_heads_are_divided() -> None:
 def steps(
     gpu: str, head: str | None = MLA, layout: Layout | None = None, context: int = 2048
 ) -> StepModel:
-    target = load_target(TARGET).spec
+    target = find_target(TARGET).spec
     found = kernels(gpu_spec(gpu), target.quant.format)
     assert found is not None
     return StepModel(

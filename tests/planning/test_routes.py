@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from trtspec.checkpoint.hub import load_target
+from trtspec.checkpoint.hub import find_target
 from trtspec.planning.layout import LONGEST_DRAFT, Layout, refusals
 from trtspec.planning.memory import memory
 from trtspec.specs import ModelSpec, gpu_spec
@@ -18,7 +18,7 @@ NVFP4, INT4, FP8 = (
 
 def codes(target: str, gpu: str | None = "b200", tp_size: int = 8, **more: object) -> list[str]:
     found = refusals(
-        load_target(target).spec, gpu=gpu_spec(gpu) if gpu else None, tp_size=tp_size, **more
+        find_target(target).spec, gpu=gpu_spec(gpu) if gpu else None, tp_size=tp_size, **more
     )  # type: ignore[arg-type]
     assert all(problem.severity == "error" and problem.remedy for problem in found)
     return [problem.code for problem in found]
@@ -31,7 +31,7 @@ def test_hopper_runs_fp8_and_neither_nvfp4_nor_int4(gpu: str) -> None:
 
 
 def test_the_remedy_on_hopper_names_gpus_that_hold_the_model() -> None:
-    model = load_target(FP8).spec
+    model = find_target(FP8).spec
     held = {
         (gpu, n): memory(model, None, gpu_spec(gpu), Layout(n)).sequences(8192)
         for gpu in ("h100", "h200")
@@ -51,7 +51,7 @@ def test_heads_and_experts_must_divide() -> None:
     assert codes(NVFP4, tp_size=8, ep_size=3) == ["TS-ROUTE-EXPERTS"]
     assert codes(NVFP4, tp_size=5, ep_size=5, attention_dp=True) == ["TS-ROUTE-EXPERTS"]
     assert codes(NVFP4, tp_size=64, ep_size=1) == []
-    narrow: ModelSpec = replace(load_target(NVFP4).spec, moe_intermediate_size=64)
+    narrow: ModelSpec = replace(find_target(NVFP4).spec, moe_intermediate_size=64)
     assert refusals(narrow, gpu=None, tp_size=8), "64 / 8 is half a group of 16"
 
 

@@ -148,7 +148,7 @@ def test_mxfp4_is_two_files(copied: Path, tmp_path: Path, out: Path) -> None:
     script = (
         "import sys, torch; from safetensors.torch import save_file; from trtspec.checkpoint.headers import Checkpoint;"
         "from trtspec.checkpoint.tensors import LazyTensors;"
-        "from trtspec.quant.decode import decoded; from trtspec.quant.plan import plain_names;"
+        "from trtspec.quant.decode import decoded; from trtspec.quant.conversion_plan import plain_names;"
         "tensors = LazyTensors(Checkpoint.open(sys.argv[1]));"
         "names = plain_names(tensors.checkpoint.tensors);"
         "save_file({name: decoded(tensors, name) for name in names}, sys.argv[2])"

@@ -15,7 +15,7 @@ from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo
 from trtspec.errors import Problem, TrtspecError, has_errors
 from trtspec.quant.content import content_problems
-from trtspec.quant.plan import ConversionOptions
+from trtspec.quant.conversion_plan import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.run import Quantized, quantize_checkpoint
 from trtspec.report import file_sha256

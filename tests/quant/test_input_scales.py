@@ -13,7 +13,7 @@ from tests.tiny import make_target
 from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.identity import MODEL, identity
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.quant.plan import ConversionOptions
+from trtspec.quant.conversion_plan import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.run import QuantizePlan, quantize_checkpoint
 from trtspec.report import OutputOptions

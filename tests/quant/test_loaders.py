@@ -14,7 +14,7 @@ from tests.models.test_k2 import prompts, transformers_logits
 from tests.tiny import read_tensors, write_tensors
 from trtspec.models.weights import load_target
 from trtspec.quant import nvfp4
-from trtspec.quant.plan import ConversionOptions
+from trtspec.quant.conversion_plan import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.run import quantize_checkpoint
 

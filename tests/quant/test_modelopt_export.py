@@ -16,7 +16,7 @@ from tests.json_files import read_json, write_json
 from tests.quant.scale_files import write_scales
 from tests.tiny import read_tensors, write_tensors
 from trtspec.quant import nvfp4
-from trtspec.quant.plan import ConversionOptions
+from trtspec.quant.conversion_plan import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.run import quantize_checkpoint
 

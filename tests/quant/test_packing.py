@@ -18,9 +18,9 @@ from trtspec.errors import MissingDependency, UsageError
 from trtspec.formats import TINIEST_AMAX, WeightFormat
 from trtspec.machine import check_device
 from trtspec.quant import native, nvfp4
-from trtspec.quant.convert import choose_packer
 from trtspec.quant.decode import TorchPacker, dequantize_fp8_block
 from trtspec.quant.native import NativePacker, Packer, Rows, Scaling, packable_rows
+from trtspec.quant.shards import choose_packer
 
 NEEDS_COMPILER = pytest.mark.skipif(
     not any(map(shutil.which, native.COMPILERS)), reason="no C compiler here"

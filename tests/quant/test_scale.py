@@ -17,7 +17,7 @@ from tests.quant.test_loaders import modules_of, ours
 from tests.tiny import read_tensors
 from tools.benchmarks.full_size_layer import make_layer
 from trtspec.families.kimi_k2 import KIMI_K2
-from trtspec.quant.plan import ConversionOptions
+from trtspec.quant.conversion_plan import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.run import quantize_checkpoint
 

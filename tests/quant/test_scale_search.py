@@ -12,9 +12,9 @@ from tests.quant.modelopt_oracle import static_block_quantize
 from tests.quant.stored_rows import rows_of
 from trtspec.formats import WeightFormat
 from trtspec.quant import nvfp4
-from trtspec.quant.convert import choose_packer
 from trtspec.quant.decode import TorchPacker
 from trtspec.quant.native import Scaling
+from trtspec.quant.shards import choose_packer
 
 
 def modelopts_codes(weight: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:

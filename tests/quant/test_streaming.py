@@ -22,8 +22,8 @@ from trtspec.checkpoint.target_problems import read_target, target_spec
 from trtspec.checkpoint.tensors import LazyTensors
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.quant import nvfp4
+from trtspec.quant.conversion_plan import ConversionOptions
 from trtspec.quant.decode import decoded
-from trtspec.quant.plan import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.run import quantize_checkpoint
 from trtspec.report import OutputOptions

@@ -19,7 +19,7 @@ from trtspec.checkpoint.headers import Checkpoint
 from trtspec.checkpoint.hub import resolve
 from trtspec.checkpoint.target_problems import read_target
 from trtspec.errors import TrtspecError
-from trtspec.quant.plan import ConversionOptions
+from trtspec.quant.conversion_plan import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.run import quantize_checkpoint
 from trtspec.quant.verify import compare

@@ -8,9 +8,9 @@ from tests.quant.test_streaming import JOURNAL_NAME, K25, K26, weights
 from trtspec import machine
 from trtspec.errors import TrtspecError
 from trtspec.quant import native
-from trtspec.quant.convert import thread_count
-from trtspec.quant.plan import ConversionOptions
+from trtspec.quant.conversion_plan import ConversionOptions
 from trtspec.quant.run import quantize_checkpoint
+from trtspec.quant.shards import thread_count
 
 
 @pytest.mark.parametrize("weight_scales", ["max", "mse"])

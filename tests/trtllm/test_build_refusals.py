@@ -9,7 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from tests.cases import slow, table
-from trtspec.checkpoint.hub import load_head, load_target
+from trtspec.checkpoint.hub import find_target, load_head
 from trtspec.cli.app import app
 from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError
 from trtspec.trtllm.build import build, build_named
@@ -77,7 +77,7 @@ def test_what_is_written_carries_no_finding_of_our_own_linter(step: int) -> None
             target=target, version=version, head=head, goal=goal, role=role, gpu=gpu, tp_size=tp, max_seq_len=length,
             trust_remote_code=True,
         )  # fmt: skip
-        for name, load in ((target, load_target), (head, load_head)):
+        for name, load in ((target, find_target), (head, load_head)):
             if name and name not in specs:
                 specs[name] = load(name).spec
         try:

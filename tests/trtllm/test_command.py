@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cases import table
-from trtspec.checkpoint.hub import load_target
+from trtspec.checkpoint.hub import find_target
 from trtspec.trtllm.deployment import parse_passed
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import Intent
@@ -42,7 +42,7 @@ def command(
     version: str = "1.3.0rc20",
 ) -> list[str]:
     return build_command(
-        Intent(target=TARGET, version=version, trust_remote_code=True), load_target(TARGET).spec, Document.parse(text),
+        Intent(target=TARGET, version=version, trust_remote_code=True), find_target(TARGET).spec, Document.parse(text),
         "c", sizes=explicit, passed=passed,
     )  # fmt: skip
 
@@ -73,7 +73,7 @@ def test_every_argv_parses_with_the_schema_of_its_version() -> None:
 def test_parsers_follow_the_model() -> None:
     def parser(target: str) -> str | None:
         intent = Intent(target=target, version="1.4.0rc1")
-        argv = build_command(intent, load_target(target).spec, Document.parse(""), "c")
+        argv = build_command(intent, find_target(target).spec, Document.parse(""), "c")
         assert argv[argv.index("--tool_parser") + 1] == "kimi_k2"
         return argv[argv.index("--reasoning_parser") + 1] if "--reasoning_parser" in argv else None
 

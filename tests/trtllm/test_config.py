@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trtspec.checkpoint.hub import load_head, load_target
+from trtspec.checkpoint.hub import find_target, load_head
 from trtspec.errors import CheckFailed, UsageError
 from trtspec.trtllm.build import EngineConfig, build, build_named, disaggregated
 from trtspec.trtllm.deployment import deployment_of
@@ -47,11 +47,11 @@ def an_intent(
 
 def built(intent: Intent) -> EngineConfig:
     head = load_head(intent.head).spec if intent.head else None
-    return build(intent, load_target(intent.target).spec, head)
+    return build(intent, find_target(intent.target).spec, head)
 
 
 def argv(intent: Intent, text: str) -> list[str]:
-    return build_command(intent, load_target(intent.target).spec, Document.parse(text), ENGINE_FILE)
+    return build_command(intent, find_target(intent.target).spec, Document.parse(text), ENGINE_FILE)
 
 
 @pytest.mark.parametrize(("target", "head"), CARDS)

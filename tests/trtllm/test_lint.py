@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tests.trtllm.lint.engine_files import with_fixes
-from trtspec.checkpoint.hub import load_head, load_target
+from trtspec.checkpoint.hub import find_target, load_head
 from trtspec.specs import HeadSpec, ModelSpec
 from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.lint import lint
@@ -24,7 +24,7 @@ NEW = "1.3.0rc27.dev0"  # the last release whose classes were read whole
 
 
 def k26() -> ModelSpec:
-    return load_target("nvidia/Kimi-K2.6-NVFP4").spec
+    return find_target("nvidia/Kimi-K2.6-NVFP4").spec
 
 
 def head(**changes: Any) -> HeadSpec:

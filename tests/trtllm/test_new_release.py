@@ -40,9 +40,9 @@ JUDGE = """\
 import json, sys
 from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.lint import lint
-from trtspec.checkpoint.hub import load_target
+from trtspec.checkpoint.hub import find_target
 from trtspec.trtllm.schema import schema_for
-target = load_target("nvidia/Kimi-K2.6-NVFP4").spec
+target = find_target("nvidia/Kimi-K2.6-NVFP4").spec
 asked = json.load(sys.stdin)
 print(json.dumps([
     [[f.code, f.severity, f.where, f.message] for f in lint(text, Deployment(schema_for(version), target))

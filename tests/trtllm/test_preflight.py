@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import program
-from trtspec.checkpoint.hub import load_target, resolve
+from trtspec.checkpoint.hub import find_target, resolve
 from trtspec.launch.preflight import (
     InstalledGpu,
     as_in_dry_run,
@@ -19,7 +19,7 @@ from trtspec.launch.preflight import (
     read_gpus,
     remote_code_problem,
 )
-from trtspec.launch.server import LogPatterns
+from trtspec.launch.server_launch import LogPatterns
 from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.schema import parse_version, schema_for
@@ -43,7 +43,7 @@ def kimi(
     tp_size: int, target: str = "nvidia/Kimi-K2.6-NVFP4", version: str = "1.3.0rc20", **argv: int
 ) -> Deployment:
     settings = {"tensor_parallel_size": tp_size, "max_seq_len": 8192, **argv}
-    return Deployment(schema_for(version), load_target(target).spec, target, argv=settings)
+    return Deployment(schema_for(version), find_target(target).spec, target, argv=settings)
 
 
 def codes(

@@ -11,7 +11,7 @@ from tests.cases import table
 from tests.command_line import problem_codes, trtspec
 from trtspec.data_files import DATA, kimi_nano_dir
 from trtspec.errors import CheckFailed
-from trtspec.launch.options import ServeOptions
+from trtspec.launch.serve_options import ServeOptions
 from trtspec.verbs.serve import plan_engine
 
 CASES = table(__file__)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trtspec.checkpoint.hub import load_head, load_target
+from trtspec.checkpoint.hub import find_target, load_head
 from trtspec.errors import Problem, UsageError
 from trtspec.specs import QuantSpec
 from trtspec.trtllm.deployment import Deployment, compute_capability
@@ -35,7 +35,7 @@ def found(text: str, version: str, context: Context) -> dict[str, Problem]:
         changed = {"quant": QuantSpec(algorithm, group, tuple(exclude), cache)}
     if target:
         more |= {
-            "target": replace(load_target(target).spec, **changed),
+            "target": replace(find_target(target).spec, **changed),
             "target_name": "" if changed else target,
         }
     if head is not None:

@@ -36,7 +36,7 @@ from trtspec.models.head_weights import load_head
 from trtspec.models.k2 import KimiModel
 from trtspec.models.w4a4 import NVFP4Linear
 from trtspec.models.weights import load_target
-from trtspec.quant.plan import ConversionOptions
+from trtspec.quant.conversion_plan import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.run import quantize_checkpoint
 

@@ -39,8 +39,8 @@ from torch import Tensor
 from trtspec import data_files
 from trtspec.checkpoint.hub import resolve
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.heads.training.options import TrainOptions, new_head_spec
 from trtspec.heads.training.samples import Sample, read_samples
+from trtspec.heads.training.train_options import TrainOptions, new_head_spec
 
 TTT, DECAY, RATE = 3, 0.9, 1e-3
 
@@ -168,7 +168,7 @@ def our_head(arguments: argparse.Namespace) -> tuple[Any, Any, TrainOptions]:
 
 def ours(arguments: argparse.Namespace, data: list[list[Sample]]) -> dict[str, Any]:
     from trtspec.heads.training.loop import Stepper
-    from trtspec.heads.training.processes import World
+    from trtspec.heads.training.ranks import World
     from trtspec.heads.training.states import compute_features
 
     before = peak_memory()

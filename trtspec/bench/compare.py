@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trtspec.bench.results import BenchResults, ComparedFigure, Comparison, Workload
+from trtspec.bench.results import BenchResults, ComparedFigure, Comparison, StatedWorkload
 from trtspec.bench.statistics import (
     MIN_EARLIER_RUNS,
     Ratio,
@@ -79,7 +79,7 @@ def _regression(figure: ComparedFigure, allowed: float) -> Problem:
     return Problem("TS-BENCH-REGRESSION", "error", "`compare`", message)
 
 
-def refuse_different(workload: Workload, earlier: Mapping[str, BenchResults]) -> None:
+def refuse_different(workload: StatedWorkload, earlier: Mapping[str, BenchResults]) -> None:
     """Raises UsageError, before anything is sent, if an earlier run had another workload.
 
     The ratio of the two would mix that difference with the change under test. `earlier`: by the option that names it.

@@ -76,7 +76,7 @@ class Throughput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class StatedWorkload:
     """The questions and settings of a run. A figure without them is not a measurement.
 
     `extra_body`: fields merged into every request. `recorded`: requests were sent as recorded, without this
@@ -299,7 +299,7 @@ class BenchResults(EndpointResult):
     """
 
     schema: int = SCHEMA
-    workload: Workload
+    workload: StatedWorkload
     endpoints: dict[str, EndpointResult]
     problems: list[Problem]
     speedups: list[SpeedUp] = field(default_factory=list)

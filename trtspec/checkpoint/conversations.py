@@ -29,7 +29,7 @@ from trtspec.checkpoint.chat_parser import (
     parse_reply,
     reply_text,
 )
-from trtspec.checkpoint.rows import CODE, DataRow, read_rows
+from trtspec.checkpoint.data_rows import CODE, DataRow, read_rows
 from trtspec.data_files import DATA
 from trtspec.errors import UsageError
 from trtspec.report import note

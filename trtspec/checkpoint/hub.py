@@ -275,7 +275,7 @@ class Head(NamedTuple):
     spec: HeadSpec
 
 
-def load_target(name: str, like: str | None = None) -> Target:
+def find_target(name: str, like: str | None = None) -> Target:
     """The target called `name`; while it is not here, the published checkpoint `like` answers for it. Raises UsageError
     when the name is a head's, or nothing that is known."""
     absent = like is not None and not user_path(name).exists()

@@ -21,7 +21,7 @@ from trtspec.checkpoint.chat_parser import (
     reply_text,
 )
 from trtspec.checkpoint.conversations import Conversation, Message
-from trtspec.checkpoint.rows import CODE
+from trtspec.checkpoint.data_rows import CODE
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.report import note

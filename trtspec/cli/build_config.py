@@ -48,14 +48,14 @@ class BuildConfigOptions(Intent):
 
 def build_config(options: BuildConfigOptions) -> Result:
     """Write the engine YAML for exactly one TensorRT-LLM version; it always passes `trtspec lint`."""
-    from trtspec.checkpoint.hub import load_head, load_target
+    from trtspec.checkpoint.hub import find_target, load_head
     from trtspec.errors import CheckFailed
     from trtspec.trtllm.build import build
     from trtspec.trtllm.deployment import assumed_release, choose_version
     from trtspec.trtllm.document import Document
     from trtspec.trtllm.kubernetes import default_image
 
-    model = load_target(options.target, options.like)
+    model = find_target(options.target, options.like)
     drafter = load_head(options.head) if options.head else None
     coded = [each.resolved.name for each in (model, drafter) if each and each.resolved.code()]
     if options.format in ("helm-values", "dynamo") and coded and not options.trust_remote_code:
@@ -121,7 +121,7 @@ def build_config(options: BuildConfigOptions) -> Result:
 def _vllm(options: BuildConfigOptions) -> Result:
     """vLLM's configuration for the pair; refused where the checks of `trtspec serve --backend vllm` find an error."""
     from trtspec.errors import CheckFailed, UsageError, errors_in
-    from trtspec.launch.options import ServeOptions
+    from trtspec.launch.serve_options import ServeOptions
     from trtspec.report import problem_lines
     from trtspec.trtllm.intent import COMMAND
     from trtspec.vllm import plan_vllm, vllm_file

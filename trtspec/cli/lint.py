@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trtspec.errors import Severity
     from trtspec.trtllm.carriers import Carried
     from trtspec.trtllm.document import Document
-    from trtspec.trtllm.lint import Verdict
+    from trtspec.trtllm.lint import EngineVerdict
 
 WALKED = {".yaml", ".yml", ".json", ".sh", ".bash", ".slurm", ".sbatch"}
 BY_VLLM = "vLLM's configuration, by the options that are known here"
@@ -407,7 +407,7 @@ def _foreign(document: Document) -> Judged | None:
     return Judged(document.name, document, None, "not an engine file", [finding])
 
 
-def _engine_verdict(document: Document, asked: str | None) -> Verdict:
+def _engine_verdict(document: Document, asked: str | None) -> EngineVerdict:
     """The installed engine's verdict; raises UsageError when another version was asked for."""
     from trtspec.trtllm.lint import judge
     from trtspec.trtllm.schema import parse_version

@@ -101,9 +101,9 @@ class PlanOptions:
 def plan(options: PlanOptions) -> Result:
     """Estimate whether a target fits, how fast it runs and what speculation gains, and print the best build-config
     command."""
-    from trtspec.planning.report import no_choice, tables_and_lines, to_dict
+    from trtspec.planning.tables import no_choice, tables_and_lines, to_dict
     from trtspec.trtllm.deployment import choose_version
-    from trtspec.trtllm.rules.rows import support_problems
+    from trtspec.trtllm.rules.from_data import support_problems
     from trtspec.trtllm.schema import schema_for
 
     decision = choose_layout(options)
@@ -117,14 +117,14 @@ def plan(options: PlanOptions) -> Result:
 
 def choose_layout(options: PlanOptions) -> Decision:
     """The best layout for these options among those tried. Raises UsageError."""
-    from trtspec.checkpoint.hub import load_head, load_target
+    from trtspec.checkpoint.hub import find_target, load_head
     from trtspec.planning.acceptance import card_acceptance, parse_acceptance
     from trtspec.planning.decision import decide
     from trtspec.planning.layout import layout_of
     from trtspec.planning.points import Setting, Workload, layouts
     from trtspec.specs import gpu_spec
 
-    model, acceptance = load_target(options.target).spec, None
+    model, acceptance = find_target(options.target).spec, None
     concurrency = tuple(sorted(options.concurrency.values))
     if options.head is not None:
         given = options.acceptance

@@ -66,7 +66,7 @@ def quantize(options: QuantizeOptions) -> Result:
     from trtspec.checkpoint.hub import find, resolve
     from trtspec.checkpoint.published import known_target
     from trtspec.formats import WeightFormat
-    from trtspec.quant.plan import ConversionOptions, refuse_fp4
+    from trtspec.quant.conversion_plan import ConversionOptions, refuse_fp4
     from trtspec.quant.policy import load_policy
     from trtspec.quant.run import QuantizePlan, quantize_checkpoint, to_json
 

@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 
 from trtspec.errors import check_failure
-from trtspec.launch.options import REFERENCE, ServeOptions
+from trtspec.launch.serve_options import REFERENCE, ServeOptions
 from trtspec.records import words
 from trtspec.report import Result, print_json
 

@@ -61,7 +61,7 @@ class SynthesizeOptions(OutputFlags):
     @property
     def from_hub(self) -> bool:
         """a hub data set"""
-        from trtspec.checkpoint.rows import from_hub
+        from trtspec.checkpoint.data_rows import from_hub
 
         return from_hub(self.prompts)
 

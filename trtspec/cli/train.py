@@ -15,7 +15,7 @@ from trtspec.errors import Interrupted, UsageError
 from trtspec.files import load_file
 from trtspec.heads.card import interval_text
 from trtspec.heads.training.curve import run_directory, run_options
-from trtspec.heads.training.options import (
+from trtspec.heads.training.train_options import (
     TrainingRecipe,
     TrainingRun,
     TrainOptions,

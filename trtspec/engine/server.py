@@ -22,8 +22,8 @@ from fastapi import FastAPI
 from trtspec import machine
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.app import create_app
 from trtspec.engine.engine import Engine, EngineOptions
+from trtspec.engine.http_api import create_app
 from trtspec.engine.prefix import PREFIX_BYTES
 from trtspec.engine.request import GenerationRequest
 from trtspec.engine.worker import Worker

@@ -42,7 +42,14 @@ from trtspec.client.client import (
 from trtspec.client.servers import detect_server
 from trtspec.client.text_quality import degeneration
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.report import Bar, OutputOptions, file_sha256, provenance, write_atomic, write_json
+from trtspec.report import (
+    OutputOptions,
+    ProgressBar,
+    file_sha256,
+    provenance,
+    write_atomic,
+    write_json,
+)
 
 T = TypeVar("T")
 RETRY_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
@@ -210,7 +217,7 @@ def synthesize(
     endpoint: TargetEndpoint,
     sampling: AnswerSampling,
     again: OutputOptions = OutputOptions(),
-    bar: Bar = Bar(),
+    bar: ProgressBar = ProgressBar(),
 ) -> Outcome:
     """Answers every prompt that the journal lacks, then writes `output`. The caller finishes `work_directory`.
 
@@ -277,7 +284,7 @@ async def _answer_all(
     endpoint: TargetEndpoint,
     sampling: AnswerSampling,
     journal: Journal,
-    bar: Bar,
+    bar: ProgressBar,
 ) -> Outcome:
     todo = [prompt for prompt in prompts if prompt.id not in journal.done]
     outcome = Outcome(resumed=len(prompts) - len(todo))

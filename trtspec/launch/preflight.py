@@ -29,7 +29,7 @@ from trtspec.errors import (
     has_errors,
 )
 from trtspec.foreign import user_path
-from trtspec.launch.server import ServerLaunch
+from trtspec.launch.server_launch import ServerLaunch
 from trtspec.report import announce, problem_lines, write_stderr
 
 FIELDS = ("name", "memory.total", "driver_version", "compute_cap")

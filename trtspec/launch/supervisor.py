@@ -25,7 +25,7 @@ from trtspec.client.addresses import bearer
 from trtspec.client.client import RequestFailed, ask_once, generate_once, health, wait_ready
 from trtspec.errors import TrtspecError, signals_handled
 from trtspec.launch.reaper import FORWARDED, PR_SET_CHILD_SUBREAPER, UNKILLABLE, descendants, prctl
-from trtspec.launch.server import LogPatterns, ServerLaunch
+from trtspec.launch.server_launch import LogPatterns, ServerLaunch
 from trtspec.report import announce, write_stderr
 
 REAPER = Path(__file__).with_name("reaper.py")

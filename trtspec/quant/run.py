@@ -30,7 +30,9 @@ from trtspec.quant.content import (
     content_problems,
     repeated,
 )
-from trtspec.quant.convert import (
+from trtspec.quant.conversion_plan import Conversion, ConversionOptions, ShardPlan, Weight, prepare
+from trtspec.quant.policy import KV_CACHES, WEIGHT_SCALES, Policy
+from trtspec.quant.shards import (
     ERROR_ROWS,
     Errors,
     Record,
@@ -40,11 +42,9 @@ from trtspec.quant.convert import (
     thread_count,
     weight_class,
 )
-from trtspec.quant.plan import Conversion, ConversionOptions, ShardPlan, Weight, prepare
-from trtspec.quant.policy import KV_CACHES, WEIGHT_SCALES, Policy
 from trtspec.report import (
-    Bar,
     OutputOptions,
+    ProgressBar,
     file_sha256,
     peak_rss,
     provenance,
@@ -63,7 +63,7 @@ def quantize_checkpoint(
     policy: Policy | None,
     options: ConversionOptions = ConversionOptions(),
     output_options: OutputOptions = OutputOptions(),
-    bar: Bar = Bar(),
+    bar: ProgressBar = ProgressBar(),
 ) -> Quantized | QuantizePlan:
     """Converts `source` to `output`. A dry run returns a QuantizePlan and writes nothing.
 

@@ -15,7 +15,7 @@ from trtspec.checkpoint.target_problems import ReadTarget
 from trtspec.checkpoint.values import byte_faults
 from trtspec.errors import Problem, has_errors
 from trtspec.formats import WeightFormat, stored_format, stored_weight
-from trtspec.quant.convert import choose_packer, weight_class
+from trtspec.quant.conversion_plan import plain_names
 from trtspec.quant.native import (
     BLOCK,
     Array,
@@ -26,8 +26,8 @@ from trtspec.quant.native import (
     read_bytes,
     read_rows,
 )
-from trtspec.quant.plan import plain_names
 from trtspec.quant.policy import WEIGHT_SCALES
+from trtspec.quant.shards import choose_packer, weight_class
 
 SCALES = ("weight_scale", "weight_scale_2", "input_scale")
 NEARLY_ALL = 0.8  # of the linears follow from the source: then the others were changed

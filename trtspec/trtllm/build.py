@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trtspec.checkpoint.hub import engine_path, load_head, load_target
+from trtspec.checkpoint.hub import engine_path, find_target, load_head
 from trtspec.errors import CheckFailed, Problem, UsageError
 from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, refusals
 from trtspec.report import problem_lines
@@ -102,7 +102,7 @@ def build_named(
 ) -> EngineConfig:
     """As `build`, of the names in the intent, looked up as the commands do."""
     head = load_head(intent.head).spec if intent.head else None
-    target = load_target(intent.target, intent.like).spec
+    target = find_target(intent.target, intent.like).spec
     return build(intent, target, head, config_path, cache)
 
 

@@ -29,7 +29,7 @@ from trtspec.trtllm.shell import (
     MASK,
     OMITTED,
     REDIRECTED,
-    Word,
+    ShellWord,
     masked,
     statements,
     unmasked,
@@ -258,7 +258,7 @@ class _Carrier:
                 inner = textwrap.dedent(" " * node.column + inner) + "\n"
             self.files.append(replace(part, text=inner))
         words = [
-            Word(unmasked(item.text), origin.line(item.line))
+            ShellWord(unmasked(item.text), origin.line(item.line))
             for key in ("command", "args")
             for item in _scalars(node, key)
         ]
@@ -311,7 +311,7 @@ class _Carrier:
         elif DATA_FILE.search(part.name):
             self.others.append(part)
 
-    def _read_command(self, words: list[Word], part: Carried) -> None:
+    def _read_command(self, words: list[ShellWord], part: Carried) -> None:
         names = [PurePath(word.text).name for word in words]
         start = next((n for n, name in enumerate(names) if name in PROGRAMS), len(names))
         engine, following, *_ = [*names[start:], "", ""]
@@ -429,7 +429,7 @@ def _scalars(node: Node, name: str) -> list[Node]:
     return [item for item in (*values, *items) if item.kind == "scalar"]
 
 
-def _options(words: list[Word]) -> Iterator[tuple[str, list[str], int]]:
+def _options(words: list[ShellWord]) -> Iterator[tuple[str, list[str], int]]:
     """Each option with its values and line: `--flag value` or `--flag=value`."""
     while words:
         word = words.pop(0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trtspec.checkpoint.hub import findable, load_head, load_target
+from trtspec.checkpoint.hub import find_target, findable, load_head
 from trtspec.checkpoint.published import similar_id
 from trtspec.data_files import gpu_names
 from trtspec.errors import Problem, Severity, TrtspecError, UsageError, did_you_mean
@@ -185,7 +185,7 @@ def deployment_of(
             problems.append(problem)
     argv = {key: value for key, value in sizes.items() if not document.has(key)}
     deployment = Deployment(
-        schema, load_target(names["target"]).spec if names["target"] else None, names["target"] or "",
+        schema, find_target(names["target"]).spec if names["target"] else None, names["target"] or "",
         load_head(names["head"]).spec if names["head"] else None, names["head"] or "",
         argv=argv | schema.set_by(options), options=options if passed is not None else None,
         gpu=compute_capability(gpu) if gpu else None,

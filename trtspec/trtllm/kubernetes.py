@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from packaging.version import Version
 
-from trtspec.checkpoint.hub import engine_path, load_head, load_target
+from trtspec.checkpoint.hub import engine_path, find_target, load_head
 from trtspec.errors import Problem, UsageError
 from trtspec.planning.memory import checkpoint_bytes, head_parameters
 from trtspec.trtllm.build import EngineConfig
@@ -84,7 +84,7 @@ def _server(config: EngineConfig) -> dict[str, Any]:
 
 def _quantize(source: str, target_gib: int) -> dict[str, Any]:
     """The Job's values, and a claim that holds source and result with a tenth to spare."""
-    source_gib = -(-checkpoint_bytes(load_target(source).spec) // 2**30)
+    source_gib = -(-checkpoint_bytes(find_target(source).spec) // 2**30)
     held = -(-(source_gib + target_gib) * 11 // 10)
     return {
         "quantize": {"enabled": True, "source": source, "sourceGiB": source_gib},
@@ -94,7 +94,7 @@ def _quantize(source: str, target_gib: int) -> dict[str, Any]:
 
 def checkpoint_gib(intent: Intent) -> int:
     """GiB of both checkpoints, rounded up: from the shapes, and of the head with its embedding."""
-    total = checkpoint_bytes(load_target(intent.target, intent.like).spec)
+    total = checkpoint_bytes(find_target(intent.target, intent.like).spec)
     if intent.head is not None:
         spec = load_head(intent.head).spec
         total += 2 * head_parameters(spec) + 2 * spec.vocab_size * spec.hidden_size

@@ -19,12 +19,12 @@ from trtspec.errors import SEVERITIES, MissingDependency, Problem, TrtspecError
 from trtspec.trtllm.carriers import FRONT_KEYS
 from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.document import CannotEdit, Document, same
-from trtspec.trtllm.rules import engine, model, speculation
+from trtspec.trtllm.rules import engine_settings, model, speculation
+from trtspec.trtllm.rules.from_data import check_rows
 from trtspec.trtllm.rules.keys import VALUE_CODES, as_engine, check_keys, check_value, targets
-from trtspec.trtllm.rules.rows import check_rows
 from trtspec.trtllm.schema import Schema, releases, renames
 
-RULES = (*speculation.RULES, *model.RULES, *engine.RULES, check_rows)
+RULES = (*speculation.RULES, *model.RULES, *engine_settings.RULES, check_rows)
 # a file with such a key may hold under that name what a rule misses, so nothing is added to it
 UNSETTLED = {
     "TS-LINT-UNKNOWN-KEY",
@@ -216,7 +216,7 @@ print(MARK + json.dumps({"version": tensorrt_llm.__version__, "errors": errors})
 
 
 @dataclass(frozen=True)
-class Verdict:
+class EngineVerdict:
     """What the engine of `version` says; empty findings mean that its classes take the file."""
 
     version: str
@@ -237,7 +237,7 @@ def engine_python() -> str:
     return base if inherited and base else sys.executable
 
 
-def judge(document: Document, timeout: float = 600.0) -> Verdict:
+def judge(document: Document, timeout: float = 600.0) -> EngineVerdict:
     """Raises MissingDependency where the engine is not importable, TrtspecError when it does not answer."""
     if not engine_importable():
         remedy = "run this inside NVIDIA's TensorRT-LLM image, or leave `installed` out"
@@ -273,7 +273,7 @@ def judge(document: Document, timeout: float = 600.0) -> Verdict:
             f"the installed engine's own class says: {item['message']}",
         )
         found.append(document.placed(Problem("TS-LINT-ENGINE-REFUSES", "error", key, message)))
-    return Verdict(answer["version"], found)
+    return EngineVerdict(answer["version"], found)
 
 
 def engine_problems(document: Document) -> list[Problem]:

@@ -119,7 +119,7 @@ class Rule:
     `when` and `unless` map dotted paths to conditions: set (not null, false, 0 or empty text), unset, given (written),
     absent (not written), filled (written and not null), empty (written as null), a value, a list of values,
     {written: x}, {not: x}, {outside: [...]}, {above: n}, {below: n}, {unlike: path of another}. A setting that is
-    not written has its default. Paths may also name what is known beside the file: `facts` in rules/rows.py.
+    not written has its default. Paths may also name what is known beside the file: `facts` in rules/from_data.py.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}

@@ -42,25 +42,25 @@ OMITTED = "#\ue0ff"  # before a line that is nothing but an expansion
 
 
 @dataclass(frozen=True)
-class Word:
+class ShellWord:
     """`text`: without its quotation marks. `line`: of the file, from 0."""
 
     text: str
     line: int
 
 
-def statements(text: str, line_of: Callable[[int], int]) -> list[list[Word]]:
+def statements(text: str, line_of: Callable[[int], int]) -> list[list[ShellWord]]:
     """The words of each command, then of each array. A redirection is the word REDIRECTED. `line_of`: the line of the
     file for one of the script."""
-    words = list[Word]()
-    commands, arrays, inside, line = [words], dict[str, list[Word]](), False, 0
+    words = list[ShellWord]()
+    commands, arrays, inside, line = [words], dict[str, list[ShellWord]](), False, 0
     for token in TOKEN.finditer(text):
         if token["array"]:
             words, inside = arrays.setdefault(token["name"], []), True
         elif token["word"]:
-            words.append(Word(_unquoted(token[0]), line_of(line)))
+            words.append(ShellWord(_unquoted(token[0]), line_of(line)))
         elif token["redirect"]:
-            words.append(Word(REDIRECTED, line_of(line)))
+            words.append(ShellWord(REDIRECTED, line_of(line)))
         elif not token["blank"] and (token[0] == ")" or not inside):
             words, inside = [], False
             commands.append(words)

@@ -136,7 +136,7 @@ async def run_check(options: CheckOptions) -> CheckOutcome:
 
 
 async def _exchanges(
-    options: CheckOptions, bar: report.Bar
+    options: CheckOptions, bar: report.ProgressBar
 ) -> tuple[list[Exchange], list[Exchange], list[Asker]]:
     """What users get, what the server without speculation answered ([] without one), and who asked."""
     from trtspec.bench.check.asking import record, require_plain, score_answers
@@ -194,7 +194,7 @@ async def _asking(
     options: CheckOptions,
     url: str,
     what: str,
-    bar: report.Bar,
+    bar: report.ProgressBar,
 ) -> AsyncIterator[Asker]:
     """One server to ask; `what` names its URL in errors. MAIN's answers are kept beside the recording as they come."""
     from trtspec.bench.check.asking import CROWD, Asker

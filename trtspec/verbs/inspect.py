@@ -11,13 +11,13 @@ from trtspec.checkpoint.heads import pairing
 from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES
 from trtspec.checkpoint.heads.read import HeadComparison, compare_heads, read_head
 from trtspec.checkpoint.heads.shapes import canonical_names
-from trtspec.checkpoint.hub import Resolved, load_target
+from trtspec.checkpoint.hub import Resolved, find_target
 from trtspec.checkpoint.published import PublishedHead
 from trtspec.checkpoint.values import embedding_problems
 from trtspec.data_files import load_yaml
 from trtspec.errors import Problem
 from trtspec.specs import HeadSpec
-from trtspec.trtllm.rules.rows import first_release
+from trtspec.trtllm.rules.from_data import first_release
 
 if TYPE_CHECKING:
     from trtspec.quant.verify import CheckpointComparison
@@ -28,7 +28,7 @@ COMPARED = 64  # tensors that are compared with a source where nobody says how m
 def first_releases(record: PublishedHead, head: HeadSpec) -> dict[str, str | None]:
     """The oldest release of each engine that serves a published head with its target."""
     trtllm, vllm = ENGINES["trtllm"], ENGINES["vllm"]
-    found = {trtllm.title: first_release(load_target(record.targets[-1]).spec, head)}
+    found = {trtllm.title: first_release(find_target(record.targets[-1]).spec, head)}
     if vllm.name in record.published_on or DIALECTS[head.dialect].served_by(vllm, head):
         found[vllm.title] = load_yaml("vllm.yaml")["oldest"]
     return found

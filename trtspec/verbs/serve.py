@@ -15,16 +15,16 @@ from typing import Any
 from trtspec.checkpoint.heads.pairing import learned_problems
 from trtspec.checkpoint.hub import (
     Target,
+    find_target,
     load_head,
-    load_target,
     resolve,
 )
 from trtspec.checkpoint.target_problems import sound
 from trtspec.errors import Problem, UsageError
 from trtspec.files import STDIN, read_yaml_text
-from trtspec.launch.options import FRONT, VLLM, ServeOptions
 from trtspec.launch.preflight import ServerPlan, as_in_dry_run, check_start, read_gpus
-from trtspec.launch.server import LogPatterns, ServerAddress
+from trtspec.launch.serve_options import FRONT, VLLM, ServeOptions
+from trtspec.launch.server_launch import LogPatterns, ServerAddress
 from trtspec.machine import check_device, listen
 from trtspec.records import fill
 from trtspec.report import announce
@@ -87,7 +87,7 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
     head_name = _head_name(options, given)
     written = parse_intent(given.text) if given is not None else None
     version, problems = _version(options, given, written, launching)
-    target = load_target(options.target)
+    target = find_target(options.target)
     # before a launch its weights are looked at too, not only its headers
     head = load_head(head_name, values=launching) if head_name else None
     intent = _intent(options, given, written, version[0], target)
@@ -263,7 +263,7 @@ def _command(
 def reference_problems(options: ServeOptions) -> list[Problem]:
     """What the reference backend would say of the pair; names are looked up, nothing is fetched. Raises TrtspecError
     for what it would refuse."""
-    target = load_target(options.target)
+    target = find_target(options.target)
     if target.resolved.path is not None:
         sound(target.resolved.target)
     head = load_head(options.head) if options.head else None

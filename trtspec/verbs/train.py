@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trtspec import machine
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.errors import UsageError
-from trtspec.heads.training.options import FeatureSource, TrainingRun, TrainOptions
+from trtspec.heads.training.train_options import FeatureSource, TrainingRun, TrainOptions
 from trtspec.report import progress_bar, say
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ def train_and_measure(
     """
     # OpenMP reads this when torch is loaded. Its threads wait busily, which stalls a run where cores are shared.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    from trtspec.heads.training.plan import MEMORY_SHARE, check_run, make_plan
-    from trtspec.heads.training.processes import process_group
+    from trtspec.heads.training.ranks import process_group
+    from trtspec.heads.training.training_plan import MEMORY_SHARE, check_run, make_plan
 
     with process_group(run.device) as world:
         device = world.device(run.device)
@@ -56,7 +56,7 @@ def train_and_measure(
                 )
             say(text)
 
-        from trtspec.heads.training.run import (
+        from trtspec.heads.training.training_run import (
             run_training,  # ModelOpt takes many seconds
             write_record,
         )

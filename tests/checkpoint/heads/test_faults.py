@@ -23,7 +23,7 @@ from trtspec.checkpoint.hub import resolve
 from trtspec.checkpoint.values import head_value_problems
 from trtspec.errors import Problem, TrtspecError, has_errors
 from trtspec.heads.convert.conversion import CURED, DEPENDS, Options, convert_head
-from trtspec.heads.training.plan import check_initial
+from trtspec.heads.training.training_plan import check_initial
 from trtspec.models.head_weights import load_head
 from trtspec.models.weights import load_target
 

@@ -161,7 +161,7 @@ def test_the_same_prompts_from_every_container(tmp_path):
     from collections import Counter
 
     from trtspec.checkpoint.conversations import conversation
-    from trtspec.checkpoint.rows import hub_rows
+    from trtspec.checkpoint.data_rows import hub_rows
     from trtspec.heads.synthesis import distinct
 
     source = [

@@ -19,7 +19,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from nixl._api import nixl_agent, nixl_agent_config
 
-from trtspec.engine.app import create_app
+from trtspec.engine.http_api import create_app
 from trtspec.engine.server import ServerOptions, build_engine
 
 SLOTS, LONGEST = 16, 128

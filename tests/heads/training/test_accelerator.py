@@ -15,10 +15,10 @@ from trtspec.checkpoint.target_problems import target_spec
 from trtspec.heads.training import loop
 from trtspec.heads.training.loop import Objective, Stepper
 from trtspec.heads.training.module import TrainingModule, build
-from trtspec.heads.training.options import TrainOptions, new_head_spec
-from trtspec.heads.training.processes import World
+from trtspec.heads.training.ranks import World
 from trtspec.heads.training.samples import Sample
 from trtspec.heads.training.states import Features
+from trtspec.heads.training.train_options import TrainOptions, new_head_spec
 from trtspec.specs import ModelSpec
 
 LENGTHS = (9, 14, 5)

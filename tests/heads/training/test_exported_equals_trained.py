@@ -11,8 +11,8 @@ from tests.json_files import read_json
 from tests.tiny import read_tensors
 from trtspec.heads.training import module as train
 from trtspec.heads.training.loop import Objective, draft_states
-from trtspec.heads.training.options import TrainOptions, new_head_spec
-from trtspec.heads.training.run import write_head
+from trtspec.heads.training.train_options import TrainOptions, new_head_spec
+from trtspec.heads.training.training_run import write_head
 from trtspec.models.head_weights import load_head
 
 KINDS = [(a, e, d) for a in ("mha", "mla") for e in ("3", "3.1") for d in (None, 100)]

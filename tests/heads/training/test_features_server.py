@@ -21,13 +21,13 @@ from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.heads.training import module as train
 from trtspec.heads.training import served as serving_states
 from trtspec.heads.training.first_layers import check_first_layers
-from trtspec.heads.training.options import TrainingRun, TrainOptions, feature_source
-from trtspec.heads.training.plan import TrainingPlan, make_plan
-from trtspec.heads.training.processes import World
-from trtspec.heads.training.run import run_training
+from trtspec.heads.training.ranks import World
 from trtspec.heads.training.served import ServedFeatures, state_servers
 from trtspec.heads.training.sources import open_states
 from trtspec.heads.training.states import compute_features
+from trtspec.heads.training.train_options import TrainingRun, TrainOptions, feature_source
+from trtspec.heads.training.training_plan import TrainingPlan, make_plan
+from trtspec.heads.training.training_run import run_training
 from trtspec.models.weights import load_target
 
 OPTIONS = TrainOptions(

@@ -157,7 +157,7 @@ from pathlib import Path
 from tests.tiny import make_target
 from trtspec.heads.training import module as train
 from trtspec.heads.training.loop import Objective
-from trtspec.heads.training.options import TrainOptions, new_head_spec
+from trtspec.heads.training.train_options import TrainOptions, new_head_spec
 from trtspec.report import peak_rss
 from trtspec.models.weights import load_target
 torch.set_num_threads(1)

@@ -12,8 +12,8 @@ from trtspec.cli.train import TrainCommand, with_file
 from trtspec.errors import UsageError
 from trtspec.heads.training.loop import CHUNK_ELEMENTS, LOGIT_BYTES
 from trtspec.heads.training.needs import decoded_layer_bytes, needs, training_bytes
-from trtspec.heads.training.options import TrainingRecipe, TrainOptions, feature_source
-from trtspec.heads.training.plan import plan_without_data
+from trtspec.heads.training.train_options import TrainingRecipe, TrainOptions, feature_source
+from trtspec.heads.training.training_plan import plan_without_data
 from trtspec.records import fill
 from trtspec.specs import gpu_spec
 

@@ -22,10 +22,10 @@ from trtspec.heads.training.loop import (
     losses,
     simulate_acceptance,
 )
-from trtspec.heads.training.options import TrainOptions, new_head_spec
-from trtspec.heads.training.processes import World
+from trtspec.heads.training.ranks import World
 from trtspec.heads.training.samples import Sample, read_files, split_data
 from trtspec.heads.training.states import compute_features
+from trtspec.heads.training.train_options import TrainOptions, new_head_spec
 
 LAYERS = (1, 3, 4)
 

@@ -16,11 +16,16 @@ from tests.heads.training.test_training import curve
 from trtspec.errors import TrtspecError
 from trtspec.heads.training import module as train
 from trtspec.heads.training.loop import train_head
-from trtspec.heads.training.options import FeatureSource, TrainingRun, TrainOptions, feature_source
-from trtspec.heads.training.plan import TrainingPlan, make_plan
 from trtspec.heads.training.samples import split_data
 from trtspec.heads.training.states import Features, HeldFeatures, compute_features
 from trtspec.heads.training.streamed import StreamedFeatures, chunks_in_order, stream_features
+from trtspec.heads.training.train_options import (
+    FeatureSource,
+    TrainingRun,
+    TrainOptions,
+    feature_source,
+)
+from trtspec.heads.training.training_plan import TrainingPlan, make_plan
 from trtspec.models.stream import LayerStream
 
 ROOT = Path(__file__).parents[3]

@@ -11,7 +11,7 @@ import torch
 from tests.command_line import ROOT, free_port
 from trtspec import machine
 from trtspec.errors import TrtspecError
-from trtspec.heads.training.processes import World
+from trtspec.heads.training.ranks import World
 from trtspec.heads.training.streamed import open_stream
 
 SCRIPT = """
@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 from trtspec.heads.training.samples import batches_of_epoch, split_held_out
 from trtspec.heads.training.streamed import open_stream, stream_features
-from trtspec.heads.training.options import TrainOptions, feature_source
-from trtspec.heads.training.plan import make_plan
-from trtspec.heads.training.processes import process_group
+from trtspec.heads.training.train_options import TrainOptions, feature_source
+from trtspec.heads.training.training_plan import make_plan
+from trtspec.heads.training.ranks import process_group
 
 target, data, work, epochs = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
 options = TrainOptions(epochs=epochs, batch_size=4, seq_len=96, held_out=0.1, precision="fp32")

@@ -10,9 +10,9 @@ import torch
 from tests.command_line import wait_for
 from tests.json_files import edit_json, read_lines
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.heads.training.options import TrainingRun, TrainOptions, feature_source
-from trtspec.heads.training.plan import make_plan
-from trtspec.heads.training.run import run_training
+from trtspec.heads.training.train_options import TrainingRun, TrainOptions, feature_source
+from trtspec.heads.training.training_plan import make_plan
+from trtspec.heads.training.training_run import run_training
 from trtspec.models.head_weights import load_head
 from trtspec.models.weights import load_target
 

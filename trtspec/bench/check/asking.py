@@ -32,7 +32,7 @@ from trtspec.client.client import RAW, RequestFailed, complete, finite
 from trtspec.client.exchange import LINES, Exchange, Score, ask, to_line
 from trtspec.client.servers import DetectedServer
 from trtspec.errors import UsageError
-from trtspec.report import Bar
+from trtspec.report import ProgressBar
 
 if TYPE_CHECKING:
     from trtspec.checkpoint.tokenizer import KimiTokenizer
@@ -88,7 +88,7 @@ class Asker:
     timeout: float = 120.0
     journal: Journal | None = None
     known: dict[bytes, Exchange] = field(default_factory=dict)
-    bar: Bar = field(default_factory=Bar)
+    bar: ProgressBar = field(default_factory=ProgressBar)
     requests: int = 0
     tokens: int = 0
     failures: int = 0  # in a row

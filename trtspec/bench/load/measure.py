@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from trtspec.bench.load.journal import LoadLevel, Round, RunJournal, good
 from trtspec.bench.questions.datasets import Dataset, Question
-from trtspec.bench.results import Workload
+from trtspec.bench.results import StatedWorkload
 from trtspec.bench.statistics import without_surplus
 from trtspec.checkpoint.published import ThinkingLevel
 from trtspec.client import servers
@@ -37,7 +37,7 @@ from trtspec.client.client import (
     stream_answer,
 )
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.report import Bar
+from trtspec.report import ProgressBar
 
 
 async def measure(
@@ -46,7 +46,7 @@ async def measure(
     model: str | None = None,
     *,
     journal: RunJournal | None = None,
-    bar: Bar | None = None,
+    bar: ProgressBar | None = None,
     limits: Callable[[servers.DetectedServer], RequestLimits] = lambda server: {},
     earlier: Mapping[str, servers.DetectedServer] | None = None,
 ) -> list[MeasuredEndpoint]:
@@ -61,7 +61,7 @@ async def measure(
         earlier: The server of each earlier result that this run is shown with, by option.
     """
     journal = journal or RunJournal(None, {})
-    bar = bar or Bar()
+    bar = bar or ProgressBar()
     async with AsyncExitStack() as stack:
         targets = []
         connections = OPEN_CONNECTIONS if workload.rates else workload.max_in_flight
@@ -206,11 +206,11 @@ class BenchWorkload:
                     parameters[key] = value
         return parameters | self.body()
 
-    def describe(self) -> Workload:
+    def describe(self) -> StatedWorkload:
         """Returns the workload as results.json states it."""
         dataset = self.dataset
         concurrency = [] if self.rates else list(self.concurrency)
-        return Workload(
+        return StatedWorkload(
             dataset=dataset.name,
             dataset_sha256=dataset.sha256,
             licence=dataset.licence,
@@ -245,7 +245,7 @@ class MeasuredEndpoint:
     server: servers.DetectedServer
     workload: BenchWorkload
     journal: RunJournal
-    bar: Bar
+    bar: ProgressBar
     limits: RequestLimits
     rounds: list[Round] = field(default_factory=list)
     category_rounds: list[Round] = field(default_factory=list)

@@ -28,7 +28,7 @@ from trtspec.checkpoint.conversations import (
     conversation,
     note_unread,
 )
-from trtspec.checkpoint.rows import CODE, SUFFIXES, DataRow, from_hub, hub_rows, read_rows
+from trtspec.checkpoint.data_rows import CODE, SUFFIXES, DataRow, from_hub, hub_rows, read_rows
 from trtspec.errors import UsageError, did_you_mean
 from trtspec.files import missing
 from trtspec.foreign import user_path

@@ -19,7 +19,7 @@ from trtspec.bench.results import (
     DraftChoice,
     EndpointResult,
     LatencySpread,
-    Workload,
+    StatedWorkload,
     user_speed,
 )
 from trtspec.bench.statistics import MIN_EARLIER_RUNS
@@ -218,7 +218,7 @@ def quality_line(endpoint: EndpointResult) -> str:
 # --- tables ---
 
 
-def acceptance_table(endpoint: EndpointResult, workload: Workload) -> Table:
+def acceptance_table(endpoint: EndpointResult, workload: StatedWorkload) -> Table:
     """By category and for all: N, acceptance length with its interval, and NVIDIA's mean over questions."""
     rows = []
     for name, group in endpoint.groups.items():

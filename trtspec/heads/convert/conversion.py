@@ -26,7 +26,7 @@ from trtspec.checkpoint.target_problems import sound
 from trtspec.checkpoint.values import embedding_problems, head_value_problems
 from trtspec.errors import CheckFailed, Problem, UsageError, errors_in, has_errors
 from trtspec.heads.card import conversion_card, serving_commands
-from trtspec.heads.convert.tensors import (
+from trtspec.heads.convert.head_tensors import (
     EMBED,
     Choice,
     Lender,
@@ -37,7 +37,14 @@ from trtspec.heads.convert.tensors import (
     with_ownership,
     write_tensors,
 )
-from trtspec.report import Bar, OutputOptions, peak_rss, provenance, write_atomic, write_json
+from trtspec.report import (
+    OutputOptions,
+    ProgressBar,
+    peak_rss,
+    provenance,
+    write_atomic,
+    write_json,
+)
 from trtspec.specs import HeadSpec, ModelSpec
 
 
@@ -109,7 +116,7 @@ def convert_head(
     output: Path,
     options: Options,
     target: Resolved | None = None,
-    bar: Bar = Bar(),
+    bar: ProgressBar = ProgressBar(),
 ) -> HeadConversion:
     """Converts and says what was done. With errors among the problems nothing is written. A dry run checks all that a
     run checks, every value of every tensor too. Raises CheckFailed for what is no Eagle3 head, UsageError for an output

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.curve import Curve, CurvePoint
-from trtspec.heads.training.options import TrainingRun, TrainOptions
-from trtspec.heads.training.processes import ALONE, Stop, World
+from trtspec.heads.training.ranks import ALONE, Stop, World
 from trtspec.heads.training.samples import MAX_HELD_OUT, counted_positions, split_data
 from trtspec.heads.training.saved import SavedRun, load_state, save_state
 from trtspec.heads.training.states import Features, collate
+from trtspec.heads.training.train_options import TrainingRun, TrainOptions
 
 if TYPE_CHECKING:
     from trtspec.heads.training.module import (
@@ -60,7 +60,7 @@ def train_head(
     export: Callable[[CurvePoint], None] = lambda _: None,
     stop: Stop | None = None,
     world: World = ALONE,
-) -> Result:
+) -> TrainingResult:
     """Trains in place. The state is saved every `run.save_every` steps; a rerun with the same `fingerprint` resumes
     there, and its curve is that of an uninterrupted run. `export` writes the heads that are due after a step.
 
@@ -72,7 +72,7 @@ def train_head(
     saved = load_state(run, stepper.parameters, stepper.optimizer, fingerprint, total)
     world.wait()  # nobody saves before everybody has read
     curve = Curve(run.curve, saved.position) if world.main else None
-    result = Result(saved.step, total)
+    result = TrainingResult(saved.step, total)
     began, slowest, saving = time.monotonic(), 0.0, 0.0
     plan = list(data.steps())[saved.step :]
     evaluated_every = options.eval_every or max(1, total // EVALUATIONS)
@@ -105,7 +105,7 @@ def train_head(
 
 
 @dataclass
-class Result:
+class TrainingResult:
     """What a run ended with. `steps` of `total` were done, fewer where `stopped` says why; `tokens` counts real (not
     padded) ones of this process's life."""
 

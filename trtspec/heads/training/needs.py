@@ -20,9 +20,19 @@ from trtspec.checkpoint.hub import Resolved, resolve
 from trtspec.checkpoint.target_problems import require_target
 from trtspec.errors import Problem, TrtspecError
 from trtspec.heads.training.loop import LOGIT_BYTES, chunk_positions, peak_learning_rate
-from trtspec.heads.training.options import FeatureSource, TrainingRecipe, TrainingRun, TrainOptions
-from trtspec.heads.training.plan import TrainingPlan, check_run, make_plan, plan_without_data
 from trtspec.heads.training.streamed import CHUNK_BYTES
+from trtspec.heads.training.train_options import (
+    FeatureSource,
+    TrainingRecipe,
+    TrainingRun,
+    TrainOptions,
+)
+from trtspec.heads.training.training_plan import (
+    TrainingPlan,
+    check_run,
+    make_plan,
+    plan_without_data,
+)
 from trtspec.planning.layout import refusals
 from trtspec.specs import GpuSpec, ModelSpec
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.checkpoint.conversations import Conversation, read_conversations
+from trtspec.checkpoint.data_rows import CODE
 from trtspec.checkpoint.rendering import render
-from trtspec.checkpoint.rows import CODE
 from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import TrtspecError, UsageError
-from trtspec.heads.training.options import TrainOptions
+from trtspec.heads.training.train_options import TrainOptions
 
 MAX_HELD_OUT = 64  # sequences per evaluation
 MAX_REFUSALS = 10  # messages that are kept of a file

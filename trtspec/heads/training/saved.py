@@ -19,8 +19,8 @@ from trtspec.checkpoint.writer import refuse_changed, write_shard
 from trtspec.errors import UsageError
 from trtspec.foreign import PlainName
 from trtspec.heads.training.curve import is_finished
-from trtspec.heads.training.options import TrainingRun, TrainOptions
 from trtspec.heads.training.samples import Sample
+from trtspec.heads.training.train_options import TrainingRun, TrainOptions
 from trtspec.report import file_sha256
 
 STATE_NAME = PlainName("state.safetensors")

@@ -11,12 +11,12 @@ from functools import partial
 from trtspec.checkpoint.identity import identity_digest
 from trtspec.checkpoint.writer import Journal
 from trtspec.heads.training.first_layers import check_first_layers
-from trtspec.heads.training.options import TrainingRun, TrainOptions
-from trtspec.heads.training.plan import TrainingPlan
-from trtspec.heads.training.processes import World
+from trtspec.heads.training.ranks import World
 from trtspec.heads.training.served import ServedFeatures, state_servers
 from trtspec.heads.training.states import Features, compute_features
 from trtspec.heads.training.streamed import open_stream, stream_features
+from trtspec.heads.training.train_options import TrainingRun, TrainOptions
+from trtspec.heads.training.training_plan import TrainingPlan
 from trtspec.models.k2 import KimiModel
 from trtspec.report import progress_bar
 

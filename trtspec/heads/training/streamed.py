@@ -21,11 +21,11 @@ from trtspec import machine
 from trtspec.checkpoint.writer import Layout, ShardFile
 from trtspec.errors import TrtspecError
 from trtspec.foreign import PlainName
-from trtspec.heads.training.options import TrainOptions
-from trtspec.heads.training.plan import TrainingPlan
-from trtspec.heads.training.processes import ALONE, World, require_shared
+from trtspec.heads.training.ranks import ALONE, World, require_shared
 from trtspec.heads.training.samples import MAX_HELD_OUT, Sample, TrainingData, split_data
 from trtspec.heads.training.states import Features, bytes_per_token
+from trtspec.heads.training.train_options import TrainOptions
+from trtspec.heads.training.training_plan import TrainingPlan
 from trtspec.models.stream import (
     PREFETCH_MEMORY_LAYERS,
     LayerStream,

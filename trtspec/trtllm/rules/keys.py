@@ -323,7 +323,7 @@ def targets(document: Document, schema: Schema) -> dict[str, str]:
 
 
 def _remedy(
-    schema: Schema, entry: Entry, target: Target | None, last: Version | None
+    schema: Schema, entry: Entry, target: MeantKey | None, last: Version | None
 ) -> tuple[str, Fix | None]:
     """What to write in place of a key. `last`: the newest release that has it."""
     if target is not None and not target.certain:
@@ -345,7 +345,7 @@ def _remedy(
 
 
 @dataclass(frozen=True)
-class Target:
+class MeantKey:
     """The key that another one means. `certain`: by knowledge, not by spelling."""
 
     path: str
@@ -359,7 +359,7 @@ class Target:
 
 
 @functools.cache
-def meaning(schema: Schema, parent: str, written: str) -> Target | None:
+def meaning(schema: Schema, parent: str, written: str) -> MeantKey | None:
     """The key of this release that a refused key means: an old or a later name, a name of vLLM or of a flag, a
     leaf that only one mapping has; spelling last."""
     name = written.replace("-", "_").strip()
@@ -376,18 +376,18 @@ def meaning(schema: Schema, parent: str, written: str) -> Target | None:
     rows += [{**plain, "to": option.key} for option in schema.option(f"--{name}").taken]
     for row in rows:
         if row["to"] in schema.fields and (row["to"] != itself or "." in written):
-            return Target(row["to"], True, row["same_value"], row["note"])
+            return MeantKey(row["to"], True, row["same_value"], row["note"])
     if real:
         return None
     return _by_structure(schema, itself, name) or _by_spelling(schema, parent, name)
 
 
-def _by_structure(schema: Schema, itself: str, name: str) -> Target | None:
+def _by_structure(schema: Schema, itself: str, name: str) -> MeantKey | None:
     """The one key with this name, or with this name after its mapping's (`moe_backend`), anywhere in the file."""
     leaves = [path for path in schema.fields if path.rpartition(".")[2] == name]
     candidates = _joined(schema).get(name, leaves)
     if len(candidates) == 1 and candidates[0] != itself:
-        return Target(candidates[0], True)
+        return MeantKey(candidates[0], True)
     return None
 
 
@@ -402,7 +402,7 @@ def _joined(schema: Schema) -> dict[str, list[str]]:
     return joined
 
 
-def _by_spelling(schema: Schema, parent: str, name: str) -> Target | None:
+def _by_spelling(schema: Schema, parent: str, name: str) -> MeantKey | None:
     """The nearest key of the same mapping or of the top level; at the top level, of any mapping."""
     names = {path.removeprefix(f"{parent}."): path for path in schema.fields}
     if not parent:
@@ -410,7 +410,7 @@ def _by_spelling(schema: Schema, parent: str, name: str) -> Target | None:
     for each, path in list(names.items()):
         names.setdefault(each.removesuffix("_config"), path)
     near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=NEAR)
-    return Target(names[near[0]], False) if near else None
+    return MeantKey(names[near[0]], False) if near else None
 
 
 def _moving(schema: Schema, entry: Entry, to: str) -> Fix | None:

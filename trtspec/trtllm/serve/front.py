@@ -11,13 +11,13 @@ from typing import Annotated
 import httpx
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from trtspec.checkpoint.hub import engine_name, load_target
+from trtspec.checkpoint.hub import engine_name, find_target
 from trtspec.client.client import RequestFailed, ask_once, first_model, health
 from trtspec.errors import CheckFailed, Problem, UsageError
 from trtspec.files import STDIN, first_fault, read_yaml_text
-from trtspec.launch.options import ServeOptions
 from trtspec.launch.preflight import ServerPlan, check_port
-from trtspec.launch.server import LogPatterns, ServerAddress
+from trtspec.launch.serve_options import ServeOptions
+from trtspec.launch.server_launch import LogPatterns, ServerAddress
 from trtspec.trtllm.nodes import YamlError, load_text
 from trtspec.trtllm.serve.command import ENVIRONMENT, PATTERNS, PROGRAM, engine_version
 
@@ -72,7 +72,7 @@ class Front(BaseModel):
 def plan_front(options: ServeOptions, *, launching: bool) -> ServerPlan:
     """Raises UsageError for a file that cannot be read and a target that is none, CheckFailed for what `read_front`
     refuses."""
-    load_target(options.target)
+    find_target(options.target)
     path = options.disaggregated
     assert path is not None  # it is what asks for a front
     if str(path) == STDIN:

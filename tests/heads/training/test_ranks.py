@@ -13,7 +13,7 @@ from tests.heads.training.test_training import after_steps, curve
 from tests.json_files import read_json
 from tests.tiny import read_tensors
 from trtspec.errors import UsageError
-from trtspec.heads.training.processes import World, world_from_env
+from trtspec.heads.training.ranks import World, world_from_env
 
 LAUNCHERS = {
     "alone": [],
@@ -121,7 +121,7 @@ def test_nodes_that_see_different_disks_are_refused(tmp_path):
     """Each process with a directory of its own in place of a shared one."""
     script = (
         "import pathlib, sys\n"
-        "from trtspec.heads.training.processes import process_group, require_shared\n"
+        "from trtspec.heads.training.ranks import process_group, require_shared\n"
         "with process_group('cpu') as world:\n"
         "    require_shared(pathlib.Path(sys.argv[1], 'run'), world, 'reads it')\n"
         "    require_shared(pathlib.Path(sys.argv[1], f'run-{world.rank}'), world, 'reads it')\n"

@@ -22,13 +22,6 @@ from trtspec.checkpoint.tokenizer import KimiTokenizer
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.files import beside
 from trtspec.heads.training.curve import run_directory, run_options
-from trtspec.heads.training.options import (
-    FeatureSource,
-    TrainingRecipe,
-    TrainingRun,
-    TrainOptions,
-    new_head_spec,
-)
 from trtspec.heads.training.samples import (
     Sample,
     counted_positions,
@@ -38,6 +31,13 @@ from trtspec.heads.training.samples import (
 )
 from trtspec.heads.training.saved import MOMENTS, check_saved, run_fingerprint, saved_run
 from trtspec.heads.training.states import DumpedFeatures, bytes_per_token, dumps_of
+from trtspec.heads.training.train_options import (
+    FeatureSource,
+    TrainingRecipe,
+    TrainingRun,
+    TrainOptions,
+    new_head_spec,
+)
 from trtspec.models.eagle3 import parameter_count
 from trtspec.specs import HeadSpec, ModelSpec
 

@@ -31,7 +31,7 @@ from trtspec.checkpoint.heads.shapes import (
 from trtspec.checkpoint.values import FLOATS, MAP_DTYPES, count_not_finite, not_finite, read_values
 from trtspec.checkpoint.writer import ShardFile
 from trtspec.errors import CheckFailed, Problem
-from trtspec.report import Bar
+from trtspec.report import ProgressBar
 from trtspec.specs import HeadSpec, ModelSpec
 
 Choice = Literal["auto", "target"]
@@ -244,7 +244,7 @@ def with_ownership(spec: HeadSpec, dialect: Dialect, entries: dict[str, OutputTe
 
 
 def write_tensors(
-    path: Path, entries: dict[str, OutputTensor], bar: Bar
+    path: Path, entries: dict[str, OutputTensor], bar: ProgressBar
 ) -> dict[str, dict[str, Any]]:
     """Writes model.safetensors and returns, for each tensor, its source and the SHA-256 of its bytes.
 

@@ -29,6 +29,7 @@ from trtspec.checkpoint.writer import ShardFile, publish
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.formats import TINIEST_AMAX
 from trtspec.quant.content import HASH_DIFFERS, MAX_ROUNDING_ERROR, ROUNDING, Content, Findings
+from trtspec.quant.conversion_plan import Conversion, Group, ShardPlan, Weight
 from trtspec.quant.native import (
     BLOCK,
     Array,
@@ -41,8 +42,7 @@ from trtspec.quant.native import (
     read_bytes,
     read_rows,
 )
-from trtspec.quant.plan import Conversion, Group, ShardPlan, Weight
-from trtspec.report import Bar, file_sha256
+from trtspec.report import ProgressBar, file_sha256
 
 REMEDY = "download that file again and compare its sha256 with the hub's"
 ERROR_ROWS = 64  # the rows of each tensor on which the rounding error is measured
@@ -56,7 +56,11 @@ Errors = dict[str, float]
 
 
 def convert_shards(
-    conversion: Conversion, plans: list[ShardPlan], threads: int, hashes: dict[str, str], bar: Bar
+    conversion: Conversion,
+    plans: list[ShardPlan],
+    threads: int,
+    hashes: dict[str, str],
+    bar: ProgressBar,
 ) -> Iterator[tuple[ShardPlan, Record]]:
     """Yields each shard's plan and journal record once the shard is durable.
 

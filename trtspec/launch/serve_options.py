@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from trtspec.launch.server import Limits
+from trtspec.launch.server_launch import Limits
 from trtspec.records import (
     DryRunOption,
     Excludes,

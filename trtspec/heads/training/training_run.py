@@ -33,12 +33,12 @@ from trtspec.heads.training.curve import (
     summary,
 )
 from trtspec.heads.training.loop import peak_learning_rate, train_head
-from trtspec.heads.training.options import TrainingRun, TrainOptions
-from trtspec.heads.training.plan import TrainingPlan, check_initial, initial_tensors
-from trtspec.heads.training.processes import ALONE, Stop, World, require_shared
+from trtspec.heads.training.ranks import ALONE, Stop, World, require_shared
 from trtspec.heads.training.samples import coverage, draft_vocabulary, split_data
 from trtspec.heads.training.saved import STATE_NAME, run_fingerprint
 from trtspec.heads.training.sources import open_states
+from trtspec.heads.training.train_options import TrainingRun, TrainOptions
+from trtspec.heads.training.training_plan import TrainingPlan, check_initial, initial_tensors
 from trtspec.report import (
     fsync,
     provenance,
