@@ -169,6 +169,7 @@ async def require_plain(asker: Asker, texts: Sequence[Exchange]) -> None:
 
 TOP = 20  # alternatives that are asked for
 MAX_CONTINUATIONS = 16  # tokens of an answer that are scored if each takes a request
+MAX_TIPPED = 2  # failing tokens of an answer that rounding may explain
 # probes whose answers are scored beside those at temperature 0
 SCORED = {*TRUNCATIONS, *SAMPLERS, "seed"}
 # parameters whose effect the baseline server must show as well
@@ -257,7 +258,7 @@ async def _confirmed(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
     """
     scores = list(await _echoed(asker, answer))
     failing = [index for index, score in enumerate(scores) if score.nats_behind > FAIL_NATS]
-    if not is_greedy(answer) or len(failing) > MAX_CONTINUATIONS:
+    if not is_greedy(answer) or len(failing) > MAX_TIPPED:
         return tuple(scores)
     for index in failing:
         text = replace(answer, token_ids=answer.token_ids[: index + 1])
