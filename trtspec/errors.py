@@ -164,14 +164,19 @@ def termination_as_interrupt() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Problem:
-    """One finding. `code` is stable; its remedy is the documented one where none is given. `where` names a file, key or
-    tensor. In a `file` with lines it is the dotted path of a key: `beside` are the other keys that a rule is about,
-    `on_value` tells that the value is at fault, `line` and `column` count from 1 (None: no line is at fault), `width`
-    counts characters, and `fix` makes an edit of the parsed file."""
+    """One finding. `code` is stable. Without a `remedy` it has the documented one of its code.
+
+    `key` names a file, setting or tensor. In a `file` with lines it is the dotted path of a setting:
+
+    - `beside`: the other settings that a rule is about;
+    - `on_value`: the value is at fault, not the name;
+    - `line`, `column`: from 1, None if no line is at fault; `width` in characters;
+    - `fix` edits the parsed file.
+    """
 
     code: str
     severity: Severity
-    where: str
+    key: str
     message: str
     remedy: str = ""
     fix: Callable[[Any], Any] | None = field(default=None, compare=False)
@@ -187,18 +192,23 @@ class Problem:
         for name, text in (("code", self.code), ("message", self.message), ("remedy", remedy)):
             object.__setattr__(self, name, as_typed(text))
 
+    @property
+    def where(self) -> str:
+        """The key as people read it, behind its file and line."""
+        return self.location(self.line)
+
     def location(self, *numbers: int | None) -> str:
-        """`where` as people read it, behind its file and those `numbers` (line, column) that are known."""
+        """The key as people read it, behind its file and those `numbers` (line, column) that are known."""
         if self.file is None:
-            return as_typed(self.where)
+            return as_typed(self.key)
         position = ":".join([self.file, *map(str, filter(None, numbers))])
-        return as_typed(f"{position} {self.where}".rstrip())
+        return as_typed(f"{position} {self.key}".rstrip())
 
     def to_dict(self) -> dict[str, Any]:
         values = {
             "code": self.code,
             "severity": self.severity,
-            "where": self.location(self.line),
+            "where": self.where,
             "message": self.message,
             "remedy": self.remedy,
         }
@@ -208,7 +218,7 @@ class Problem:
             **values,
             "line": self.line,
             "column": self.column,
-            "key": self.where,
+            "key": self.key,
             "fixable": self.fix is not None,
         }
 

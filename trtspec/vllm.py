@@ -311,7 +311,7 @@ def _target_problems(options: ServeOptions, target: ModelSpec) -> Iterator[Probl
     whole_experts = "enable-expert-parallel" in passed_options(options.passed)
     expert_ranks = ranks if whole_experts else 1
     for problem in layout_refusals(target, ranks, expert_ranks, attention_dp=False):
-        yield replace(problem, code="TS-VLLM-PARALLEL", where="tp_size", remedy="")
+        yield replace(problem, code="TS-VLLM-PARALLEL", key="tp_size", remedy="")
     limit = target.max_position_embeddings
     if (options.max_seq_len or 0) > limit:
         message = f"`max_seq_len` {options.max_seq_len} is beyond the model's {limit} positions; vLLM refuses to start"

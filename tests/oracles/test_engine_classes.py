@@ -46,7 +46,7 @@ class Judged:
 
 def is_beyond(finding: Problem) -> bool:
     return any(
-        re.fullmatch(code, finding.code) and re.match(key, finding.where)
+        re.fullmatch(code, finding.code) and re.match(key, finding.key)
         for code, key, _ in TABLES["beyond"]
     )
 
@@ -99,7 +99,7 @@ def test_lint_agrees(release: str, count: int) -> None:
         f"{len(missed)} missed, {unsure} refused files in which lint says that it does not know a key or value"
     )
     lines = [
-        f"ALARM {one.what}: {[(f.code, f.where, f.message) for f in one.errors]}" for one in alarms
+        f"ALARM {one.what}: {[(f.code, f.key, f.message) for f in one.errors]}" for one in alarms
     ]
     lines += [f"MISSED {one.what}: {one.why[:300]}" for one in missed]
     assert not alarms and agreed >= AGREE * count, "\n".join(lines[:60])

@@ -116,7 +116,7 @@ def test_what_only_one_source_takes_is_a_warning_that_names_both(
 
 
 def in_doubt(text: str, version: str, key: str) -> list[Any]:
-    return [f for f in lint(text, Deployment(schema_for(version))) if f.where.endswith(key)]
+    return [f for f in lint(text, Deployment(schema_for(version))) if f.key.endswith(key)]
 
 
 def test_what_two_changes_decide_is_no_error() -> None:

@@ -108,7 +108,7 @@ cuda_graph_config: {batch_sizes: [1, 2, 64]}
 kv_cache_config: {dtype: fp8}
 """
     )
-    left = [(f.where, f.remedy, f.fix) for f in lint(fixed, deployment) if f.severity == "error"]
+    left = [(f.key, f.remedy, f.fix) for f in lint(fixed, deployment) if f.severity == "error"]
     assert left == [
         ("max_batch_sise", "did you mean max_batch_size?", None)
     ]  # what was meant is a guess

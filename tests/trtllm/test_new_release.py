@@ -45,7 +45,7 @@ from trtspec.trtllm.schema import schema_for
 target = find_target("nvidia/Kimi-K2.6-NVFP4").spec
 asked = json.load(sys.stdin)
 print(json.dumps([
-    [[f.code, f.severity, f.where, f.message] for f in lint(text, Deployment(schema_for(version), target))
+    [[f.code, f.severity, f.key, f.message] for f in lint(text, Deployment(schema_for(version), target))
      if f.code != "TS-LINT-KNOWN-ISSUE"]  # which ends with the last notes that were read
     for text, version in asked
 ]))

@@ -66,4 +66,4 @@ def test_a_remedy_names_the_key_that_was_meant(release: str) -> None:
 def remedy_of(schema: Schema, written: str) -> str:
     text = f"{written.replace('.', ': {')}: 1{'}' * written.count('.')}\n"
     findings = lint(text, Deployment(schema))
-    return next((finding.remedy for finding in findings if finding.where == written), "")
+    return next((finding.remedy for finding in findings if finding.key == written), "")

@@ -140,7 +140,7 @@ def taken(values: dict[str, Any], path: str) -> bool:
     """Whether lint lets the key at `path` pass."""
     found = lint(yaml.safe_dump(values), Deployment(schema_for(NEWEST)))
     return not any(
-        f.severity == "error" and f.code in KEY_CODES and f"{path}.".startswith(f"{f.where}.")
+        f.severity == "error" and f.code in KEY_CODES and f"{path}.".startswith(f"{f.key}.")
         for f in found
     )
 

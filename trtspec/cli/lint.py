@@ -324,7 +324,7 @@ def judge_part(
         reason = "the image's tag"
     if command.config and not part.text:
         # the rest may be in the file that is not here
-        findings = [item for item in findings if item.where in {*deployment.argv, "--tool_parser"}]
+        findings = [item for item in findings if item.key in {*deployment.argv, "--tool_parser"}]
         message = f"the engine file {command.config} is not in this file: only the command's options were judged"
         problems.append(Problem("TS-LINT-FILE-ELSEWHERE", "info", "", message))
     findings = [*map(document.placed, problems), *findings]
@@ -347,16 +347,16 @@ def _moved(finding: Problem, part: Carried) -> Problem:
 
     if not part.place:
         return finding
-    line, column, variable = part.line, None, finding.where.removeprefix("environment.")
+    line, column, variable = part.line, None, finding.key.removeprefix("environment.")
     if variable in part.environ:  # once, whatever it serves
         return replace(finding, line=part.environ[variable])
     if finding.line:
         line = part.origin.line(finding.line - 1)
         column = finding.column and part.origin.column(finding.column)
     elif part.command.engine:
-        line = part.command.option_lines.get(finding.where, part.command.line)
-    where = f"{part.place}: {finding.where}".removesuffix(": ")
-    finding = replace(finding, where=where, line=line + 1, column=column)
+        line = part.command.option_lines.get(finding.key, part.command.line)
+    where = f"{part.place}: {finding.key}".removesuffix(": ")
+    finding = replace(finding, key=where, line=line + 1, column=column)
     if part.command.engine != DYNAMO:
         return finding
 
@@ -374,7 +374,7 @@ def _is_of_dynamo(finding: Problem, part: Carried) -> bool:
     from trtspec.trtllm.carriers import DYNAMO
 
     codes = ("TS-SERVE-OPTION-VALUE", "TS-SERVE-OPTION-UNCERTAIN", "TS-LINT-PARSER-TOO-NEW")
-    return part.command.engine == DYNAMO and finding.code in codes and "parser" in finding.where
+    return part.command.engine == DYNAMO and finding.code in codes and "parser" in finding.key
 
 
 def _of_vllm(judged: Judged, part: Carried) -> Judged:
@@ -382,7 +382,7 @@ def _of_vllm(judged: Judged, part: Carried) -> Judged:
     from trtspec.vllm import passed_options, unknown_options
 
     options = [
-        replace(problem, where=f"--{problem.where}", file=judged.name)
+        replace(problem, key=f"--{problem.key}", file=judged.name)
         for problem in unknown_options(passed_options(part.command.words))
     ]
     findings = [_moved(option, part) for option in options]
@@ -432,7 +432,7 @@ def _diff(before: Document, after: Document) -> str:
 def _lines(judged: Judged) -> Iterator[str]:
     yield from judged.diff.splitlines()
     for finding in judged.corrected:
-        yield f"fixed   {finding.code} {finding.where}: {finding.remedy}"
+        yield f"fixed   {finding.code} {finding.key}: {finding.remedy}"
     if judged.error is not None:
         return
     for finding in judged.findings:

@@ -129,13 +129,13 @@ def _judged(
     deployment = judged_as(intent, target, head)
     findings = tuple(lint(Document.parse(text, "(generated)"), deployment))
     plain = lint(_settings(replace(intent, settings=()), target, head, cache), deployment)
-    ours = {(finding.code, finding.where) for finding in plain if not finding.code.startswith(TOLD)}
+    ours = {(finding.code, finding.key) for finding in plain if not finding.code.startswith(TOLD)}
     refused = [
         finding
         for finding in findings
         if finding.severity == "error"
         or finding.code == "TS-LINT-KEY-UNCERTAIN"
-        or (finding.severity == "warning" and (finding.code, finding.where) in ours)
+        or (finding.severity == "warning" and (finding.code, finding.key) in ours)
     ]
     if refused:
         listed = "\n".join(problem_lines(refused))

@@ -101,7 +101,7 @@ class Document:
 
     def placed(self, problem: Problem) -> Problem:
         """At the line of its key, or of the nearest parent that is there; with the column of its key or value."""
-        entry, path = self.entries.get(problem.where), problem.where
+        entry, path = self.entries.get(problem.key), problem.key
         while path and path not in self.entries:
             path = path.rpartition(".")[0]
         line = problem.line or (self.entries[path].line if path else None)

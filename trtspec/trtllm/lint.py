@@ -59,11 +59,11 @@ def lint(document: Document | str, deployment: Deployment) -> list[Problem]:
         document.placed(finding)
         for finding in _judged(document, deployment)
         if not document.hides(
-            (finding.where, *finding.beside), about_keys=finding.code in UNSETTLED
+            (finding.key, *finding.beside), about_keys=finding.code in UNSETTLED
         )
     ]
     return sorted(
-        placed, key=lambda f: (SEVERITIES.index(f.severity), f.line or 0, f.where, f.code)
+        placed, key=lambda f: (SEVERITIES.index(f.severity), f.line or 0, f.key, f.code)
     )
 
 
@@ -79,13 +79,13 @@ def _judged(document: Document, deployment: Deployment) -> list[Problem]:
             f"TensorRT-LLM {schema.version} is newer than the newest version known here, {newest}"
         )
         findings.append(Problem("TS-LINT-VERSION-NEWER", "warning", "", message))
-    refused = {finding.where for finding in findings if finding.code in REFUSED_VALUE}
+    refused = {finding.key for finding in findings if finding.code in REFUSED_VALUE}
     refused.update(targets(document, schema).values())
     for rule in RULES:
         for finding in rule(seen, deployment):
             current = _current(finding, schema)
-            parent = current.where.rpartition(".")[0]
-            if refused.isdisjoint((parent, current.where, *current.beside)):
+            parent = current.key.rpartition(".")[0]
+            if refused.isdisjoint((parent, current.key, *current.beside)):
                 findings.append(current)
     if deployment.setting(document, "backend") != "_autodeploy":
         return findings
@@ -126,7 +126,7 @@ def _current(finding: Problem, schema: Schema) -> Problem:
     fix = finding.fix
     if isinstance(fix, partial) and "path" in fix.keywords:
         fix = partial(fix.func, **{**fix.keywords, "path": schema.current(fix.keywords["path"])})
-    return replace(finding, where=schema.current(finding.where), fix=fix)
+    return replace(finding, key=schema.current(finding.key), fix=fix)
 
 
 def fix(
@@ -173,7 +173,7 @@ def _better(before: list[Problem], after: list[Problem]) -> bool:
     """Fewer errors and no other ones; or the same errors, with fewer warnings and no other ones."""
     for severity in ("error", "warning"):
         old, new = (
-            Counter((f.code, f.where) for f in found if f.severity == severity)
+            Counter((f.code, f.key) for f in found if f.severity == severity)
             for found in (before, after)
         )
         if new - old:

@@ -24,7 +24,7 @@ EAGLE = (
 
 def errors(findings: list[Problem]) -> Counter[tuple[str, str]]:
     return Counter(
-        (finding.code, finding.where) for finding in findings if finding.severity == "error"
+        (finding.code, finding.key) for finding in findings if finding.severity == "error"
     )
 
 
@@ -42,7 +42,7 @@ def check_one(seed: int) -> int:
     before = Document.parse(text)
     assert not before.error, (before.error, text)
     after, corrected = with_fixes(before, deployment)
-    applied = [(finding.code, finding.where) for finding in corrected]
+    applied = [(finding.code, finding.key) for finding in corrected]
     shown = f"seed {seed}, {deployment.version}:\n{text}\n--- after {applied}\n{after.text}"
     yaml.safe_load(after.text)
     assert not errors(lint(after.text, deployment)) - errors(lint(text, deployment)), shown
@@ -51,7 +51,7 @@ def check_one(seed: int) -> int:
     again, nothing = with_fixes(after.text, deployment)
     assert again.text == after.text and not nothing, shown
     touched = [
-        str(path) for f in corrected if f.fix for path in (*f.fix.keywords.values(), f.where)
+        str(path) for f in corrected if f.fix for path in (*f.fix.keywords.values(), f.key)
     ]  # type: ignore[attr-defined]
     kept = leaves(after.entries)
     for path, value in leaves(before.entries).items():

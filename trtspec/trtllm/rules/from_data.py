@@ -94,7 +94,7 @@ def support_problems(
     findings = check_rows(document, Deployment(schema, target, head=head))
     where = f"TensorRT-LLM {schema.version}"
     return [
-        replace(each, where=f"{where} {each.where}", fix=None)
+        replace(each, key=f"{where} {each.key}", fix=None)
         for each in findings
         if each.code.endswith(SUPPORT)
     ]

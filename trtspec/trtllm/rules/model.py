@@ -36,7 +36,7 @@ def names(document: Document, deployment: Deployment) -> Iterator[Problem]:
             and written
             and (problem := name_problem(written, deployment.here))
         ):
-            yield replace(problem, where=key)
+            yield replace(problem, key=key)
 
 
 LAYOUT = {"tp_size": "tensor_parallel_size", "ep_size": "moe_expert_parallel_size"}
@@ -51,7 +51,7 @@ def layout(document: Document, deployment: Deployment) -> Iterator[Problem]:
     for problem in layout_refusals(
         target, ranks, deployment.size(document, LAYOUT["ep_size"], 1), attention_dp
     ):
-        yield replace(problem, where=LAYOUT.get(problem.where, ""))
+        yield replace(problem, key=LAYOUT.get(problem.key, ""))
 
 
 def weight_format(document: Document, deployment: Deployment) -> Iterator[Problem]:
@@ -60,7 +60,7 @@ def weight_format(document: Document, deployment: Deployment) -> Iterator[Proble
         format_refusal(deployment.target, deployment.gpu) if deployment.target is not None else None
     )
     if refused is not None:
-        yield replace(refused, where="")
+        yield replace(refused, key="")
 
 
 def reasoning_parser(document: Document, deployment: Deployment) -> Iterator[Problem]:
@@ -132,7 +132,7 @@ def pair(document: Document, deployment: Deployment) -> Iterator[Problem]:
     ranks = 1 if attention_dp else deployment.size(document, "tensor_parallel_size", 1)
     ids = {"head_id": deployment.head_name or None, "target_id": deployment.target_name or None}
     for problem in pair_problems(deployment.head, deployment.target, tp_size=ranks, **ids):
-        yield replace(problem, where=SPEC, remedy=f"{problem.where}: {problem.remedy}")
+        yield replace(problem, key=SPEC, remedy=f"{problem.key}: {problem.remedy}")
 
 
 RULES = (
