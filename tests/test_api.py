@@ -23,7 +23,7 @@ from pathlib import Path
 import trtspec
 for room in [module.name for module in pkgutil.iter_modules(trtspec.__path__) if module.name != "__main__"]:
     importlib.import_module(f"trtspec.{room}")
-for verb in ("inspect", "lint", "build_config", "plan", "quantize", "convert", "Engine"):
+for verb in ("inspect", "lint", "build_config", "plan", "quantize", "convert", "train", "Engine"):
     assert callable(getattr(trtspec, verb)), verb
 
 target, head, out = sys.argv[1:]

@@ -29,9 +29,9 @@ FIELD = re.compile(r"`([a-z][a-z0-9_]*)`")
 
 @dataclass
 class RunningCommand:
-    """One command while it runs; the default where none does. `flags`: the flag or variable of each field of its
-    `options`. `origins`: where each field that the user set comes from. `answered`: whether stdout has the object of
-    `--json`."""
+    """One command while it runs, or the default if none runs. `flags`: the flag or variable of each field of its
+    `options`. `origins`: the source of each field that the user set. `answered`: whether stdout has the object of
+    `--json`. A new thread does not see it without `copy_context`."""
 
     options: type | None = None
     flags: Mapping[str, str] = field(default_factory=dict)

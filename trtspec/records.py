@@ -270,7 +270,8 @@ def checked(options: Record, mode: Mode | None = None) -> Record:
     found = [(name, rule) for name in fields if name in named for rule in fields[name].rules]
 
     def first(item: tuple[str, Modes | Needs | Excludes]) -> tuple[bool, bool, bool]:
-        """Modes, then values, then variables: what is unused by one of these is no reason against another option."""
+        """Sort key: mode rules, then value rules, then variables. An option dropped by one rule must not cause another
+        error."""
         name, rule = item
         return not isinstance(rule, Modes), rule.value == "*", origins.get(name) != "ENVIRONMENT"
 
@@ -400,7 +401,8 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any])
         origins = {key: source for key, source in sources.items() if source in ORIGINS}
         variables = {item.name: set_by(context, item) for item in context.command.params}
         flags = {field.keyword: variables[key] or field.typed for key, field in fields.items()}
-        outer, command = running.get(), RunningCommand(record, flags, origins)
+        outer = running.get()
+        command = RunningCommand(record, flags, origins)
         token = running.set(command)
         try:
             for key in origins:

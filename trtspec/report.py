@@ -71,7 +71,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Any failure of the file system while `path` is written, as one error that names it."""
+    """Raises a failure of the file system while `path` is written as one TrtspecError that names it."""
     try:
         yield
     except OSError as error:
@@ -152,7 +152,7 @@ def refuse_existing(file: Path, force: bool, example: str) -> None:
 
 def refuse_input(file: Path, read: Path | None) -> None:
     """Raises UsageError if a command would write the file that it reads."""
-    if read and file.resolve() == read.resolve():
+    if read and os.path.realpath(file) == os.path.realpath(read):
         raise UsageError(f"{file} is also read, and would be overwritten", "write another file")
 
 
@@ -162,8 +162,8 @@ def file_sha256(path: Path) -> str:
 
 
 def peak_rss() -> int:
-    """The largest resident set of this process so far, in bytes. Linux's ru_maxrss, which this is not, also remembers
-    the process that started this one."""
+    """The largest resident set of this process so far, in bytes. Not ru_maxrss, which includes the parent process on
+    Linux."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
@@ -288,7 +288,9 @@ class Result:
             "problems": [problem.to_dict() for problem in self.problems],
             **self.values,
         }
-        return found | ({"error": self.failure.to_dict()} if self.failure else {})
+        if self.failure:
+            found["error"] = self.failure.to_dict()
+        return found
 
     def __repr__(self) -> str:
         return (

@@ -176,12 +176,12 @@ def with_file(options: ServeOptions) -> ServeOptions:
             settings[names[key].lower().lstrip("-").replace("-", "_")] = str(value)
         else:
             others[key] = value
-    required = {"target": options.target, "backend": "vllm"}
-    read = made_of_file(ServeOptions, options.config, {**required, **settings})
+    fields = {"target": options.target, "backend": "vllm", **settings}
+    read = made_of_file(ServeOptions, options.config, fields)
     settings = {name: getattr(read, name) for name in settings}
     for name in sorted(settings.keys() & given(options)):
         if getattr(options, name) != settings[name]:
-            message = f"{name} is given, and {options.config} says {settings[name]!r}"
+            message = f"`{name}` is given, and {options.config} says {settings[name]!r}"
             raise UsageError(message, "say it in one place")
     return replace(options, **settings, passed=(*as_words(others), *options.passed))
 

@@ -35,7 +35,7 @@ def test_what_was_recorded_is_read(tmp_path: Path) -> None:
 def test_a_recording_with_other_kinds_of_values_is_refused(
     tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    with pytest.raises(UsageError, match="line 1, is no exchange"):
+    with pytest.raises(UsageError, match="line 1, is not an exchange"):
         read_recording(write(tmp_path / "a.json", {**RECORDING, **change}))
 
 

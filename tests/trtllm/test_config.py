@@ -11,9 +11,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trtspec.checkpoint.hub import find_target, load_head
+from trtspec.checkpoint.hub import find_target
 from trtspec.errors import CheckFailed, UsageError
-from trtspec.trtllm.build import EngineConfig, build, build_named, disaggregated
+from trtspec.trtllm.build import build_named, disaggregated
 from trtspec.trtllm.deployment import deployment_of
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.intent import ENGINE_FILE, Goal, Intent, parse_intent
@@ -45,11 +45,6 @@ def an_intent(
     return Intent(target=target, version=version, head=head, goal=goal, tp_size=tp_size, **more)
 
 
-def built(intent: Intent) -> EngineConfig:
-    head = load_head(intent.head).spec if intent.head else None
-    return build(intent, find_target(intent.target).spec, head)
-
-
 def argv(intent: Intent, text: str) -> list[str]:
     return build_command(intent, find_target(intent.target).spec, Document.parse(text), ENGINE_FILE)
 
@@ -63,7 +58,7 @@ def test_the_model_cards_configuration_and_command(
 ) -> None:
     """Advanced sampling is written exactly where it may decide."""
     intent = an_intent(target, version, head, tp_size=4)
-    config = built(intent)
+    config = build_named(intent)
     asked = {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model_dir": head}
     assert config.values["speculative_config"] == asked | (
         {"allow_advanced_sampling": True} if sampling else {}
@@ -76,7 +71,9 @@ def test_the_model_cards_configuration_and_command(
 
 def test_a_version_that_cannot_run_it_is_refused_with_every_reason() -> None:
     with pytest.raises(CheckFailed) as refused:
-        built(an_intent("nvidia/Kimi-K2.6-NVFP4", "1.2.1", "lightseekorg/kimi-k2.6-eagle3.1-mla"))
+        build_named(
+            an_intent("nvidia/Kimi-K2.6-NVFP4", "1.2.1", "lightseekorg/kimi-k2.6-eagle3.1-mla")
+        )
     assert (
         "TS-LINT-MODEL-TOO-NEW" in refused.value.message
         and "TS-LINT-EAGLE31" in refused.value.message
@@ -105,7 +102,7 @@ def test_what_is_written_from_the_recipes_is_up_to_date(script: str) -> None:
 
 
 def test_every_value_carries_its_reason() -> None:
-    config = built(
+    config = build_named(
         an_intent("nvidia/Kimi-K2.6-NVFP4", "1.3.0rc20", "nvidia/Kimi-K2.6-Eagle3", "throughput", 8)
     )
     lines = [
@@ -118,7 +115,7 @@ def test_every_value_carries_its_reason() -> None:
 
 def test_own_settings_are_written_and_judged() -> None:
     target = "nvidia/Kimi-K2.6-NVFP4"
-    config = built(
+    config = build_named(
         an_intent(
             target, "1.4.0rc1", settings=("kv_cache_config.dtype=fp8", "moe_config.backend=CUTLASS")
         )
@@ -126,13 +123,13 @@ def test_own_settings_are_written_and_judged() -> None:
     assert config.values["kv_cache_config"] == {"dtype": "fp8"}
     assert config.values["moe_config"] == {"backend": "CUTLASS"}
     with pytest.raises(CheckFailed, match="TS-LINT-UNKNOWN-KEY"):
-        built(an_intent(target, "1.3.0rc20", settings=("kv_cache_config.dtyp=fp8",)))
+        build_named(an_intent(target, "1.3.0rc20", settings=("kv_cache_config.dtyp=fp8",)))
     for text in ("[" * 50_000, "!!float y", "&a [*a]", "\0"):
         with pytest.raises(UsageError, match="is not YAML"):
-            built(an_intent(target, "1.4.0rc1", settings=(f"stream_interval={text}",)))
+            build_named(an_intent(target, "1.4.0rc1", settings=(f"stream_interval={text}",)))
     for bad in ("max_batch_size=8", "nothing", "a b=1", "x=[1", "moe_config=1"):
         with pytest.raises((UsageError, CheckFailed)):
-            built(an_intent(target, "1.3.0rc20", settings=(bad,)))
+            build_named(an_intent(target, "1.3.0rc20", settings=(bad,)))
 
 
 def test_helm_values_carry_the_same_file() -> None:
@@ -146,7 +143,7 @@ def test_helm_values_carry_the_same_file() -> None:
     )
     recipe = build_named(intent)
     values = yaml.safe_load(helm_values(recipe))
-    assert values["engineConfig"] == recipe.text == built(intent).text
+    assert values["engineConfig"] == recipe.text
     assert values["image"]["tag"] == "1.3.0rc20" and (values["nodes"], values["gpusPerNode"]) == (
         1,
         8,
@@ -327,29 +324,31 @@ def test_sizes_follow_the_workload() -> None:
     intent = an_intent(target, "1.4.0rc1", isl=100_000, osl=4_000, concurrency=20)
     assert (intent.seq_len, intent.batch, intent.tokens) == (104_000, 20, 8192)
     spread = replace(intent, tp_size=8, spread_attention=True)
-    assert (spread.batch, spread.ep_size) == (3, 8) and built(spread).values[
+    assert (spread.batch, spread.ep_size) == (3, 8) and build_named(spread).values[
         "enable_attention_dp"
     ] is True
     assert (
         "enable_attention_dp"
-        not in built(replace(spread, goal="throughput", spread_attention=False)).values
+        not in build_named(replace(spread, goal="throughput", spread_attention=False)).values
     )
-    own = built(
+    own = build_named(
         replace(intent, role="context", settings=("cuda_graph_config.max_batch_size=4",))
     ).values
     assert own["cuda_graph_config"] == {"max_batch_size": 4}
     assert (
-        built(replace(intent, settings=("cuda_graph_config=null",))).values["cuda_graph_config"]
+        build_named(replace(intent, settings=("cuda_graph_config=null",))).values[
+            "cuda_graph_config"
+        ]
         is None
     )
 
 
 def test_what_does_not_fit_is_refused() -> None:
     card = an_intent("nvidia/Kimi-K2.6-NVFP4", "1.3.0rc20", "nvidia/Kimi-K2.6-Eagle3", gpu="b200")
-    assert "holds 96 requests of 8,192 tokens" in built(card).text
+    assert "holds 96 requests of 8,192 tokens" in build_named(card).text
     with pytest.raises(CheckFailed, match="do not fit on 2 x B200"):
-        built(replace(card, tp_size=2))
-    assert "fewer than a full batch" in built(replace(card, max_seq_len=131072)).text
+        build_named(replace(card, tp_size=2))
+    assert "fewer than a full batch" in build_named(replace(card, max_seq_len=131072)).text
 
 
 def test_a_default_length_fits_the_model_and_a_typed_one_is_judged() -> None:
@@ -357,4 +356,4 @@ def test_a_default_length_fits_the_model_and_a_typed_one_is_judged() -> None:
     assert an_intent(target, "1.4.0rc1").fitted(2048).seq_len == 2048
     assert an_intent(target, "1.4.0rc1").fitted(262144).seq_len == 8192
     with pytest.raises(CheckFailed, match="TS-ROUTE-LENGTH"):
-        built(an_intent(target, "1.4.0rc1", max_seq_len=300000).fitted(262144))
+        build_named(an_intent(target, "1.4.0rc1", max_seq_len=300000).fitted(262144))

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from trtspec import files
 from trtspec.bench.statistics import (
@@ -37,6 +37,14 @@ SCHEMA = 3  # of results.json
 ALL = "all"
 BY_LENGTH, BY_REUSE, BY_MINUTE = "prompt length", "reused prompt", "minute"
 adapter = functools.cache(TypeAdapter)  # making an adapter takes longer than reading a file with it
+
+
+def _with_key(values: Any) -> Any:
+    """Adds the key of a stored problem, which its JSON has as `where`."""
+    return {"key": values.get("where"), **values} if isinstance(values, dict) else values
+
+
+StoredProblem = Annotated[Problem, BeforeValidator(_with_key)]
 
 
 @dataclass(frozen=True)
@@ -261,7 +269,7 @@ class Comparison:
     max_regression: float
     confidence: float
     figures: list[ComparedFigure]
-    problems: list[Problem]
+    problems: list[StoredProblem]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +309,7 @@ class BenchResults(EndpointResult):
     schema: int = SCHEMA
     workload: StatedWorkload
     endpoints: dict[str, EndpointResult]
-    problems: list[Problem]
+    problems: list[StoredProblem]
     speedups: list[SpeedUp] = field(default_factory=list)
     comparison: Comparison | None = None
     created: str = ""

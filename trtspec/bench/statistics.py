@@ -225,7 +225,7 @@ def paired_ratio(
 
     Args:
         launches: New and old of each launch. The interval of several covers what launches differ by, too.
-        alike: Units ask the same, as rounds of the same questions do: their own ratios are averaged.
+        alike: Units are equally large, as rounds are: the ratios of the units are averaged.
     """
     sides = list(chain(*launches))
     common = [unit for unit in sides[0] if all(unit in side for side in sides)]
@@ -233,8 +233,10 @@ def paired_ratio(
         return None
     values = [[[side[unit] for unit in common] for side in launch] for launch in launches]
     sums = np.array(values)  # [launch, new or old, unit, numerator or denominator]
-    new_sums, old_sums = sums.sum(axis=0).transpose(0, 2, 1)
-    average = _mean_ratio if alike else _ratio_of_sums
+    pooled = sums.sum(axis=0)
+    new_sums, old_sums = pooled.transpose(0, 2, 1)
+    # a unit without tokens has no ratio of its own
+    average = _mean_ratio if alike and pooled.min() > 0 else _ratio_of_sums
     new = average(*new_sums)
     old = average(*old_sums)
     if new is None or old is None:
@@ -319,10 +321,8 @@ def _ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike) -> Influenced
     return value, (len(top) - 1) * losses
 
 
-def _mean_ratio(top: NDArray[np.float64], bottom: NDArray[np.float64]) -> Influenced | None:
-    """The geometric mean of the units' own ratios. The ratio of sums if a unit has none."""
-    if min(*top, *bottom) <= 0:
-        return _ratio_of_sums(top, bottom)
+def _mean_ratio(top: NDArray[np.float64], bottom: NDArray[np.float64]) -> Influenced:
+    """The geometric mean of the units' own ratios."""
     logs = np.log(top / bottom)
     return math.exp(logs.mean()), logs
 

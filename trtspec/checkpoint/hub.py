@@ -276,8 +276,8 @@ class Head(NamedTuple):
 
 
 def find_target(name: str, like: str | None = None) -> Target:
-    """The target called `name`; while it is not here, the published checkpoint `like` answers for it. Raises UsageError
-    when the name is a head's, or nothing that is known."""
+    """The target called `name`. While it is not here, the published checkpoint `like` stands in for it. Raises
+    UsageError if the name is a draft head's or unknown."""
     absent = like is not None and not user_path(name).exists()
     resolved = resolve(like if like is not None and absent else name, weights=False)
     if resolved.kind != "target":
@@ -288,18 +288,26 @@ def find_target(name: str, like: str | None = None) -> Target:
     return Target(resolved, resolved.target_spec())
 
 
-def load_head(name: str, *, values: bool = False) -> Head:
-    """Raises UsageError with its code for what is no Eagle3 head: a whole model, Medusa heads and others; TrtspecError
-    for a head in which an error is found, with `values` in a sample of its weights too."""
+def find_head(name: str) -> Resolved:
+    """Returns the Eagle3 head called `name`, unread. Raises UsageError if the checkpoint is something else."""
     resolved = resolve(name, weights=False)
     if resolved.kind != "head":
         wrong = _no_head(resolved)
         raise UsageError(f"{resolved.name}: {wrong.message} [{wrong.code}]", wrong.remedy)
+    return resolved
+
+
+def load_head(name: str, *, values: bool = False) -> Head:
+    """Finds and reads an Eagle3 head.
+
+    `values`: also check a sample of its weights. Raises TrtspecError if the head has errors.
+    """
+    resolved = find_head(name)
     return Head(resolved, resolved.head_spec(values=values))
 
 
 def _no_head(resolved: Resolved) -> Problem:
-    """What it is instead: by its tensors where they are here, else a whole model, as its config says."""
+    """The problem of a checkpoint that is not an Eagle3 head: by its tensors if they are here, else by its config."""
     from trtspec.checkpoint.heads.read import no_eagle3_head
     from trtspec.checkpoint.target_tensors import finding
 

@@ -34,7 +34,7 @@ MODEL = {
 
 
 def identity(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Digests by name, and the size of each shard. Those of MODEL are the same however tensors are dealt to shards."""
+    """Digests by name, and shard sizes. MODEL digests do not depend on how tensors are sharded."""
     config = {key: value for key, value in checkpoint.config.items() if key not in VOLATILE}
     infos = sorted(checkpoint.tensors.values(), key=lambda info: info.name)
     sample = hashlib.sha256()

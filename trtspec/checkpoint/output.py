@@ -97,7 +97,7 @@ class OutputDirectory:
         """
         is_link = self.file is not None and self.path.is_symlink()
         if is_link or self.path.is_file():
-            raise UsageError(f"{self.path} is not a directory", "choose another `output`")
+            raise UsageError(f"{self.path} is a file or a link", "choose another `output`")
         begun, parent = self.journal.exists(), machine.existing(self.path)
         if self.file is not None:
             refuse_existing(self.file, again.force or begun, "output")
@@ -138,7 +138,7 @@ class OutputDirectory:
             refuse_changed(self.journal, begun, header)
 
     def _refuse_foreign(self, force: bool) -> None:
-        """Without a journal the directory must be empty, or `force` given for what a finished run left."""
+        """Raises UsageError for a file of others, and without `force` for what a finished run left."""
         if not self.path.is_dir():
             return
         present = self._present()

@@ -30,8 +30,8 @@ SHOWN = 3  # further errors that a refusal names
 
 @dataclass(frozen=True)
 class ReadTarget:
-    """A target opened by its headers. `formats` and `roles`: how each linear that is there is stored,
-    and what it is for, by module."""
+    """A target opened by its headers. `formats` and `roles`: the storage and the purpose of each linear that is there,
+    by module."""
 
     checkpoint: Checkpoint
     spec: ModelSpec

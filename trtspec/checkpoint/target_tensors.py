@@ -118,7 +118,7 @@ def grouped(code: str, names: list[str], severity: Severity = "error", what: str
 
 
 def finding(code: str, where: str, severity: Severity = "error", *, remedy: str = "") -> Problem:
-    """A problem that the first sentence of its code's summary says all of."""
+    """A problem whose message is the first sentence of its code's summary."""
     return Problem(code, severity, where, summary(code), remedy)
 
 

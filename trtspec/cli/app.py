@@ -27,9 +27,8 @@ from trtspec.records import (
     variable,
 )
 
-YOUNG_OBJECTS = (
-    200_000  # before Python looks for cycles; a checkpoint's headers are a million, and have none
-)
+# new objects before Python looks for cycles; a checkpoint's headers are a million, and have none
+YOUNG_OBJECTS = 200_000
 COMMANDS = {
     "Start here": {
         "demo": "Run the whole workflow on a small Kimi model on this CPU and write a report.",
@@ -129,9 +128,8 @@ def root(
     ] = False,
 ) -> None:
     if quiet:
-        os.environ["TRTSPEC_QUIET"] = (
-            "1"  # read by report.say, also in the processes that a command starts
-        )
+        # read by report.quiet, also in the processes that a command starts
+        os.environ["TRTSPEC_QUIET"] = "1"
 
 
 def main() -> None:
@@ -148,9 +146,8 @@ def main() -> None:
     except TrtspecError as error:
         _fail(error)
     except CLICK_ERROR as error:
-        if (
-            type(error).__name__ == "NoArgsIsHelpError"
-        ):  # `trtspec` alone: the message is the help page
+        # `trtspec` alone: the message is the help page
+        if type(error).__name__ == "NoArgsIsHelpError":
             error.show()
             sys.exit(error.exit_code)
         _fail(usage_error(error))

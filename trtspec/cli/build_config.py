@@ -63,7 +63,7 @@ def build_config(options: BuildConfigOptions) -> Result:
             f"{coded[0]} brings code of its own, and a pod that does not trust it never starts"
         )
         raise CheckFailed(
-            message, "read that code, then pass --trust-remote-code", "TS-SERVE-REMOTE-CODE"
+            message, "read that code, then pass `trust_remote_code`", "TS-SERVE-REMOTE-CODE"
         )
     target = model.spec
     head = drafter.spec if drafter else None

@@ -31,7 +31,7 @@ def check(options: CheckOptions) -> Result:
     options = checked(options, SCORE if options.score else ALONE)
     if unknown := set(options.accept_unmeasured) - CODES.keys():
         raise UsageError(
-            f"--accept-unmeasured {min(unknown)} is no row of check",
+            f"`accept_unmeasured` {min(unknown)} is not a row of check",
             f"the rows are {', '.join(CODES)}",
         )
     if options.against:
@@ -61,7 +61,7 @@ def check(options: CheckOptions) -> Result:
     remedy = (
         problems[0].remedy
         if problems
-        else "record again with more --samples, or pass --accept-unmeasured ROW"
+        else "record again with more `samples`, or pass `accept_unmeasured` ROW"
     )
     failure = (
         None if verdict.word == "SAFE" else CheckFailed(f"{options.url} is {verdict.word}", remedy)

@@ -57,9 +57,8 @@ def inspect(options: InspectOptions) -> Result:
     from trtspec.verbs.inspect import compare_derived, compare_pair, first_releases
 
     resolved = resolve(options.path, weights=False)
-    read = (
-        options.sample if options.against is None else None
-    )  # what is compared with a source is read there
+    # tensors that are compared with a source are read there
+    read = options.sample if options.against is None else None
     report = describe(resolved, all_values=options.sample == 0, sample=read, hashes=options.hashes)
     alone, beside = (TARGET, DERIVED) if report.kind == "target" else (HEAD, PAIR)
     options = checked(options, alone if options.against is None else beside)
@@ -80,7 +79,7 @@ def inspect(options: InspectOptions) -> Result:
             values["comparison"] = {name: value for name, value in compared if name != "problems"}
             problems += result.problems
         else:
-            remedy = "turn them around: inspect HEAD --against TARGET"
+            remedy = "turn them around: `trtspec inspect HEAD --against TARGET`"
             raise UsageError(f"{resolved.name} is a target and {other.name} a head", remedy)
     errors = len(errors_in(problems))
     message = f"{options.path} has {errors} error{'s' * (errors != 1)}"

@@ -395,7 +395,9 @@ def _foreign(document: Document) -> Judged | None:
     from trtspec.vllm import is_vllm_file, unknown_options
 
     keys = document.mapping
-    if is_vllm_file(keys) and not is_engine_file(map(str, keys)):
+    # both engines have keys such as tensor_parallel_size
+    other = [key for key in map(str, keys) if not is_vllm_file([key.replace("_", "-")])]
+    if is_vllm_file(keys) and not is_engine_file(other):
         findings = [document.placed(problem) for problem in unknown_options(keys)]
         return Judged(document.name, document, None, BY_VLLM, findings)
     if "architectures" not in keys and not is_foreign(

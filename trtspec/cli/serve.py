@@ -18,10 +18,10 @@ API_KEY = "TRTSPEC_SERVE_API_KEY"  # the key itself is never printed
 def serve(options: ServeOptions) -> Result | None:
     """Run all preflight checks, then serve TARGET. Signals and the exit status are passed on; nothing is restarted."""
     from trtspec.client.addresses import bearer
-    from trtspec.launch.preflight import launch, refuse_errors
+    from trtspec.launch.preflight import launch
     from trtspec.verbs.serve import plan_server, serve_reference
 
-    bearer(options.api_key, "the key of --api-key or TRTSPEC_SERVE_API_KEY")
+    bearer(options.api_key, "the key of `api_key`")
     plan = None
     if options.mode is REFERENCE:
         found = _command(options)
@@ -34,7 +34,6 @@ def serve(options: ServeOptions) -> Result | None:
     if options.json_:
         print_json(found.to_dict())
     if plan is None:
-        refuse_errors(found.problems)
         serve_reference(options)
     elif status := launch(plan):
         sys.exit(status)

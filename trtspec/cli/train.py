@@ -153,7 +153,9 @@ def train(command: TrainCommand) -> Result | None:
     command, recipe, from_file = with_file(command)
     command = like_initial(command, typed, from_file)
     features = feature_source(command.features)
-    mode = DRY_RUN if command.dry_run else WITH_LAYERS if features.with_layers else WITHOUT_LAYERS
+    mode = WITH_LAYERS if features.with_layers else WITHOUT_LAYERS
+    if command.dry_run:
+        mode = DRY_RUN
     command = checked(command, mode)
     for name in sorted(name for name in from_file if not uses(TrainCommand, name, mode)):
         where = f"{command.config}: {name} ({fields_of(TrainCommand)[name].typed})"
@@ -161,9 +163,9 @@ def train(command: TrainCommand) -> Result | None:
     layers = None if command.aux_layers is None else command.aux_layers.values
     options = fill(TrainOptions, command, aux_layers=layers)
     if not command.target or not command.data:
-        name = "DATA" if command.target else "TARGET"
-        remedy = f"give it as an argument, or as `{name.lower()}:` in the --config file"
-        raise UsageError(f"{name} is missing", remedy)
+        name = "data" if command.target else "target"
+        remedy = f"give it as an argument, or as `{name}:` in the file of `config`"
+        raise UsageError(f"`{name}` is missing", remedy)
     deadline = None if command.max_time is None else time.monotonic() + 3600 * command.max_time
     run = fill(
         TrainingRun,
@@ -174,9 +176,8 @@ def train(command: TrainCommand) -> Result | None:
         deadline=deadline,
         again=command,
     )
-    main = (
-        os.environ.get("RANK", "0") == "0"
-    )  # of the processes that torchrun starts, the one that writes and talks
+    # of the processes that torchrun starts, the one that writes and talks
+    main = os.environ.get("RANK", "0") == "0"
     resumes = main and run_directory(run.output).check(run_options(run.output, run.again))
     if command.dry_run:
         from trtspec.heads.training.needs import dry_run

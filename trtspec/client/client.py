@@ -177,10 +177,11 @@ async def first_model(
     where = f"{str(client.base_url).rstrip('/')}/v1/models"
     try:
         models = files.parse_json(await fetch(client, "/v1/models", timeout=timeout))["data"]
-        entries = {model["id"]: model for model in models}
+        named = [model for model in models if isinstance(model, dict) and model.get("id")]
+        entries = {str(model["id"]): model for model in named}
         first = models[0]["id"]
         if name is not None and name not in entries:
-            serves = f"{where} lists {listed(map(str, entries))}, and not {name}"
+            serves = f"{where} lists {listed(entries)}, and not {name}"
             raise UsageError(serves, f"pass `model` {first}, or leave `model` out")
         if isinstance(first, str) and first:
             return dict(entries[name or first])

@@ -166,7 +166,7 @@ def read_recording(path: Path) -> list[Exchange]:
         try:
             exchanges.append(LINES.validate_json(line))
         except ValueError:
-            message = f"{path}, line {number}, is no exchange of a recording"
+            message = f"{path}, line {number}, is not an exchange of a recording"
             raise UsageError(message, remedy) from None
     if not exchanges:
         raise UsageError(f"{path} has no exchanges", remedy)

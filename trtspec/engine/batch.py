@@ -18,7 +18,7 @@ class DecodeBatch:
 
     block: int64 [rows, 1+k], a row's last token and its drafts.
     start: int64 [rows], the last token's position.
-    uniform: float32 [rows, 2k+1], a round's random numbers: k to draw drafts, k to accept them, one for the last token.
+    uniform: float32 [rows, 2k+1], a round's random numbers: k to draw drafts, k to accept them, 1 for the token after.
     draft_probs: float32 [rows, k, Vd], the distributions of the drafts, None if the drafter is deterministic.
     """
 
@@ -38,7 +38,7 @@ class DecodeBatch:
 
     @property
     def reach(self) -> int:
-        """The end of the longest row, behind its last token; known without asking the device."""
+        """The end of the longest row, after its last token; known without asking the device."""
         return max(sequence.length for sequence in self.sequences)
 
     def append(self, sequence: Sequence, token: int) -> None:
@@ -65,7 +65,7 @@ class DecodeBatch:
         return last
 
     def advance(self, tokens: Tensor, accepted: Tensor) -> None:
-        """Moves each row behind its accepted drafts: tokens int64 [B, T], of which tokens[b, accepted[b]] is the last.
+        """Moves each row past its accepted drafts: tokens int64 [B, T], of which tokens[b, accepted[b]] is the last.
 
         Draws the next round's random numbers, the same count per row in any batch.
         """
@@ -92,9 +92,9 @@ class DecodeBatch:
 class Chunk:
     """A piece of a sequence's prompt; its pass fills in the rest.
 
-    following: the token behind the piece.
+    following: the token after the piece.
     logits, margins: [V] and [1], of the piece's last token.
-    logprobs: of the prompt's tokens behind the piece's first, if the request asks for them.
+    logprobs: of the prompt's tokens after the piece's first, if the request asks for them.
     """
 
     sequence: Sequence

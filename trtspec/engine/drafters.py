@@ -32,7 +32,7 @@ class Drafter:
         """Takes the target's states [1, T, n_aux*H] of pieces of prompts, with the token that follows each, [1, T]."""
 
     def propose(self, batch: DecodeBatch) -> list[int]:
-        """Writes up to `batch.draft_len` drafts of each row behind its last token; returns how many."""
+        """Writes up to `batch.draft_len` drafts of each row after its last token; returns how many."""
         return [0] * len(batch)
 
     def learn(
@@ -52,7 +52,7 @@ class Eagle3Drafter(Drafter):
     """Chain drafting with an Eagle3 head and its own KV cache.
 
     The head's input at position t is the target's state there and the token at t + 1. Cache entries of true states are
-    written for the prompt and after each verification. Those that a chain of drafts adds are overwritten by them.
+    written for the prompt and after each verification, over the entries that a chain of drafts added.
 
     The drafts of a sampled request are the head's likeliest tokens (`argmax`, as vLLM and TensorRT-LLM draft), accepted
     with the target's probability p. Or they are drawn from the head's distribution q (`probabilistic`), accepted with
@@ -101,7 +101,7 @@ class Eagle3Drafter(Drafter):
     def learn(
         self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, accepted: Tensor
     ) -> None:
-        """Runs the head over the true states; no row keeps its outputs behind its accepted drafts."""
+        """Runs the head over the true states; no row keeps its outputs after its accepted drafts."""
         assert aux is not None
         rows, width = tokens.shape
         x, end = self.head.fuse(aux[:, :width]), batch.reach + width - 1

@@ -93,7 +93,7 @@ class Engine:
         if head is not None:
             if options.draft_len < 1:
                 message = f"draft length {options.draft_len} drafts nothing"
-                raise UsageError(message, "use a draft length of 1 or more, or no head")
+                raise UsageError(message, "use a `draft_len` of 1 or more, or no head")
             prepare_for_decoding(head)
             self.drafter = Eagle3Drafter(
                 head, target, options.max_batch_size, cache_len, options.draft_sampling
@@ -254,7 +254,7 @@ class Engine:
         return completions
 
     def _prefill(self, outputs: list[Output]) -> int:
-        """Advances prompts, several in a pass, in the cache rows behind the batch; returns the tokens done."""
+        """Advances prompts, several in a pass, in the cache rows after the batch; returns the tokens done."""
         options = self.options
         room = options.prefill_tokens
         if options.max_num_tokens is not None:
@@ -321,8 +321,8 @@ class Engine:
         """Fills the cache's rows of the chunks; returns the captured states [1, T, n_aux*H] and the token that follows
         each position, int64 [1, T].
 
-        The chunks are behind each other in a single row of tokens, without padding. Every product takes them all at
-        once, so that a weight is read once; only attention goes from text to text."""
+        The chunks are one after the other in a single row of tokens, without padding. Every product takes them all
+        at once, so that a weight is read once; only attention goes from text to text."""
         tokens: list[int] = []
         scored: list[int] = []  # positions in `tokens` whose logits are needed
         for chunk in chunks:

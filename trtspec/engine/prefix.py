@@ -56,8 +56,9 @@ class PrefixCache:
         self.capacity = max_bytes // block_bytes
         if not self.capacity:
             message = f"{max_bytes} bytes for reused prefixes hold no block of {block_bytes}"
+            mib = -(-block_bytes >> 20)
             raise UsageError(
-                message, f"give at least {-(-block_bytes >> 20)} MiB, or 0 to switch the reuse off"
+                message, f"use `prefix_cache_mib` {mib} or more, or 0 to switch the reuse off"
             )
         # Oldest first. A parent always counts as used after its children, so the oldest block has no child.
         self.blocks: OrderedDict[BlockKey, Block] = OrderedDict()

@@ -56,7 +56,7 @@ class Steering:
     def apply(self, logits: Tensor, drafts: Sequence[int]) -> Tensor:
         """Steers logits [T, V], float32, after the last token and after each of the T-1 drafts, in place; returns them.
 
-        Rows behind a draft that is forbidden are left as they are: that draft is rejected.
+        Rows after a draft that is forbidden are left as they are: that draft is rejected.
         """
         request = self.request
         counts, length = Counter(self.counts), self.length
@@ -74,7 +74,7 @@ class Steering:
                 fault = self.grammar.fault if request.grammar else ""
                 self.dead_end = index, fault or "every token is forbidden"
                 break
-            # positions behind a rejected draft are not read
+            # positions after a rejected draft are not read
             if draft is None or row[draft] == -math.inf:
                 break
             if guided:

@@ -55,6 +55,7 @@ T = TypeVar("T")
 RETRY_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 RETRIES = 6  # of one request, with exponential backoff and jitter
 FIRST_DELAY_S = 0.5
+REFUSED_STATUS = (401, 403, 404)  # which every other request would get, too
 MAX_FAILED_IN_A_ROW = 8  # then the server is gone, not one request unlucky
 # keys of a request that options or the prompts set, and the provenance states
 SYNTHESIS_OWNED = {
@@ -67,7 +68,7 @@ SYNTHESIS_OWNED = {
     "stream": "leave it out: answers are not streamed",
     "stream_options": "leave it out: answers are not streamed",
 }
-REASONS = ("empty", "noise", "loop", "cut off")
+ANSWER_FAULTS = ("empty", "noise", "loop", "cut off")
 REMEDY = "each row has prompt, messages, conversations or turns"
 
 
@@ -276,7 +277,7 @@ def judge_answers(rows: list[dict[str, Any]]) -> tuple[dict[str, int], dict[str,
         if reason or row.get("finish_reason") == "length":
             found[row["conversation_id"]] = reason or "cut off"
     reasons = list(found.values())
-    return {"answers": len(rows)} | {name: reasons.count(name) for name in REASONS}, found
+    return {"answers": len(rows)} | {name: reasons.count(name) for name in ANSWER_FAULTS}, found
 
 
 async def _answer_all(
@@ -314,6 +315,10 @@ async def _answer_all(
                 try:
                     row, tokens = await converse(client, prompt, sampling, endpoint)
                 except RequestFailed as failure:
+                    if failure.status in REFUSED_STATUS:
+                        message = f"{endpoint.base_url}: {failure.message}"
+                        remedy = "check `base_url`, `model` and `api_key`"
+                        raise UsageError(message, remedy) from None
                     in_a_row += 1
                     outcome.failed[prompt.id] = failure.message
                     if in_a_row >= MAX_FAILED_IN_A_ROW:

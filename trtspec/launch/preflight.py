@@ -275,7 +275,7 @@ class ServerPlan(ServerLaunch):
 
 
 def refuse_errors(problems: Sequence[Problem]) -> None:
-    """Raises CheckFailed if an error is among them; tells the others."""
+    """Raises CheckFailed if one of them is an error. Otherwise prints them on stderr."""
     listed = "\n".join(problem_lines(problems))
     if has_errors(problems):
         raise CheckFailed(f"not launched:\n{listed}")

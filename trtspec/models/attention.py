@@ -1,7 +1,7 @@
 """One forward call as its attention layers see it: positions, causal masks and rows of the cache.
 
 Two calls are built here. `batch_step`: rows of equal width, each at its own position, as decoding wants. `prompt_step`:
-pieces of several texts behind each other in a single row, without padding, as prompts want (varlen attention).
+pieces of several texts one after the other in a single row, without padding, as prompts want (varlen attention).
 Shapes: B rows, T tokens of the call, S cached positions, N heads, D entries of a head.
 """
 
@@ -102,9 +102,9 @@ def batch_step(
         rows = torch.arange(row, row + batch, device=device).unsqueeze(1)
         slots = (rows * cache.max_len + positions).flatten()
     rotation = rope.upto(cache.max_len if cache else count, device)[positions].unsqueeze(2)
-    hidden = torch.arange(length, device=device) > positions.unsqueeze(-1)  # [B or 1, T, S]
-    blocked = torch.zeros(hidden.shape, dtype=dtype, device=device)
-    blocked.masked_fill_(hidden, float("-inf"))
+    unseen = torch.arange(length, device=device) > positions.unsqueeze(-1)  # [B or 1, T, S]
+    blocked = torch.zeros(unseen.shape, dtype=dtype, device=device)
+    blocked.masked_fill_(unseen, float("-inf"))
     mask = CausalMask(blocked.expand(batch, count, length))
     span = Span(slice(None), slice(row, row + batch), start, length)
     return AttentionStep(rope, rotation, [span], [mask], cache, slots)
@@ -117,17 +117,18 @@ def prompt_step(
     cache: State,
     device: torch.device,
 ) -> AttentionStep:
-    """A call over pieces of several texts behind each other, [1, T]; each sees its own text only."""
+    """A call over pieces of several texts one after the other, [1, T]; each sees its own text only."""
     spans: list[Span] = []
     masks: list[CausalMask] = []
-    places: list[tuple[int, int]] = []  # the first slot of its row, and the position, of each token
+    # of each token: the first slot of its row, and its position
+    addresses: list[tuple[int, int]] = []
     for piece in pieces:
-        first, size = len(places), piece.end - piece.begin
-        places += [(piece.row * cache.max_len, at) for at in range(piece.begin, piece.end)]
+        first, size = len(addresses), piece.end - piece.begin
+        addresses += [(piece.row * cache.max_len, at) for at in range(piece.begin, piece.end)]
         tokens, rows = slice(first, first + size), slice(piece.row, piece.row + 1)
         spans.append(Span(tokens, rows, piece.begin, piece.end))
         blocked = torch.full((1, size, piece.end), float("-inf"), dtype=dtype, device=device)
         masks.append(CausalMask(blocked.triu_(piece.begin + 1)))
-    row_slots, positions = torch.tensor(places).to(device, non_blocking=True).unbind(1)
+    row_slots, positions = torch.tensor(addresses).to(device, non_blocking=True).unbind(1)
     rotation = rope.upto(cache.max_len, device)[positions.unsqueeze(0)].unsqueeze(2)
     return AttentionStep(rope, rotation, spans, masks, cache, row_slots + positions)

@@ -91,8 +91,8 @@ class Eagle3Head(nn.Module):
     def prompts(
         self, x: Tensor, tokens: Tensor, pieces: Sequence[TextPiece], cache: State
     ) -> tuple[Tensor, Tensor]:
-        """x [1, T, H] with tokens int64 [1, T], of pieces of texts behind each other -> (feedback, normed) of the last
-        position of each, [1, pieces, H]."""
+        """x [1, T, H] with tokens int64 [1, T], of pieces of texts one after the other -> (feedback, normed) of the
+        last position of each, [1, pieces, H]."""
         step = prompt_step(pieces, self.rope, x.dtype, cache, x.device)
         ends = [span.tokens.stop - 1 for span in step.spans]
         last = torch.tensor(ends).to(x.device, non_blocking=True)
@@ -106,7 +106,7 @@ class Eagle3Head(nn.Module):
         step: AttentionStep,
         wanted: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """wanted: rows and positions, [K] each, whose outputs alone are computed behind attention, [K, 1, H]."""
+        """wanted: rows and positions, [K] each, whose outputs alone are computed after attention, [K, 1, H]."""
         inputs = torch.cat((self.input_layernorm(self.embed(tokens)), self.hidden_norm(x)), -1)
         y = x + self.self_attn(inputs, step)
         if wanted is not None:

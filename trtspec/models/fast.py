@@ -1,8 +1,9 @@
-"""Faster forms of the modules that the other files define, for inference on a CPU: the same functions and parameters.
+"""Faster forms of the modules that the other files define, for inference: the same functions and parameters.
 
-`after_loading` and `prepare_for_decoding` put them in the place of the plain forms of a loaded model. A form is a
-subclass of the plain module, which becomes it in place (as torch's fully_shard does). So names, hooks and shared
-modules stay. tests/models/test_fast.py compares each with its plain form and prints the difference and the bound on it.
+`after_loading` and `prepare_for_decoding` put them in the place of the plain forms of a loaded model: StackedMoE on any
+device, the others on a CPU. A form is a subclass of the plain module, which becomes it in place (as torch's fully_shard
+does). So names, hooks and shared modules stay. tests/models/test_fast.py compares each with its plain form and prints
+the difference and the bound on it.
 
 | plain | here | gain |
 |---|---|---|

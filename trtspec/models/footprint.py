@@ -16,9 +16,8 @@ from trtspec.models.precision import dtype_name
 from trtspec.models.weights import is_nvfp4, layout
 from trtspec.specs import HeadSpec, ModelSpec
 
-PACKED_SHARE = (
-    0.5  # of a float32 weight on a CPU: its copy for products of few rows (fast.PackedLinear)
-)
+# of a float32 weight on a CPU: its copy for products of few rows (fast.PackedLinear)
+PACKED_SHARE = 0.5
 SPARE = 1.05  # weights plus what loading and products allocate, over the weights
 LOGITS_COPIES = 4  # float32 logits of a round: as computed, scaled, sorted, accepted
 MIN_LENGTH = 64  # a context below it is not worth proposing

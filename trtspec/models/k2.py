@@ -1,6 +1,6 @@
 """The text model of Kimi-K2, K2-Thinking, K2.5, K2.6 and K2.7-Code in plain PyTorch.
 
-The architecture is DeepSeek-V3's (arXiv 2412.19437): latent attention (mla.py) and, behind a first dense layer,
+The architecture is DeepSeek-V3's (arXiv 2412.19437): latent attention (mla.py) and, after a first dense layer,
 mixtures of experts (moe.py). attention.py says where a call's tokens are, state.py what the layers remember of them.
 fast.py has the forms that the engine puts in the place of some of these modules.
 
@@ -56,7 +56,6 @@ class KimiModel(nn.Module):
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.lm_head = Linear(spec.hidden_size, spec.vocab_size)
         self.rope = RotaryEmbedding(spec.rope, spec.qk_rope_head_dim, interleaved=True)
-        self.recorded: list[Router] = []
 
     def forward(
         self,
@@ -68,8 +67,9 @@ class KimiModel(nn.Module):
         last_only: bool = False,
         length: int | None = None,
     ) -> TargetOutput:
-        """Runs tokens int64 [B, T], whose place `start`, `cache`, `row` and `length` give as in `batch_step`.
+        """Runs tokens int64 [B, T].
 
+        start, cache, row, length: as in `batch_step`.
         aux_layers: 0-based layers whose outputs are captured, in ascending order.
         last_only: logits of the last position alone.
         """
@@ -84,8 +84,8 @@ class KimiModel(nn.Module):
         aux_layers: tuple[int, ...],
         scored: Sequence[int],
     ) -> TargetOutput:
-        """Runs tokens int64 [1, T]: pieces of texts behind each other, each in its cache row and seeing its own text
-        only. `scored`: the positions that need logits."""
+        """Runs tokens int64 [1, T]: pieces of texts one after the other, each in its cache row and seeing its own
+        text only. `scored`: the positions that need logits."""
         step = prompt_step(pieces, self.rope, self.dtype, cache, tokens.device)
         positions = torch.tensor(scored).to(tokens.device, non_blocking=True)
         return self._run(tokens, step, aux_layers, positions)
@@ -98,16 +98,16 @@ class KimiModel(nn.Module):
         scored: slice | Tensor,
     ) -> TargetOutput:
         x = self.embed(tokens)
+        margins = x.new_full(tokens.shape, math.inf)
         captured = []
         for index, layer in enumerate(self.layers):
             x = layer(x, step.at(index))
             if index in aux_layers:
                 captured.append(x)
+            if isinstance(layer.mlp, MoE) and layer.mlp.gate.recording:
+                margins = margins.minimum(layer.mlp.gate.margin.view_as(margins))
         hidden = self.norm(x)
         aux = torch.cat(captured, -1) if captured else None
-        margins = hidden.new_full(tokens.shape, math.inf)
-        for router in self.recorded:
-            margins = margins.minimum(router.margin.view_as(margins))
         logits = self.lm_head(hidden[:, scored]).float()
         return TargetOutput(logits, hidden, aux, margins[:, scored])
 
@@ -119,9 +119,9 @@ class KimiModel(nn.Module):
 
     def record_margins(self) -> None:
         """From now on outputs have margins."""
-        self.recorded = [module for module in self.modules() if isinstance(module, Router)]
-        for router in self.recorded:
-            router.recording = True
+        for module in self.modules():
+            if isinstance(module, Router):
+                module.recording = True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -129,7 +129,7 @@ class KimiModel(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and added to its input. The MLP of later layers is a mixture of experts."""
+    """Attention and MLP, each after a norm and added to its input. The MLP of later layers is a mixture of experts."""
 
     def __init__(self, spec: ModelSpec, index: int) -> None:
         super().__init__()

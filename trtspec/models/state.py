@@ -27,7 +27,7 @@ class Span(NamedTuple):
 
     tokens: slice of the call's width; rows: slice of the memory's rows.
     start: position of their first token, int64 [rows] or one for all; None without a cache.
-    end: where the longest row ends, behind these tokens.
+    end: where the longest row ends, after these tokens.
     """
 
     tokens: slice
@@ -44,20 +44,20 @@ class State(Protocol):
 
     max_len: int
 
-    def append(self, layer: int, places: Any, entries: Any) -> None:
+    def append(self, layer: int, slots: Any, entries: Any) -> None:
         """Takes a layer's entries for the tokens of a call."""
 
     def seen(self, layer: int, span: Span) -> Any:
         """Returns a layer's memory of the rows of a span."""
 
     def commit(self, counts: Tensor | Sequence[int]) -> None:
-        """Makes the first `counts` tokens of each row's last call text; those behind never happened."""
+        """Makes the first `counts` tokens of each row's last call text. Later ones never happened."""
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copies the memory of a row of `length` tokens over another row."""
 
     def snapshot(self, row: int, begin: int, end: int) -> Any:
-        """A copy from which `restore` resumes behind token `end`; None if the row is already too far behind it.
+        """A copy from which `restore` resumes after token `end`; None if the row has moved too far past it.
 
         begin: the end of the snapshot before.
         """
@@ -90,15 +90,15 @@ class LatentCache:
         self.raw = self.data.view(torch.uint8)  # torch indexes no FP8 type
         self.entries = self.data.flatten(1, 2).unbind(0)
 
-    def append(self, layer: int, places: Tensor, entries: Tensor) -> None:
-        """`places` int64 [B * T]: row * max_len + position of each entry of [B, T, width]."""
+    def append(self, layer: int, slots: Tensor, entries: Tensor) -> None:
+        """`slots` int64 [B * T]: row * max_len + position of each entry of [B, T, width]."""
         stored = entries.flatten(0, 1)
         target = self.entries[layer]
         if target.dtype == torch.float8_e4m3fn:
             # the cast saturates in the engines but gives NaN in torch
             stored = stored.clamp(-448, 448).to(target.dtype).view(torch.uint8)
             target = target.view(torch.uint8)
-        target.index_copy_(0, places, stored)
+        target.index_copy_(0, slots, stored)
 
     def seen(self, layer: int, span: Span) -> Tensor:
         """[rows, end, width]"""

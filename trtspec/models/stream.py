@@ -246,7 +246,7 @@ class States:
         if self._target is None:
             return
         path = self.path(self._generation)
-        with writing(self.path(self._generation)):
+        with writing(path):
             self._target.flush()
             if self.durable:
                 os.fsync(self._target.fileno())
@@ -273,7 +273,8 @@ class States:
             return False
         if file_sha256(path) != record["sha256"]:
             return False
-        self._source, self._generation = path.open("rb"), record["generation"]
+        self._source = path.open("rb")
+        self._generation = record["generation"]
         if self.in_memory:
             self._memory = {
                 number: self._read(self._source, number) for number in range(len(self.shapes))

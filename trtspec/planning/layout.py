@@ -1,8 +1,7 @@
 """How a model is spread over GPUs, and whether TensorRT-LLM can run it there at all.
 
-`plan` recommends nothing and `build-config` writes nothing that `refusals` names, and both ask
-before they estimate memory or speed. What depends on a release is in releases.yaml and the schemas.
-What is here holds for every release that is known.
+`plan` recommends nothing and `build-config` writes nothing that `refusals` names. What depends on a
+release is in releases.yaml and the schemas. What is here holds for every release that is known.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class ConversionOptions:
 
 @dataclass(frozen=True)
 class Conversion:
-    """A checked request: nothing has been written yet. `problems` of the source are no errors."""
+    """A checked request: nothing has been written yet. No problem of the source is an error."""
 
     checkpoint: Checkpoint
     spec: ModelSpec

@@ -50,7 +50,7 @@ def quantize(
     Raises TrtspecError if the weight holds NaN or infinity.
 
     Args:
-        weight: [N, K] in bf16, fp16 or fp32. K is a multiple of 16, which `plan` checks.
+        weight: [N, K] in bf16, fp16 or fp32. K is a multiple of 16, which `prepare` checks.
         amax: float32 scalar, the largest magnitude of all weights that share `scale_2`, as gate
             and up do. None: the largest magnitude of `weight`.
         weight_scales: "max" takes the scale of a block from its maximum. "mse" takes the scale of

@@ -58,13 +58,9 @@ def lint(document: Document | str, deployment: Deployment) -> list[Problem]:
     placed = [
         document.placed(finding)
         for finding in _judged(document, deployment)
-        if not document.hides(
-            (finding.key, *finding.beside), about_keys=finding.code in UNSETTLED
-        )
+        if not document.hides((finding.key, *finding.beside), about_keys=finding.code in UNSETTLED)
     ]
-    return sorted(
-        placed, key=lambda f: (SEVERITIES.index(f.severity), f.line or 0, f.key, f.code)
-    )
+    return sorted(placed, key=lambda f: (SEVERITIES.index(f.severity), f.line or 0, f.key, f.code))
 
 
 def _judged(document: Document, deployment: Deployment) -> list[Problem]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from trtspec.bench.results import BenchResults
     from trtspec.client.servers import DetectedServer
 
-ROUNDS = 5  # of several servers, so that their intervals are over rounds
+ROUNDS = 5  # by default with several servers, so that intervals are over rounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ class BenchOptions:
 
 
 def run_bench(options: BenchOptions) -> tuple[BenchResults, TrtspecError | None]:
-    """(the results, what is wrong with them); writes them to the output, if one is given."""
+    """Returns the results, and the failure if they are not valid. Writes both files if an output is given."""
     from trtspec.bench import choose_draft
     from trtspec.bench.compare import compare, refuse_different
     from trtspec.bench.report.bench import bench_html
@@ -215,7 +215,7 @@ def _refuse_overwrite(options: BenchOptions) -> None:
 
 
 def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
-    """What the options ask of these servers; UsageError names the first option that cannot be."""
+    """Returns the load that the options describe. Raises UsageError for an option that is not possible."""
     from trtspec.bench.load.measure import BenchWorkload
     from trtspec.bench.questions.datasets import load_dataset
     from trtspec.client.client import RequestSampling
@@ -260,8 +260,8 @@ def run(
     if options.wait_ready:
         for url in urls.values():
             asyncio.run(wait_ready(url, options.wait_ready))
-    path, stated = options.output / ANSWERS if options.output else None, asdict(work.describe())
-    header = {"workload": stated}
+    path = options.output / ANSWERS if options.output else None
+    header = {"workload": asdict(work.describe())}
     with (
         progress_bar("asking", unit="answers") as bar,
         RunJournal(path, header, restart=not options.resume) as journal,
@@ -277,16 +277,16 @@ def run(
         )
         try:
             with termination_as_interrupt():
-                found = asyncio.run(asking)
+                measurement = asyncio.run(asking)
         except (KeyboardInterrupt, asyncio.CancelledError):
             kept = f"what was answered is in {path}" if path else "nothing is kept without `output`"
-            again = (
+            remedy = (
                 "give the same command with `resume`"
                 if path
                 else "give `output`, which `resume` continues"
             )
-            raise Interrupted(f"stopped; {kept}", again) from None
-        results = assemble.assemble(found)
+            raise Interrupted(f"stopped; {kept}", remedy) from None
+        results = assemble.assemble(measurement)
     return replace(results, card=options.card, created=report.now(), versions=report.versions())
 
 
@@ -295,26 +295,25 @@ def endpoints(options: BenchOptions) -> tuple[dict[str, str], dict[str, int]]:
     are named by a number."""
     from trtspec.client.addresses import server_url, shown
 
-    found: dict[str, str] = {}
+    urls: dict[str, str] = {}
     lengths: dict[str, int] = {}
     for named in (options.url, *options.against_url):
-        name, number = named.name or "endpoint", named.name.isdigit()
-        if number:
-            name = f"draft-{named.name}" if found else "endpoint"
+        name = named.name or "endpoint"
+        if named.name.isdigit():
+            name = f"draft-{named.name}" if urls else "endpoint"
             lengths[name] = int(named.name)
-        if found and not named.name:
+        if urls and not named.name:
             remedy = "write NAME=URL, for example plain=http://127.0.0.1:8001"
             raise UsageError(f"`against_url` {shown(named.url)} has no name", remedy)
-        if name in found:
-            raise UsageError(
-                f"the name {named.name} is given twice", "give each endpoint its own name"
-            )
-        found[name] = server_url(named.url, f"`against_url` {named.name}:" if found else "the URL")
-    return found, lengths
+        if name in urls:
+            message = f"`against_url` {named.name}: another endpoint has this name"
+            raise UsageError(message, "give each endpoint its own name")
+        urls[name] = server_url(named.url, f"`against_url` {named.name}:" if urls else "the URL")
+    return urls, lengths
 
 
 def request_limits_of(server: DetectedServer) -> RequestLimits:
-    """What the release of a server does with request parameters under speculation; nothing where it is not known."""
+    """How the release of a server treats request parameters under speculation. {} if the release is not known."""
     from trtspec.trtllm.rules.speculation import request_limits
     from trtspec.trtllm.schema import schema_for
 
@@ -322,5 +321,5 @@ def request_limits_of(server: DetectedServer) -> RequestLimits:
         return {}
     try:
         return request_limits(schema_for(server.version))
-    except UsageError:  # a version that is none
+    except UsageError:  # not a version
         return {}

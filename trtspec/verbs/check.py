@@ -1,4 +1,4 @@
-"""Asks the servers of a check, and judges what they answered: the options, the servers, the requests."""
+"""Asks the servers of a check and judges their answers: the options, the servers, the requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 ALONE = Mode("`check` without --score", "`check` without --score")
 SCORE = Mode("--score", "--score")
 SIZES = ("dataset", "samples", "max_tokens", "context_tokens")  # options that decide the requests
-MAIN = "the URL"  # of the server whose answers are recorded
+# names of the two servers in errors; the answers of MAIN are recorded
+MAIN = "the URL"
 AGAINST = "`against`"
 LIMIT = 4096  # tokens of prompt and answer, if the server names no limit
 
@@ -104,8 +105,8 @@ class CheckOptions:
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """`verdict`: None where answers were only recorded; `covered`: what it is about. `failed` requests of `answered`
-    have no answer."""
+    """`verdict`: None if answers were only recorded. `covered`: the sentence on what the verdict covers. `answered`:
+    recorded requests, of which `failed` have no answer."""
 
     cost: dict[str, Any]
     answered: int = 0
@@ -138,21 +139,21 @@ async def run_check(options: CheckOptions) -> CheckOutcome:
 async def _exchanges(
     options: CheckOptions, bar: report.ProgressBar
 ) -> tuple[list[Exchange], list[Exchange], list[Asker]]:
-    """What users get, what the server without speculation answered ([] without one), and who asked."""
+    """Returns the answers of the checked server, those without speculation ([] if nobody gave any), and the askers."""
     from trtspec.bench.check.asking import record, require_plain, score_answers
     from trtspec.client.exchange import read_recording, to_line
 
     recorded = read_recording(options.score) if options.score else None
-    got: list[Exchange] = []
+    exchanges: list[Exchange] = []
     plain: list[Exchange] = []
     askers: list[Asker] = []
     async with AsyncExitStack() as servers:
         asker = await servers.enter_async_context(_asking(options, options.url, MAIN, bar))
         askers.append(asker)
         if recorded is not None:
-            got, plain = await score_answers(asker, recorded)
+            exchanges, plain = await score_answers(asker, recorded)
         elif options.against is None:
-            got = await record(asker, _prompts(options, asker))
+            exchanges = await record(asker, _prompts(options, asker))
         else:
             other = await servers.enter_async_context(
                 _asking(options, options.against, AGAINST, bar)
@@ -160,17 +161,17 @@ async def _exchanges(
             askers.append(other)
             prompts = _prompts(options, asker)
             await require_plain(other, [prompts.raw("text 0", "text", prompts.texts[0])])
-            got = await record(asker, prompts)
-            got, plain = await score_answers(other, got)
+            exchanges = await record(asker, prompts)
+            exchanges, plain = await score_answers(other, exchanges)
         if options.record and asker.journal:
-            recording = got if recorded is None else plain
+            recording = exchanges if recorded is None else plain
             report.write_atomic(options.record, b"".join(map(to_line, recording)))
             asker.journal.path.unlink()
-    return got, plain, askers
+    return exchanges, plain, askers
 
 
 def _prompts(options: CheckOptions, asker: Asker) -> Prompts:
-    """What is asked of this server. `withheld`: what its release or its target does not take."""
+    """The prompts for this server. `withheld`: prompts that its release or its target does not take."""
     from trtspec.bench.check.prompts import Prompts
     from trtspec.bench.questions.datasets import load_dataset
     from trtspec.checkpoint.chat_parser import THINK_END

@@ -1,4 +1,4 @@
-"""Looks at this machine: what is installed, what each command lacks, and what to expect of its hardware."""
+"""Examines this machine: the installed packages, the needs of each command, and the hardware."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from trtspec.data_files import load_yaml
 from trtspec.errors import MissingDependency, Problem
 from trtspec.machine import torch_gpus
 
-GPU, CUDA_TORCH = "an NVIDIA GPU", "torch that sees it"
+GPU = "an NVIDIA GPU"
+CUDA_TORCH = "torch that sees it"
 # engines are programs in an installation of their own
 PROGRAMS = {
     "trtllm-serve": "run trtspec in the image of docker/serve.Dockerfile, which has the engine",
@@ -29,7 +30,7 @@ FORCED = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 
 
 def examine() -> dict[str, Any]:
-    """Everything that doctor reports; no key of it holds a secret."""
+    """Returns everything that doctor reports, without secrets."""
     from huggingface_hub import constants, get_token
 
     from trtspec.launch.preflight import read_gpus
@@ -44,12 +45,12 @@ def examine() -> dict[str, Any]:
         for gpu in read_gpus() or ()
     ]  # fmt: skip
     cache = Path(constants.HF_HUB_CACHE)
-    places = {"here": Path.cwd(), "hub_cache": cache, "shared_memory": Path("/dev/shm")}
+    directories = {"here": Path.cwd(), "hub_cache": cache, "shared_memory": Path("/dev/shm")}
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu_count": machine.cores(),
-        "packages": {name: found for extra in extras.values() for name, found in extra.items()},
+        "packages": {name: version for extra in extras.values() for name, version in extra.items()},
         "commands": {
             command: command_state(needs, extras, bool(gpus)) for command, needs in NEEDS.items()
         },
@@ -63,7 +64,7 @@ def examine() -> dict[str, Any]:
             "offline": constants.HF_HUB_OFFLINE,
             "token": "set" if get_token() else "not set",
         },
-        "disk": {name: machine.free_disk(place) for name, place in places.items()},
+        "disk": {name: machine.free_disk(path) for name, path in directories.items()},
         "problems": wrong + environment_problems(gpus) + release_problems(installed_version()),
     }
 

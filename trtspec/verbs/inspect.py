@@ -1,4 +1,4 @@
-"""What `inspect` compares: a head with its target, a derived checkpoint with its source, a published head with the
+"""Comparisons of `inspect`: a head with its target, a derived checkpoint with its source, a published head with the
 engines' releases."""
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from trtspec.trtllm.rules.from_data import first_release
 if TYPE_CHECKING:
     from trtspec.quant.verify import CheckpointComparison
 
-COMPARED = 64  # tensors that are compared with a source where nobody says how many
+COMPARED = 64  # default number of tensors that are compared with a source
 
 
 def first_releases(record: PublishedHead, head: HeadSpec) -> dict[str, str | None]:
     """The oldest release of each engine that serves a published head with its target."""
     trtllm, vllm = ENGINES["trtllm"], ENGINES["vllm"]
-    found = {trtllm.title: first_release(find_target(record.targets[-1]).spec, head)}
+    releases = {trtllm.title: first_release(find_target(record.targets[-1]).spec, head)}
     if vllm.name in record.published_on or DIALECTS[head.dialect].served_by(vllm, head):
-        found[vllm.title] = load_yaml("vllm.yaml")["oldest"]
-    return found
+        releases[vllm.title] = load_yaml("vllm.yaml")["oldest"]
+    return releases
 
 
 def compare_pair(
@@ -41,7 +41,7 @@ def compare_pair(
     resolved: Resolved,
     other: Resolved,
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """A head against its target; a draft of another type has nothing to compare. Layers that look shifted are an
+    """Compares a head with its target. A draft of another type has nothing to compare. Layers that look shifted are an
     error."""
     if report.spec is None:
         return values, problems
@@ -49,14 +49,17 @@ def compare_pair(
     checkpoint = resolved.checkpoint if resolved.weights else None
     head = read_head(checkpoint)[0] if checkpoint is not None else resolved.head_spec()
     more = pairing.pair_problems(head, target, head_id=resolved.name, target_id=other.name)
-    more = [replace(one, severity="error") if one.code == pairing.SHIFTED else one for one in more]
+    more = [
+        replace(problem, severity="error") if problem.code == pairing.SHIFTED else problem
+        for problem in more
+    ]
     more += pairing.learned_problems(resolved, other)
     more += pairing.config_problems(resolved.config(), other.config())
     if checkpoint is not None:
         more += pairing.yarn_problems(head, target)
-        own = canonical_names(checkpoint.tensors).get("embed_tokens.weight")
-        if own and other.weights:
-            more += embedding_problems(checkpoint, own, other.checkpoint, target)
+        embedding = canonical_names(checkpoint.tensors).get("embed_tokens.weight")
+        if embedding and other.weights:
+            more += embedding_problems(checkpoint, embedding, other.checkpoint, target)
     sizes = pairing.tensor_parallel_sizes(head)
     return values | {"tensor_parallel_sizes": sizes}, pairing.reported_once(problems + more)
 
@@ -64,10 +67,9 @@ def compare_pair(
 def compare_derived(
     kind: str, made: Resolved, source: Resolved, sample: int | None
 ) -> HeadComparison | CheckpointComparison:
-    """A converted head against the head that it was made from, all bytes; a target against its source, tensor by
-    tensor."""
+    """Compares all bytes of a converted head with its source, or a target with its source tensor by tensor."""
     for each in (made, source):
-        _ = each.directory
+        _ = each.directory  # raises UsageError if its weights are not here
     if kind == "head":
         return compare_heads(made.checkpoint, source.checkpoint)
     from trtspec.quant.verify import compare

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:
     PolicyName = Literal[tuple(load_yaml("policies.yaml")["policies"])]
 
-MOST = 1e6  # of a number in a list
+MAX_NUMBER = 1e6  # a larger number in a list is a mistake
 SourceArgument = Annotated[
     str, argument("Kimi checkpoint: a directory or a hub id.", metavar="SRC")
 ]
@@ -77,14 +77,14 @@ class CountList(IntList):
         return cls(_numbers(text, int, above=-1))
 
 
-def _numbers(text: str, kind: type, above: int) -> tuple[Any, ...]:
+def _numbers(text: str, number: type, above: int) -> tuple[Any, ...]:
     try:
-        found = tuple(kind(part) for part in text.split(","))
+        values = tuple(number(word) for word in text.split(","))
     except ValueError:
         raise ValueError from None  # int's own message says nothing more
-    if not all(above < number < MOST for number in found):
+    if not all(above < value < MAX_NUMBER for value in values):
         raise ValueError
-    return found
+    return values
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ ExtraBody = Annotated[
 
 @dataclass(frozen=True)
 class NamedUrl:
-    """`NAME=URL`, or an URL alone; `name` is then empty."""
+    """`NAME=URL`, or a URL alone with an empty `name`."""
 
     name: str
     url: str

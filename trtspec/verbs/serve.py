@@ -13,12 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from trtspec.checkpoint.heads.pairing import learned_problems
-from trtspec.checkpoint.hub import (
-    Target,
-    find_target,
-    load_head,
-    resolve,
-)
+from trtspec.checkpoint.hub import Target, find_head, find_target, load_head, resolve
 from trtspec.checkpoint.target_problems import sound
 from trtspec.errors import Problem, UsageError
 from trtspec.files import STDIN, read_yaml_text
@@ -27,7 +22,7 @@ from trtspec.launch.serve_options import FRONT, VLLM, ServeOptions
 from trtspec.launch.server_launch import LogPatterns, ServerAddress
 from trtspec.machine import check_device, listen
 from trtspec.records import fill
-from trtspec.report import announce
+from trtspec.report import announce, problem_lines
 from trtspec.trtllm.build import engine_yaml
 from trtspec.trtllm.deployment import (
     Deployment,
@@ -57,17 +52,17 @@ from trtspec.trtllm.serve.command import (
 from trtspec.trtllm.serve.front import plan_front
 from trtspec.vllm import plan_vllm
 
-# options of trtllm-serve by name, and what decides them here: readiness asks there, and the file is judged
+# options of trtllm-serve, and the option of serve that decides each: the checks and the readiness probe read ours
 OWN_OPTIONS = {
-    "host": "--host", "port": "--port", "extra_llm_api_options": "--config",
-    "served_model_name": "--served-model-name", "server_role": "--role",
+    "host": "host", "port": "port", "extra_llm_api_options": "config",
+    "served_model_name": "served_model_name", "server_role": "role",
 }  # fmt: skip
 # settings of the intent that have an option of the same name
 INTENT_OPTIONS = ("goal", "tp_size", "max_batch_size", "max_num_tokens", "max_seq_len", "draft_len")
 
 
 def plan_server(options: ServeOptions) -> ServerPlan:
-    """What an engine is started with, or the front of several."""
+    """Plans the start of an engine, or of the front of several."""
     launching = not options.dry_run
     if options.mode is FRONT:
         return plan_front(options, launching=launching)
@@ -97,7 +92,8 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
 
     role = options.role or intent.role
     argv = _command(options, intent, target, file, role)
-    schema, gpus = schema_for(version[0]), read_gpus()
+    schema = schema_for(version[0])
+    gpus = read_gpus()
     passed, refused = parse_passed(schema, argv[2:])
     named = compute_capability(intent.gpu) if intent.gpu else None
     deployment = Deployment(
@@ -116,7 +112,7 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
     )
 
     # check_start names the files of code that nobody trusts
-    findings = [each for each in lint(file, deployment) if each.where != "--trust_remote_code"]
+    findings = [each for each in lint(file, deployment) if each.key != "--trust_remote_code"]
     problems += assumed_release(version[1], file)
     problems += [*refused, *findings]
     problems += learned_problems(head.resolved, target.resolved) if head else []
@@ -149,8 +145,8 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
 
 
 def _user_file(options: ServeOptions) -> Document | None:
-    """The file of --config. Raises UsageError where it cannot be read, is a front's, or already says what an option
-    would decide."""
+    """The file of `config`. Raises UsageError if it cannot be read, is the file of a front, or decides what another
+    option was set for."""
     path = options.config
     if path is None:
         return None
@@ -195,7 +191,8 @@ def _version(
     options: ServeOptions, file: Document | None, written: Intent | None, launching: bool
 ) -> tuple[tuple[str, str], list[Problem]]:
     """The version to judge for and why, and what is doubtful about it."""
-    asked, installed = options.trtllm_version, engine_version() if launching else None
+    asked = options.trtllm_version
+    installed = engine_version() if launching else None
     version, reason = choose_version(asked or installed, written)
     problems = list(PROGRAM.check_version(asked, installed, version)) if launching else []
     if written is not None and file is not None and written.version != version:
@@ -211,7 +208,7 @@ def _intent(
     version: str,
     target: Target,
 ) -> Intent:
-    """What was given, over what the file's first line says, over the goal's defaults."""
+    """Takes the options first, then the first line of the file, then the defaults of the goal."""
     base = written or Intent(target=options.target, version=version)
     given: dict[str, Any] = {
         key: value for key in INTENT_OPTIONS if (value := getattr(options, key)) is not None
@@ -239,7 +236,7 @@ def _command(
     for name in parse_passed(schema, options.passed)[0]:
         if own := OWN_OPTIONS.get(name):
             raise UsageError(
-                f"--{name} is not used after --: {own} decides it", f"pass {own} before --"
+                f"--{name} is not used after --: `{own}` decides it", f"pass `{own}` before --"
             )
         if name in sizes:
             raise UsageError(f"--{name} is given before -- and after it", "give it once")
@@ -261,13 +258,18 @@ def _command(
 
 
 def reference_problems(options: ServeOptions) -> list[Problem]:
-    """What the reference backend would say of the pair; names are looked up, nothing is fetched. Raises TrtspecError
-    for what it would refuse."""
+    """Problems that the reference backend has with the pair, of what is here.
+
+    Fetches no weights. Raises TrtspecError for a checkpoint that it would refuse.
+    """
     target = find_target(options.target)
     if target.resolved.path is not None:
         sound(target.resolved.target)
-    head = load_head(options.head) if options.head else None
-    return learned_problems(head.resolved, target.resolved) if head is not None else []
+    head = find_head(options.head) if options.head else None
+    if head is None or head.path is None:
+        return []
+    head.head_spec()
+    return learned_problems(head, target.resolved)
 
 
 def serve_reference(options: ServeOptions) -> None:
@@ -279,6 +281,9 @@ def serve_reference(options: ServeOptions) -> None:
     target = resolve(options.target)
     head = resolve(options.head) if options.head else None
     announce(f"trtspec: loading {target.name}")
+    # again, because a pair that was fetched just now could not be compared before
+    for line in problem_lines(learned_problems(head, target)) if head else ():
+        announce(line)
     more = (
         {} if options.prefix_cache_mib is None else {"prefix_bytes": options.prefix_cache_mib << 20}
     )

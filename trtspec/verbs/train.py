@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from trtspec.heads.training.samples import Sample
     from trtspec.models.k2 import KimiModel
 
-# of an answer, and per step, when acceptance is measured at the end
-ACCEPTANCE_TOKENS = 64
-DRAFTS = 3
+# when acceptance is measured at the end
+ACCEPTANCE_TOKENS = 64  # per answer
+DRAFTS = 3  # per step
 
 
 def train_and_measure(
@@ -56,10 +56,8 @@ def train_and_measure(
                 )
             say(text)
 
-        from trtspec.heads.training.training_run import (
-            run_training,  # ModelOpt takes many seconds
-            write_record,
-        )
+        # only now: importing ModelOpt takes many seconds
+        from trtspec.heads.training.training_run import run_training, write_record
         from trtspec.models.stream import LayerStream
         from trtspec.models.weights import load_target
 
@@ -105,7 +103,7 @@ def train_and_measure(
 def measure_acceptance(
     model: KimiModel, run: TrainingRun, samples: Sequence[Sample]
 ) -> dict[str, Any]:
-    """What the new head, drafting freely for greedy answers, has accepted on prompts that training never saw."""
+    """Measures the acceptance of the new head in greedy answers to prompts that training never saw."""
     from trtspec.bench.statistics import by_category, summarize
     from trtspec.checkpoint.tokenizer import KimiTokenizer
     from trtspec.client.servers import TurnCounts
@@ -130,7 +128,7 @@ def measure_acceptance(
             TurnCounts(sample.id, sample.category or "", tokens, *counted, "the reference engine")
         )
     groups = {"all": summarize(counts)} | by_category(
-        sorted((one for one in counts if one.category), key=lambda one: one.category)
+        sorted((turn for turn in counts if turn.category), key=lambda turn: turn.category)
     )
     rows = [
         {
@@ -145,5 +143,5 @@ def measure_acceptance(
         }
         for name, group in groups.items()
     ]
-    about = {"draft_len": DRAFTS, "temperature": 0.0, "max_tokens": ACCEPTANCE_TOKENS}
-    return {**about, "dtype": dtype_name(model.dtype), "prompts": len(samples), "rows": rows}
+    settings = {"draft_len": DRAFTS, "temperature": 0.0, "max_tokens": ACCEPTANCE_TOKENS}
+    return {**settings, "dtype": dtype_name(model.dtype), "prompts": len(samples), "rows": rows}

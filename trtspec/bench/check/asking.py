@@ -252,17 +252,18 @@ async def _echoed(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
 
 
 async def _confirmed(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
-    """Scores all tokens, and those that would fail once more, behind a text that ends with them. The better one counts.
+    """Scores all tokens, and a failing token again as the last of a prefill. The better score counts.
 
-    Rounding can tip a router in one prefill and not in another, which moves a sure token by several nats.
+    Rounding can tip a router in one prefill and not in another, which moves a sure token by several nats. More than
+    MAX_TIPPED failing tokens are not explained by it.
     """
     scores = list(await _echoed(asker, answer))
     failing = [index for index, score in enumerate(scores) if score.nats_behind > FAIL_NATS]
     if not is_greedy(answer) or len(failing) > MAX_TIPPED:
         return tuple(scores)
     for index in failing:
-        text = replace(answer, token_ids=answer.token_ids[: index + 1])
-        for score in (await _echoed(asker, text))[-1:]:
+        beginning = replace(answer, token_ids=answer.token_ids[: index + 1])
+        for score in (await _echoed(asker, beginning))[-1:]:
             scores[index] = min(scores[index], score, key=attrgetter("nats_behind"))
     return tuple(scores)
 

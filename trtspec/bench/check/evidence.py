@@ -76,7 +76,7 @@ def _listed(masses: Masses, weights: Masses) -> Masses:
 
 
 # Sampling parameters by probe. `tail` makes small tails visible: at its temperature no target is sure, and its top_k
-# leaves listed tokens alone.
+# allows no token that is not listed.
 PLAIN: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 HOT = PLAIN | {"temperature": 2.0}
 SAMPLERS = {"places": PLAIN, "tail": HOT | {"top_k": 16, "max_tokens": 32, "ignore_eos": True}}

@@ -1,4 +1,4 @@
-"""The kinds of faults that check looks for. Probes, rows, the verdict and docs/fault-kinds.md read this table.
+"""The kinds of faults that check looks for. Probes, rows, the verdict and docs/reference/fault-kinds.md read them.
 
 A probe is the `kind` of an exchange, its `run` if the same request is repeated, or a property of all answers.
 """
@@ -96,5 +96,5 @@ CODES = {fault.row: fault.code for fault in KINDS}
 
 
 def page() -> str:
-    """Returns docs/fault-kinds.md."""
+    """Returns docs/reference/fault-kinds.md."""
     return f"# Kinds of faults\n\nWhat `trtspec check` looks for, by row.\n\n{TABLE}\nNever asked: {NEVER_ASKED}.\n"

@@ -219,7 +219,7 @@ class Prompts:
 
     def _unsure(self, messages: list[Message]) -> Iterator[Exchange]:
         """Yields requests in which a target is unsure: a user's first words, at a high temperature."""
-        # with a seed in the request, choices that share it are equal
+        # choices that share the request's seed would be equal
         hot = self.raw("", "", messages, seed=0, **HOT)
         base = self._opened(hot, [_user("")])
         for run in ("ids", "again"):

@@ -62,25 +62,21 @@ def judge(
 
 # --- every threshold of the gate ---
 
-SUSPECT_NATS = (
-    0.25  # behind the best token: the answer counts as different; rounding seldom does it
-)
-FAIL_NATS = (
-    2.0  # behind the best token: one answer fails; bfloat16 reaches 1.1 if the target is unsure
-)
+# behind the best token: the answer counts as different; rounding seldom does it
+SUSPECT_NATS = 0.25
+# behind the best token: one answer fails; bfloat16 reaches 1.1 if the target is unsure
+FAIL_NATS = 2.0
 EXACT_NATS = 1e-3  # behind the best token with --exact; float32 rounds far below
 ALPHA = 1.25e-4  # false alarms of one test; a check makes eight tests at most
 DOUBTFUL_P = 0.01  # probability by chance below which the effect of a penalty counts
 CLEAR_P = 1e-12  # probability by chance of an effect that every honest server has
 KEPT_DRAFTS = 0.8  # accepted drafts over the first ones of the same texts; below is a regression
-COLLAPSED_DRAFTS = (
-    0.05  # accepted drafts of long prompts over drafts of short ones, whose texts differ
-)
+# accepted drafts of long prompts over drafts of short ones, whose texts differ
+COLLAPSED_DRAFTS = 0.05
 COLLAPSE_STEPS = 8  # steps in which a drafter shows that it accepts next to nothing
 MIN_STEPS = 50  # steps below which acceptance says nothing
-RARE_STEP_SHARE = (
-    0.02  # share of steps; rarer sizes are last steps, which the end of an answer cuts
-)
+# share of steps; rarer sizes are last steps, which the end of an answer cuts
+RARE_STEP_SHARE = 0.02
 SPECULATES = 1.1  # tokens per step; a busy server without speculation also joins a few chunks
 TOKENS_PER_ARRIVAL = 16  # more than any drafter yields in a step: a proxy buffers
 
@@ -627,7 +623,7 @@ def parameters(candidate: Sequence[Exchange], baseline: Sequence[Exchange]) -> I
 
 
 def _truncation_fault(exchange: Exchange, stray: float) -> str | None:
-    """Each truncation allows the best token alone. None if answers without it do not stray either."""
+    """Each truncation allows only the best token. None if answers without it do not stray either."""
     if not exchange.scores or stray <= FAIL_NATS:
         return None
     return NO_EFFECT if regret(exchange) > FAIL_NATS else ""
@@ -703,7 +699,7 @@ def acceptance(candidate: Sequence[Exchange], floor: float | None) -> tuple[list
         return [], f"{why}: no draft was accepted"
     faults |= _repeat_faults(candidate)
     long = [exchange for exchange in candidate if exchange.kind == "long" and exchange.run == "ids"]
-    faults["long"] = _slower(long, first, COLLAPSED_DRAFTS, COLLAPSE_STEPS)
+    faults["long"] = _slower(long, first, "for short texts", COLLAPSED_DRAFTS, COLLAPSE_STEPS)
     sizes = Counter[int]()
     for exchange in first:
         pairs = zip(exchange.counted, exchange.counted[1:-1], strict=False)
@@ -717,7 +713,7 @@ def acceptance(candidate: Sequence[Exchange], floor: float | None) -> tuple[list
 def _repeat_faults(candidate: Sequence[Exchange]) -> dict[str, str | None]:
     """Compares the same texts from a warm cache, in a crowd and after it with their first answers.
 
-    Long prompts are compared by themselves: they are few, and lose most if a drafter forgets what is reused.
+    Long prompts are also compared by themselves: they are few, and lose most if a drafter forgets what is reused.
     """
     first = {}
     for exchange in candidate:
@@ -729,9 +725,10 @@ def _repeat_faults(candidate: Sequence[Exchange]) -> dict[str, str | None]:
         repeats = [exchange for exchange in in_run if _identity(exchange) in first]
         long = [exchange for exchange in repeats if exchange.kind != "text"]
         faults[run] = None
-        for part in (long, repeats):
-            earlier = [first[_identity(exchange)] for exchange in part]
-            faults[run] = faults[run] or _slower(part, earlier, KEPT_DRAFTS, MIN_STEPS // 2)
+        for group in (long, repeats):
+            earlier = [first[_identity(exchange)] for exchange in group]
+            fault = _slower(group, earlier, "at first", KEPT_DRAFTS, MIN_STEPS // 2)
+            faults[run] = faults[run] or fault
     return faults
 
 
@@ -768,13 +765,17 @@ def forced_sizes(sizes: Counter[int]) -> str:
 
 
 def _slower(
-    repeats: Sequence[Exchange], earlier: Sequence[Exchange], kept: float, min_steps: int
+    later: Sequence[Exchange],
+    earlier: Sequence[Exchange],
+    basis: str,
+    kept: float,
+    min_steps: int,
 ) -> str | None:
     """A fault if a step accepted fewer drafts than `kept` of the earlier ones, beyond chance.
 
-    None below `min_steps` steps.
+    `basis`: the earlier answers in words. None below `min_steps` steps.
     """
-    tokens, steps = _tokens_and_steps(repeats)
+    tokens, steps = _tokens_and_steps(later)
     earlier_tokens, earlier_steps = _tokens_and_steps(earlier)
     if min(steps, earlier_steps) < min_steps:
         return None
@@ -782,7 +783,7 @@ def _slower(
     earlier_length = earlier_tokens / earlier_steps
     fell = length - 1 < kept * (earlier_length - 1)
     if fell and more_often(steps, tokens, earlier_steps, earlier_tokens):
-        return f"{length:.2f} tokens per step, {earlier_length:.2f} for the first short texts"
+        return f"{length:.2f} tokens per step, {earlier_length:.2f} {basis}"
     return ""
 
 

@@ -212,19 +212,19 @@ def question_speeds(rounds: Sequence[Round]) -> list[QuestionSpeed]:
             groups[run.number, answer.question].append(answer)
     speeds = []
     for (number, question), answers in groups.items():
+        if any(answer.error for answer in answers):
+            continue
         seconds = sum(answer.finished - answer.started for answer in answers)
         tokens = sum(answer.completion_tokens for answer in answers)
-        level = rounds[0].level
         speed = QuestionSpeed(
-            level=level.label,
+            level=rounds[0].level.label,
             question=question,
             category=answers[0].category,
             tokens=tokens,
             seconds=round(seconds, 6),
             round=number,
         )
-        if not any(answer.error for answer in answers):
-            speeds.append(speed)
+        speeds.append(speed)
     return speeds
 
 

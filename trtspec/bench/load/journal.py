@@ -57,7 +57,7 @@ class Round:
 
 @dataclass(frozen=True)
 class AnswerRecord:
-    """A line of the journal: the begin of a process (no `round`), an answer, or the end of a round (`counts`)."""
+    """A line of the journal: the start of a process (no `round`), an answer, or the end of a round (`counts`)."""
 
     round: str = ""
     segment: Count = 0

@@ -106,9 +106,8 @@ class Section:
 COLORS = 6
 MAX_TICKS = 5
 TICK_SHARES = (0.2, 0.5, 1.0, 2.0)  # of a power of ten
-Value = tuple[
-    float, float | None, float | None
-]  # value, and the ends of its interval if it has one
+# value, and the ends of its interval if it has one
+Value = tuple[float, float | None, float | None]
 
 
 def plot(

@@ -55,7 +55,7 @@ def head_problems(
         *_layout(checkpoint, tensors, spec),
         *_stated(checkpoint.config, tensors, spec),
         *_layer_ids(checkpoint.config, spec),
-        *_function(checkpoint.config, tensors, spec),
+        *_function(checkpoint.config, spec),
         *uncomputed(checkpoint.config),
         *_unstated(flat_config(checkpoint.config), spec),
         *_vocabulary(spec),
@@ -229,9 +229,7 @@ def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
     return [Problem("TS-HEAD-LAYER-IDS", "warning", "eagle_config", message, remedy)]
 
 
-def _function(
-    config: dict[str, Any], tensors: dict[str, TensorInfo], spec: HeadSpec
-) -> Iterator[Problem]:
+def _function(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
     """Flags that make the trained function another one than TensorRT-LLM computes."""
     if spec.norm_before_residual:
         yield finding("TS-HEAD-NORM-RESIDUAL", "norm_before_residual")

@@ -299,7 +299,7 @@ OF_MLA = ("mla without yarn", "norm_before_fc with mla", "pruned mla")
 
 
 def refusals(spec: HeadSpec, dialect: Dialect, target: ModelSpec | None) -> list[Problem]:
-    """An error for each property of the head that `dialect` cannot express, with who can; [] when all is expressed."""
+    """Returns one error per property that `dialect` cannot express. The remedy names the dialects that can."""
     needed = features(spec)
     if "mla" not in dialect.expresses:
         needed = [name for name in needed if name not in OF_MLA]

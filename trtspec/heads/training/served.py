@@ -116,7 +116,7 @@ class ServedFeatures(Features):
         return hidden.to("cpu", torch.bfloat16), planes[:, :-1].flatten(1).to(torch.bfloat16)
 
     def _fetched(self, sample: Sample) -> Tensor:
-        """The planes, after as many attempts as are worth it."""
+        """Fetches the hidden states, retrying up to ATTEMPTS times."""
         if not hasattr(self._own, "fetch"):
             self._own.fetch = self._client()
         for attempt in range(ATTEMPTS):

@@ -104,7 +104,7 @@ def compute_features(
     """Runs the target once over every sample (right-padded batches of similar length); `advance` gets token counts."""
     features = HeldFeatures(samples, target.spec.hidden_size, len(aux_layers))
     for batch in similar_length([len(sample.tokens) for sample in samples]):
-        tokens = padded([samples[index].tokens for index in batch])
+        tokens = padded([samples[index].tokens for index in batch]).to(target.embed.weight.device)
         with torch.inference_mode():
             output = target(tokens, None, None, aux_layers=aux_layers, last_only=True)
         for row, index in enumerate(batch):

@@ -75,8 +75,8 @@ def stream_features(
     `target` is the digest of the target's weights. Without a directory of their own the chunks are in `work` and go
     with it.
     """
-    place = plan.features.directory
-    directory = place or work / "features"
+    named = plan.features.directory
+    directory = named or work / "features"
     layers = tuple(sorted(plan.spec.aux_layers or stream.spec.default_aux_layers))
     if chunk_bytes is None:
         chunk_bytes = min(CHUNK_BYTES, DISK_SHARE * machine.free_disk(directory))
@@ -104,11 +104,10 @@ def stream_features(
         directory,
         world,
         fingerprint,
-        kept=math.inf if place else kept,
+        kept=math.inf if named else kept,
     )
-    if (
-        world.size > 1
-    ):  # held-out and later epochs' samples fall to the processes in another order than chunks have
+    # held-out and later epochs' samples fall to the processes in another order than chunks have
+    if world.size > 1:
         for number in range(int(min(kept, len(chunks)))):
             features.opened(number)
     return features
@@ -169,13 +168,13 @@ class StreamedFeatures(Features):
     ) -> None:
         """`aux_layers` ascend; `kept`: how many of the first chunks stay on disk when training has passed them."""
         super().__init__(samples, stream.spec.hidden_size, len(aux_layers))
-        self.stream, self.aux_layers, self.chunks, self.directory = (
-            stream,
-            aux_layers,
-            chunks,
-            directory,
-        )
-        self.world, self.fingerprint, self.kept = world, fingerprint, kept
+        self.stream = stream
+        self.aux_layers = aux_layers
+        self.chunks = chunks
+        self.directory = directory
+        self.world = world
+        self.fingerprint = fingerprint
+        self.kept = kept
         self._chunk_of = {index: number for number, chunk in enumerate(chunks) for index in chunk}
         self._open: dict[int, dict[int, Any]] = {}
 
@@ -222,17 +221,14 @@ class StreamedFeatures(Features):
 
     def _compute(self, number: int) -> None:
         world, path = self.world, self.path(number)
-        for passed in range(
-            number - 1
-        ):  # the chunk just before stays, for a run that resumes some steps back
+        # the chunk just before stays, for a run that resumes some steps back
+        for passed in range(number - 1):
             if passed >= self.kept:
                 self._open.pop(passed, None)
                 for file in self.files(passed) if world.main else ():
                     file.unlink(missing_ok=True)
-        tokens, layers = (
-            sum(len(self.samples[index].tokens) for index in self.chunks[number]),
-            self.stream.num_layers,
-        )
+        tokens = sum(len(self.samples[index].tokens) for index in self.chunks[number])
+        layers = self.stream.num_layers
         say(
             f"Chunk {number + 1} of {len(self.chunks)}: {tokens:,} tokens through the target's {layers} layers"
         )
@@ -249,14 +245,13 @@ class StreamedFeatures(Features):
         """One file for this process's part of the samples `every`, complete or absent."""
         lengths = {index: len(self.samples[index].tokens) for index in every}
         groups = [
-            [every[place] for place in group] for group in similar_length(list(lengths.values()))
+            [every[position] for position in group]
+            for group in similar_length(list(lengths.values()))
         ]
         groups = groups[self.world.rank :: self.world.size]
         batches = [padded([self.samples[index].tokens for index in group]) for group in groups]
-        names, indices = (
-            ("hidden", *map(str, self.aux_layers)),
-            [index for group in groups for index in group],
-        )
+        names = ("hidden", *map(str, self.aux_layers))
+        indices = [index for group in groups for index in group]
         kept: Layout = {
             f"{i}.{name}": ("BF16", (lengths[i], self.hidden_size))
             for i in indices

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Schedule = Literal["cosine", "constant"]
 EagleVersion = Literal["3", "3.1"]
 Precision = Literal["auto", "bf16", "fp32"]
-DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # of --config's `precision`
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # torch's name of each `precision`
 MAX_KV_HEADS = 8  # of a new MHA head: splits over 8 GPUs, an eighth of the KV cache of 64 heads
 
 

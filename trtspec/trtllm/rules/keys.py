@@ -187,7 +187,7 @@ def check_keys(document: Document, schema: Schema) -> Iterator[Problem]:
             continue  # a free mapping
         word = schema.word(entry.parent, entry.name, kind_of(document, entry.parent))
         if word.taken and word.earlier:
-            yield from _known(document, schema, entry, word)
+            yield from _known(schema, entry, word)
         if word.takes:
             continue
         if word.taken:
@@ -227,7 +227,7 @@ def _severity(word: Word) -> Severity:
     return "error" if word.settled else "warning"
 
 
-def _known(document: Document, schema: Schema, entry: Entry, word: Word) -> Iterator[Problem]:
+def _known(schema: Schema, entry: Entry, word: Word) -> Iterator[Problem]:
     """What is wrong with the value of a key, and whether the key goes."""
     path, field = entry.path, word.taken[0]
     if field.status == "deprecated" and path != schema.sampling_key:
