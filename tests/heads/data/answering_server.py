@@ -38,8 +38,8 @@ async def complete(request: Request):
     if fail_every and served % fail_every == 0:
         return JSONResponse({"error": "busy"}, 503)
     text = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
-    if text == "refused":
-        return JSONResponse({"error": "too long"}, 400)
+    if text.isdigit():
+        return JSONResponse({"error": "too long"}, int(text))
     if text.startswith("choice:"):  # the test says what the model answers
         return {
             "choices": [json.loads(text.removeprefix("choice:"))],

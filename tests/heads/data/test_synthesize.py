@@ -283,12 +283,14 @@ def test_killed_and_run_again_asks_nothing_twice(tmp_path):
     assert not journal.exists()
 
 
-def test_a_refused_prompt_is_left_out_and_named(tmp_path, server):
+def test_a_refused_prompt_is_left_out_and_a_refused_key_ends_the_run(tmp_path, server):
     url, _ = server
-    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "fine"}, {"prompt": "refused"}])
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "fine"}, {"prompt": "400"}])
     outcome = run(prompts, tmp_path / "data.jsonl", url)
     assert len(rows(tmp_path / "data.jsonl")) == 1
     assert "HTTP 400: too long" in next(iter(outcome.failed.values()))
+    with pytest.raises(UsageError, match="HTTP 401"):
+        run(write(tmp_path / "p.jsonl", [{"prompt": "401"}]), tmp_path / "data.jsonl", url)
 
 
 def test_a_server_that_is_not_there_is_an_error_with_a_remedy(tmp_path):
