@@ -150,10 +150,12 @@ def refuse_existing(file: Path, force: bool, example: str) -> None:
     refuse_overwrite(file, force)
 
 
-def refuse_input(file: Path, read: Path | None) -> None:
-    """Raises UsageError if a command would write the file that it reads."""
+def refuse_input(file: Path, read: Path | None, field: str) -> None:
+    """Raises UsageError if a command would write the file that it reads. `field`: the output's."""
     if read and os.path.realpath(file) == os.path.realpath(read):
-        raise UsageError(f"{file} is also read, and would be overwritten", "write another file")
+        raise UsageError(
+            f"{file} is also read, and would be overwritten", f"choose another `{field}`"
+        )
 
 
 def file_sha256(path: Path) -> str:

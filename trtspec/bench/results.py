@@ -41,7 +41,9 @@ adapter = functools.cache(TypeAdapter)  # making an adapter takes longer than re
 
 def _with_key(values: Any) -> Any:
     """Adds the key of a stored problem, which its JSON has as `where`."""
-    return {"key": values.get("where"), **values} if isinstance(values, dict) else values
+    if not isinstance(values, dict):
+        return values
+    return {"key": values.get("where"), **values}
 
 
 StoredProblem = Annotated[Problem, BeforeValidator(_with_key)]

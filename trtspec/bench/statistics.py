@@ -324,7 +324,8 @@ def _ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike) -> Influenced
 def _mean_ratio(top: NDArray[np.float64], bottom: NDArray[np.float64]) -> Influenced:
     """The geometric mean of the units' own ratios."""
     logs = np.log(top / bottom)
-    return math.exp(logs.mean()), logs
+    mean = float(logs.mean())
+    return math.exp(mean), logs
 
 
 def _standard_error(influence: NDArray[np.float64]) -> tuple[float, int]:

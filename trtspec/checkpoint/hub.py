@@ -276,7 +276,7 @@ class Head(NamedTuple):
 
 
 def find_target(name: str, like: str | None = None) -> Target:
-    """The target called `name`. While it is not here, the published checkpoint `like` stands in for it. Raises
+    """The target called `name`. While it is not here, it is described by the published checkpoint `like`. Raises
     UsageError if the name is a draft head's or unknown."""
     absent = like is not None and not user_path(name).exists()
     resolved = resolve(like if like is not None and absent else name, weights=False)
@@ -311,7 +311,8 @@ def _no_head(resolved: Resolved) -> Problem:
     from trtspec.checkpoint.heads.read import no_eagle3_head
     from trtspec.checkpoint.target_tensors import finding
 
-    whole = finding("TS-HEAD-FULL-MODEL", "config.json")
+    remedy = "pass the target first and an Eagle3 head with `head`"
+    whole = finding("TS-HEAD-FULL-MODEL", "config.json", remedy=remedy)
     if resolved.weights is None:
         return whole
     checkpoint = resolved.checkpoint

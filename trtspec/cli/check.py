@@ -37,7 +37,7 @@ def check(options: CheckOptions) -> Result:
     if options.against:
         server_url(options.against, AGAINST)  # before anything is asked
     if options.record is not None:
-        report.refuse_input(options.record, options.score)
+        report.refuse_input(options.record, options.score, "record")
         report.refuse_existing(options.record, options.force, "recording.jsonl")
     outcome = asyncio.run(run_check(options))
     cost, verdict = outcome.cost, outcome.verdict

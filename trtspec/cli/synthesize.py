@@ -76,7 +76,7 @@ def synthesize(options: SynthesizeOptions) -> Result:
     from trtspec.client.client import wait_ready
     from trtspec.heads import synthesis
 
-    refuse_input(options.output, Path(options.prompts))
+    refuse_input(options.output, Path(options.prompts), "output")
     endpoint = fill(synthesis.TargetEndpoint, options)
     sampling = fill(synthesis.AnswerSampling, options, extra_body=options.extra_body.value)
     every = synthesis.read_prompts(options.prompts, options.split, options.samples)
