@@ -192,6 +192,12 @@ def is_vllm_file(keys: Iterable[Any]) -> bool:
     return not names.isdisjoint(_known_options())
 
 
+def other_keys(keys: Iterable[str]) -> list[str]:
+    """The keys that are no option of vLLM, whose files have dashes or underscores."""
+    known = _known_options()
+    return [key for key in keys if key.replace("_", "-") not in known]
+
+
 def unknown_options(values: Iterable[Any]) -> Iterator[Problem]:
     """Yields an error for each key that is spelled like a known option, and a note for each other unknown key."""
     known = _known_options()
