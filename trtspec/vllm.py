@@ -189,18 +189,12 @@ def with_file(options: ServeOptions) -> ServeOptions:
 def is_vllm_file(keys: Iterable[Any]) -> bool:
     """Whether these keys of a configuration file are vLLM's: names of options, with dashes."""
     names = {str(key) for key in keys if "-" in str(key)}
-    return not names.isdisjoint(_known_options())
-
-
-def other_keys(keys: Iterable[str]) -> list[str]:
-    """The keys that are no option of vLLM, whose files have dashes or underscores."""
-    known = _known_options()
-    return [key for key in keys if key.replace("_", "-") not in known]
+    return not names.isdisjoint(known_options())
 
 
 def unknown_options(values: Iterable[Any]) -> Iterator[Problem]:
     """Yields an error for each key that is spelled like a known option, and a note for each other unknown key."""
-    known = _known_options()
+    known = known_options()
     for written in map(str, values):
         name = written.replace("_", "-")
         if name in known:
@@ -214,7 +208,8 @@ def unknown_options(values: Iterable[Any]) -> Iterator[Problem]:
             yield Problem("TS-VLLM-KEY", "info", written, message)
 
 
-def _known_options() -> list[str]:
+def known_options() -> list[str]:
+    """Every option of `vllm serve`, as its command line spells them."""
     refused = _releases()["refused_options"]
     return [*_own_options(), *refused, *SHORT.values(), *WRITTEN]
 

@@ -200,7 +200,7 @@ def place(
     shutil.copytree(source, place / "src")
     shutil.copytree(DATA / "kimi-nano-eagle3", place / "head")
     monkeypatch.chdir(place)
-    monkeypatch.setattr(tempfile, "tempdir", room)
+    monkeypatch.setattr(tempfile, "tempdir", str(room))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a first import renames it into place
     guarded.append(room.resolve())
     yield place

@@ -392,11 +392,13 @@ def _of_vllm(judged: Judged, part: Carried) -> Judged:
 def _foreign(document: Document) -> Judged | None:
     """A file of vLLM, or one without any key of an engine; None for any other."""
     from trtspec.trtllm.carriers import is_engine_file, is_foreign
-    from trtspec.vllm import is_vllm_file, other_keys, unknown_options
+    from trtspec.vllm import is_vllm_file, known_options, unknown_options
 
     keys = document.mapping
     # both engines have keys such as tensor_parallel_size
-    if is_vllm_file(keys) and not is_engine_file(other_keys(map(str, keys))):
+    options = known_options()
+    other = [key for key in map(str, keys) if key.replace("_", "-") not in options]
+    if is_vllm_file(keys) and not is_engine_file(other):
         findings = [document.placed(problem) for problem in unknown_options(keys)]
         return Judged(document.name, document, None, BY_VLLM, findings)
     if "architectures" not in keys and not is_foreign(
