@@ -58,7 +58,7 @@ def effects(options: str = "", **words: str | Effect) -> dict[str, Effect]:
 
 
 def slowly(table: dict[str, Effect]) -> dict[str, Effect]:
-    """Rows that another mode shows in the default suite, through the same code."""
+    """Rows that another mode shows in the default suite, through the same code, or that take long."""
     return {name: replace(effect, slow=True) for name, effect in table.items()}
 
 

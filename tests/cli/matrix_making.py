@@ -182,7 +182,7 @@ MAKING: dict[str, dict[str, Situation]] = {
                 extra_body=Effect(instead=(*ASKED, "--extra-body", '{{"top_k": 3}}')),
                 timeout=Effect(line("--timeout 5"), base=(*SYNTHESIZE, "--dry-run")),
                 wait_ready=Effect(
-                    line("--wait-ready 0.1"), base=line("synthesize {prompts} -o {out} --base-url {nowhere}")
+                    line("--wait-ready 0.1"), base=line("synthesize {prompts} -o {out} --base-url {nowhere}"), slow=True
                 ),
                 restart=Effect(line("--restart"), base=(*SYNTHESIZE, "--dry-run"),
                                before=journal(".{out}.synthesize/.trtspec-synthesize.jsonl")),
@@ -265,13 +265,15 @@ MAKING: dict[str, dict[str, Situation]] = {
         ),
         "--score": Situation(
             SCORED,
-            slowly(CHECKED) | effects(
-                "--score {shorter} --concurrency 1 --exact",
+            slowly(CHECKED | effects(
+                "--concurrency 1 --exact",
+                force=Effect(line("--force"), base=(*SCORED, "--record", "{out}"), before=a_file),
+            )) | effects(
+                "--score {shorter}",
                 url=Effect(instead=line("check {nowhere} --score {recording} --tokenizer kimi-nano")),
                 wait_ready=Effect(
                     line("--wait-ready 0.1"), base=line("check {nowhere} --score {recording} --tokenizer kimi-nano")
                 ),
-                force=Effect(line("--force"), base=(*SCORED, "--record", "{out}"), before=a_file),
             ),
             cheap=line("check {nowhere} --score {recording}"),
         ),

@@ -103,12 +103,13 @@ def test_a_fault_fails_its_row_alone(row: str, fault: str) -> None:
     assert any(one.startswith(f"{FAULTS[row][fault]}: ") for one in faults[row]), faults
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("row", "fault"), [("greedy", "relaxed-acceptance"), ("greedy", "stale-turn-2"),
                                             ("sampled", "temperature-ignored"), ("transport", "stream-altered"),
                                             ("acceptance", "collapse-warm")])  # fmt: skip
 def test_a_fault_is_found_by_continuations_alone(row: str, fault: str) -> None:
     rows = check(fault, "trtllm")
-    assert failed(rows).keys() == {row}, failed(rows)
+    assert failed(rows).keys() == {row}
 
 
 def test_what_is_refused_by_name_is_no_fault() -> None:
@@ -214,7 +215,7 @@ def test_a_recording_that_is_killed_again_and_again_asks_nothing_twice(
     for point in range(1, points + 1):
         with subprocess.Popen([*command, str(file)], stderr=subprocess.PIPE) as process:
             while len(kept()) < point * whole.total() // (points + 2):
-                assert process.poll() is None, process.stderr and process.stderr.read()
+                assert process.poll() is None
                 time.sleep(0.005)
             process.kill()
         journal.write_bytes(journal.read_bytes()[:-7])
