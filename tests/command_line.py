@@ -1,5 +1,6 @@
-"""`trtspec ...` in this process, through its entry point, with status, stdout and stderr as a shell gets them; and in a
-process of its own."""
+"""`trtspec ...` in this process, through its entry point, with status, stdout and stderr as a shell
+gets them; and in a process of its own.
+"""
 
 import asyncio
 import contextlib
@@ -49,7 +50,9 @@ def problem_codes(report: Any) -> set[str]:
 
 
 def trtspec(*words: object, **environment: str) -> Done:
-    """Runs the command with these additional variables, in a wide terminal so that tables do not wrap."""
+    """Runs the command with these additional variables, in a wide terminal so that tables do not
+    wrap.
+    """
     out, err, status = io.StringIO(), io.StringIO(), 0
     with (
         mock.patch.object(sys, "argv", ["trtspec", *map(str, words)]),
@@ -98,7 +101,9 @@ def printed_json(*command: object, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def served(port: int, *command: object) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """URL and process of a server that this command starts on the port, from when it answers until the block ends."""
+    """URL and process of a server that this command starts on the port, from when it answers until
+    the block ends.
+    """
     from trtspec.client.client import wait_ready
 
     url, process = f"http://127.0.0.1:{port}", subprocess.Popen(list(map(str, command)))
@@ -120,7 +125,9 @@ def wait_for(condition: Callable[[], object], seconds: float = 300) -> None:
 
 
 def calls_of(run: Callable[[], object]) -> int:
-    """How many Python functions a run calls in all its threads: its length, on a machine of any speed."""
+    """How many Python functions a run calls in all its threads: its length, on a machine of any
+    speed.
+    """
     calls = itertools.count()
     with traced(lambda: next(calls)):
         run()
@@ -128,7 +135,9 @@ def calls_of(run: Callable[[], object]) -> int:
 
 
 def killed_at(call: float, run: Callable[[], object]) -> bool:
-    """Runs it in a fork of this process that SIGKILL ends at this call; False where the run ended before."""
+    """Runs it in a fork of this process that SIGKILL ends at this call; False where the run ended
+    before.
+    """
     calls = itertools.count()
 
     def kill_at_call() -> None:
@@ -225,7 +234,9 @@ class _Handler(LocalHandler):
 
 
 def free_port() -> int:
-    """Not one that the system gives to outgoing connections: it is still free when a server has started."""
+    """Not one that the system gives to outgoing connections: it is still free when a server has
+    started.
+    """
     while True:
         with contextlib.suppress(OSError), socket.socket() as probe:
             port = 20000 + secrets.randbelow(12000)

@@ -1,4 +1,7 @@
-"""Shared fixtures. Torch runs on one thread, so that a test's arithmetic does not depend on the machine's cores."""
+"""Shared fixtures.
+
+Torch runs on one thread, so that a test's arithmetic does not depend on the machine's cores.
+"""
 
 import functools
 import gc
@@ -19,13 +22,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.pop("COLUMNS", None)  # pytest's workers have one; a pipe has no width
 
-# A run started in the background of a shell script ignores SIGINT, and so would every process that a test interrupts.
+# A run started in the background of a shell script ignores SIGINT, and so would every process that
+# a test interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Each `httpx.get` loads all certificates into a context of its own, and gives a server on a busy machine 5 s.
+# Each `httpx.get` loads all certificates into a context of its own, and gives a server on a busy
+# machine 5 s.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 vars(httpx._config.DEFAULT_TIMEOUT_CONFIG).update(
     dict.fromkeys(("connect", "read", "write", "pool"), 300)
@@ -52,7 +57,9 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def room() -> Iterator[Path]:
-    """A directory in memory where there is some, for thousands of tiny files each of which is fsynced."""
+    """A directory in memory where there is some, for thousands of tiny files each of which is
+    fsynced.
+    """
     with TemporaryDirectory(
         dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     ) as directory:
@@ -69,7 +76,9 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def upstream_data() -> Path:
-    """Files of other projects that tests may read but the project does not carry; TRTSPEC_UPSTREAM_DATA names them."""
+    """Files of other projects that tests may read but the project does not carry;
+    TRTSPEC_UPSTREAM_DATA names them.
+    """
     place = os.environ.get("TRTSPEC_UPSTREAM_DATA")
     if not place or not Path(place).is_dir():
         pytest.skip("TRTSPEC_UPSTREAM_DATA does not name a directory of upstream files")

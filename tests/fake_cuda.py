@@ -1,9 +1,11 @@
-"""A CUDA device that computes nothing: every operator is checked and gives a tensor of the right shape.
+"""A CUDA device that computes nothing: every operator is checked and gives a tensor of the right
+shape.
 
-torch's fake tensors carry the device cuda on a build without CUDA. What would wait for a real device, because a number
-or a shape has to be read back, raises: `.item()`, `.tolist()`, a boolean index, `nonzero`. So does an operator that is
-given tensors of a CPU and of the device. The CPU build has no device guard for CUDA, which Python's indexing asks for;
-it is lent the one of the meta device, which does nothing either.
+torch's fake tensors carry the device cuda on a build without CUDA. What would wait for a real
+device, because a number or a shape has to be read back, raises: `.item()`, `.tolist()`, a boolean
+index, `nonzero`. So does an operator that is given tensors of a CPU and of the device. The CPU
+build has no device guard for CUDA, which Python's indexing asks for; it is lent the one of the meta
+device, which does nothing either.
 """
 
 import ctypes
@@ -24,8 +26,11 @@ GUARDS = "_ZN3c104impl26device_guard_impl_registryE"  # c10::impl::device_guard_
 
 
 class Transfers(TorchDispatchMode):
-    """Counts what crosses between host and device. "read" waits for the device, and so does "written"; "sent" does
-    not (`non_blocking`: torch waits for the stream after any other copy, whichever way it goes)."""
+    """Counts what crosses between host and device.
+
+    "read" waits for the device, and so does "written"; "sent" does not (`non_blocking`: torch waits
+    for the stream after any other copy, whichever way it goes).
+    """
 
     def __init__(self) -> None:
         super().__init__()

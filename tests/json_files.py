@@ -1,4 +1,7 @@
-"""JSON files, as a test reads, writes and edits them. Without trtspec, like the checkpoints of tests/tiny.py."""
+"""JSON files, as a test reads, writes and edits them.
+
+Without trtspec, like the checkpoints of tests/tiny.py.
+"""
 
 import json
 from collections.abc import Iterable

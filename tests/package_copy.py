@@ -1,4 +1,6 @@
-"""A copy of the package, for tests that add something to it: what that took, and what the copy then answers."""
+"""A copy of the package, for tests that add something to it: what that took, and what the copy then
+answers.
+"""
 
 import filecmp
 import os

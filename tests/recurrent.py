@@ -1,11 +1,14 @@
-"""A target with a recurrent state: Kimi Delta Attention (arXiv 2510.26692) in the place of latent attention.
+"""A target with a recurrent state: Kimi Delta Attention (arXiv 2510.26692) in the place of latent
+attention.
 
-With S the state of a head [K, V], k and q normed keys and queries, g the bounded log gate and beta in (0, 1):
+With S the state of a head [K, V], k and q normed keys and queries, g the bounded log gate and beta
+in (0, 1):
 
     S_t = (I - beta_t k_t k_t^T) diag(e^g_t) S_(t-1) + beta_t k_t v_t^T,    o_t = S_t^T q_t
     g_t = -5 sigmoid(e^A (f(x_t) + b))
 
-k, q and v come out of a causal convolution over CONV tokens, so a row also remembers a window of CONV - 1 inputs.
+k, q and v come out of a causal convolution over CONV tokens, so a row also remembers a window of
+CONV - 1 inputs.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ def gate(x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """q, k, v, g [B, T, N, D], beta [B, T, N], state [B, N, D, D] -> outputs [B, T, N, D], states after 0 .. T."""
+    """q, k, v, g [B, T, N, D], beta [B, T, N], state [B, N, D, D] -> outputs [B, T, N, D], states
+    after 0 .. T.
+    """
     decay, write = g.exp().unsqueeze(-1), (beta.unsqueeze(-1) * k).unsqueeze(-1)
     k, v = k.unsqueeze(-2), v.unsqueeze(-2)
     states = [state]
@@ -47,7 +52,9 @@ def delta_rule(
 
 
 class DeltaAttention(nn.Module):
-    """In the place of a layer's attention. `in_proj` makes q, k and v, decay, gate of the outputs and beta.
+    """In the place of a layer's attention.
+
+    `in_proj` makes q, k and v, decay, gate of the outputs and beta.
 
     A text leaves one vector [M], in float32 at least: its window and its state.
     """
@@ -86,8 +93,9 @@ class DeltaAttention(nn.Module):
         return self.o_proj(torch.cat(reads, 1))
 
     def run(self, x: Tensor, window: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, T, H] behind a window and a state -> what is read of it, and what is left after 0 .. T of its tokens,
-        [B, T + 1, M]."""
+        """x [B, T, H] behind a window and a state -> what is read of it, and what is left after 0
+        .. T of its tokens, [B, T + 1, M].
+        """
         window = window.view(len(x), -1, CONV - 1).to(x.dtype)
         state = state.view(len(x), *self.shape, SIZE)
         raw, decay, gates, beta = self.in_proj(x).split(self.sizes, -1)
@@ -103,11 +111,11 @@ class DeltaAttention(nn.Module):
 
 
 class HybridState:
-    """Latents by position, beside what recurrent layers keep, which no later call can overwrite: a row moves on by
-    `commit`.
+    """Latents by position, beside what recurrent layers keep, which no later call can overwrite: a
+    row moves on by `commit`.
 
-    `rows` has, by row, where its last call began, and what the layers kept after 0 .. T of the call's tokens that
-    became text, [layers, T + 1, M].
+    `rows` has, by row, where its last call began, and what the layers kept after 0 .. T of the
+    call's tokens that became text, [layers, T + 1, M].
     """
 
     def __init__(self, latents: State, nothing: Tensor) -> None:

@@ -1,5 +1,6 @@
-"""Adding a family, really done on a copy of the package: other names of tensors and keys, MXFP4 under INT4's suffixes,
-and checkpoints of two formats. What is checked of a Kimi-K2 stays checked."""
+"""Adding a family, really done on a copy of the package: other names of tensors and keys, MXFP4
+under INT4's suffixes, and checkpoints of two formats. What is checked of a Kimi-K2 stays checked.
+"""
 
 import json
 import math
@@ -144,7 +145,9 @@ def test_a_family_is_four_edited_files_and_one_new(copied: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_another_family_loosens_no_check_of_a_k2(copied: Path, tmp_path: Path) -> None:
-    """Neither what it publishes nor its format, whose values lie under INT4's suffixes, holds for a K2."""
+    """Neither what it publishes nor its format, whose values lie under INT4's suffixes, holds for a
+    K2.
+    """
     source = make_target(tmp_path / "k2", format="int4", layers=2, shards=1)
     path = source / "model.safetensors"
     stored = load_file(path)
@@ -163,8 +166,9 @@ def test_another_family_loosens_no_check_of_a_k2(copied: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_checkpoint_of_two_formats(copied: Path, tmp_path: Path) -> None:
-    """Experts in NVFP4 and attention in FP8 blocks, as ModelOpt's list of layers says; a wrong list is found, and no K2
-    has one."""
+    """Experts in NVFP4 and attention in FP8 blocks, as ModelOpt's list of layers says; a wrong list
+    is found, and no K2 has one.
+    """
     algorithms: dict[str, str] = {}
 
     def packed(name: str, tensor: torch.Tensor) -> dict | None:

@@ -1,4 +1,6 @@
-"""The Python API as a notebook uses it: every verb in a fresh process, after every room has been imported."""
+"""The Python API as a notebook uses it: every verb in a fresh process, after every room has been
+imported.
+"""
 
 import inspect
 import os

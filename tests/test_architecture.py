@@ -1,4 +1,6 @@
-"""The rules of the layout, held over the source itself: imports, owners, torch-free rooms, budgets in weight."""
+"""The rules of the layout, held over the source itself: imports, owners, torch-free rooms, budgets
+in weight.
+"""
 
 import ast
 import functools
@@ -35,11 +37,39 @@ LEVEL = {
     "errors": -2,
     "data_files": -3,
 }  # fmt: skip
-TORCH_FREE = ("__main__", "cli", "verbs", "trtllm", "vllm", "planning", "launch", "formats", "specs", "records",
-              "report", "errors", "families", "foreign", "data_files", "files", "machine", "bench",
-              "client")  # fmt: skip
-TORCH_FREE_CHECKPOINT = ("headers", "identity", "target_problems", "heads", "hub", "tokenizer", "remote_code",
-                         "data_rows", "conversations", "chat_parser")  # fmt: skip
+TORCH_FREE = (
+    "__main__",
+    "cli",
+    "verbs",
+    "trtllm",
+    "vllm",
+    "planning",
+    "launch",
+    "formats",
+    "specs",
+    "records",
+    "report",
+    "errors",
+    "families",
+    "foreign",
+    "data_files",
+    "files",
+    "machine",
+    "bench",
+    "client",
+)
+TORCH_FREE_CHECKPOINT = (
+    "headers",
+    "identity",
+    "target_problems",
+    "heads",
+    "hub",
+    "tokenizer",
+    "remote_code",
+    "data_rows",
+    "conversations",
+    "chat_parser",
+)
 HEAVY = ("torch", "transformers", "modelopt", "accelerate", "datasets")
 # the files that alone import a package
 OWNERS = {
@@ -169,8 +199,10 @@ def twice(names: Iterable[str]) -> set[str]:
 
 
 def test_rooms_keep_their_budgets() -> None:
-    """budgets.toml limits weights and bytes, and what tools/plain.py counts in each room. A change that raises a weight
-    names the user who needs it; a count of tools/plain.py only falls."""
+    """budgets.toml limits weights and bytes, and what tools/plain.py counts in each room.
+
+    A change that raises a weight names the user who needs it; a count of tools/plain.py only falls.
+    """
     limits = tomllib.loads((PACKAGE.parent / "budgets.toml").read_text("utf-8"))
     by_area = {"weight": limits, **limits.pop("plain")}
     weights = weight.measured()
@@ -328,14 +360,34 @@ def test_formats_dialects_families_lines_and_gpus_are_compared_in_their_owners_o
 
 # calls that write, delete or carry a file
 WRITES = {
-    "unlink", "rmtree", "rename", "touch", "mkdir", "mkstemp", "write_text", "write_bytes", "write_atomic",
-    "write_json", "write_shard", "create", "remove_file", "remove_folder", "carry_files", "ShardFile", "Journal",
-}  # fmt: skip
-# functions with a path that the test below cannot judge: names made of numbers, and divisions of numbers
+    "unlink",
+    "rmtree",
+    "rename",
+    "touch",
+    "mkdir",
+    "mkstemp",
+    "write_text",
+    "write_bytes",
+    "write_atomic",
+    "write_json",
+    "write_shard",
+    "create",
+    "remove_file",
+    "remove_folder",
+    "carry_files",
+    "ShardFile",
+    "Journal",
+}
+# functions with a path that the test below cannot judge: names made of numbers, and divisions of
+# numbers
 UNJUDGED = {
-    "checkpoint/writer: __init__", "heads/synthesis: write_provenance", "heads/training/ranks: require_shared",
-    "heads/training/streamed: _write", "launch/preflight: launch", "quant/shards: convert_shards",
-}  # fmt: skip
+    "checkpoint/writer: __init__",
+    "heads/synthesis: write_provenance",
+    "heads/training/ranks: require_shared",
+    "heads/training/streamed: _write",
+    "launch/preflight: launch",
+    "quant/shards: convert_shards",
+}
 BOUNDARY = ("plain_name", "PlainName")
 
 

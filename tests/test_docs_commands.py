@@ -1,9 +1,10 @@
-"""Every command of README and docs/: run where nothing but this machine is needed, dry-run where it would launch, and
-otherwise compared with what takes it: the options of the command, the values of the chart, the files that it names.
+"""Every command of README and docs/: run where nothing but this machine is needed, dry-run where it
+would launch, and otherwise compared with what takes it: the options of the command, the values of
+the chart, the files that it names.
 
-A page is read from top to bottom in one directory, so that a command finds what an earlier one wrote. A `text` block
-directly below commands is the captured output of the last of them: each of its lines must be printed, with `...` for
-anything in a line, and a line `...` for any lines.
+A page is read from top to bottom in one directory, so that a command finds what an earlier one
+wrote. A `text` block directly below commands is the captured output of the last of them: each of
+its lines must be printed, with `...` for anything in a line, and a line `...` for any lines.
 """
 
 import os
@@ -23,9 +24,22 @@ from tests.command_line import Done, succeeded, trtspec
 from tools.pages import PAGES, ROOT, Command, blocks, commands
 from trtspec.records import parse, record_of
 
-# of a user's own machine: an endpoint, files or hours that a test does not have. Their options are parsed.
-PARSED = {"bench", "check", "watch", "synthesize", "calibrate", "train", "quantize", "convert", "demo", "doctor",
-          "inspect", "prove"}  # fmt: skip
+# of a user's own machine: an endpoint, files or hours that a test does not have. Their options are
+# parsed.
+PARSED = {
+    "bench",
+    "check",
+    "watch",
+    "synthesize",
+    "calibrate",
+    "train",
+    "quantize",
+    "convert",
+    "demo",
+    "doctor",
+    "inspect",
+    "prove",
+}
 PLACEHOLDER = re.compile(r"(?<![\w.#-])[A-Z]{3,}(?![\w-])|\.\.\.|\[|<[a-z]")
 
 
@@ -58,7 +72,9 @@ def rehearsed(page: Path) -> str:
 
 
 def run_trtspec(command: Command, script: str) -> str:
-    """Runs what writes or judges configurations; `serve` as a dry run; parses the options of the rest."""
+    """Runs what writes or judges configurations; `serve` as a dry run; parses the options of the
+    rest.
+    """
     words = command.words[1:]
     if not words or words[0].startswith("-"):
         succeeded(*words)
@@ -102,7 +118,9 @@ def run_helm(command: Command) -> str:
 
 
 def rendered(words: list[str]) -> dict[str, str]:
-    """The chart with the files and values of the words; a release that is upgraded keeps none of the ones before."""
+    """The chart with the files and values of the words; a release that is upgraded keeps none of
+    the ones before.
+    """
     helm = pytest.importorskip("helm_python")
     from tests.docker.chart import merged
 
@@ -207,7 +225,9 @@ def test_the_page_of_hardware_leaves_little_unrun() -> None:
 
 
 def test_the_readme_never_installs_into_the_engines_environment() -> None:
-    """Every pip install of README, docs and images is into an environment of its own, or of the reader's."""
+    """Every pip install of README, docs and images is into an environment of its own, or of the
+    reader's.
+    """
     for dockerfile in (ROOT / "docker").glob("*.Dockerfile"):
         for line in re.findall(r".*\bpip install\b.*", dockerfile.read_text()):
             assert re.search(

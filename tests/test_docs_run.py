@@ -1,9 +1,11 @@
-"""The commands of the pages that tests/test_docs_commands.py only parses, run on stand-ins of this machine: kimi-nano
-for a target, its shipped head for a head, reference servers for endpoints, small files for data.
+"""The commands of the pages that tests/test_docs_commands.py only parses, run on stand-ins of this
+machine: kimi-nano for a target, its shipped head for a head, reference servers for endpoints, small
+files for data.
 
-STAND_INS maps the words of a page; SMALLER has the options that make a command take seconds. What is left out is in
-ELSEWHERE, with the test that runs it or the reason why none can. Captured output is compared where the command names no
-stand-in, numbers and addresses apart; such a command runs in its own size. Minutes, so it is slow.
+STAND_INS maps the words of a page; SMALLER has the options that make a command take seconds. What
+is left out is in ELSEWHERE, with the test that runs it or the reason why none can. Captured output
+is compared where the command names no stand-in, numbers and addresses apart; such a command runs in
+its own size. Minutes, so it is slow.
 """
 
 import contextlib
@@ -48,7 +50,8 @@ SMALLER = {
     "train": TRAIN,
     "synthesize": ["--samples", "3", "--max-tokens", "16"],
 }
-# verdicts about the stand-ins are not the pages' subject; a bound that a page names is replaced by one that holds
+# verdicts about the stand-ins are not the pages' subject; a bound that a page names is replaced by
+# one that holds
 EASIER = {"--min-acceptance": "1.05", "--max-regression": "0.99"}
 OTHER_VALUES = {"cuda": "cpu", "0/8": "0/1", "$SLURM_ARRAY_TASK_ID/8": "0/1"}
 ELSEWHERE = {
@@ -190,7 +193,9 @@ def stood_in(room: Room, words: list[str]) -> list[str]:
 
 
 def as_written(room: Room, command: Command) -> list[str] | None:
-    """The words of a command with captured output, with this room's addresses; None if they name a stand-in."""
+    """The words of a command with captured output, with this room's addresses; None if they name a
+    stand-in.
+    """
     words = [re.sub(r"http://([\w.]+):(\d+)", room.url, word) for word in command.words[1:]]
     if (
         not command.shown
@@ -203,7 +208,9 @@ def as_written(room: Room, command: Command) -> list[str] | None:
 
 
 def without_figures(line: str) -> str:
-    """`line` without numbers, addresses and the dtype, which a CPU without bfloat16 chooses otherwise."""
+    """`line` without numbers, addresses and the dtype, which a CPU without bfloat16 chooses
+    otherwise.
+    """
     line = re.sub(r"http://[\w.:]+", "URL", " ".join(line.split()))
     return re.sub(r"\d[\d,.]*", "0", re.sub(r"\b(bfloat16|float32)\b", "DTYPE", line))
 
@@ -243,8 +250,10 @@ def test_every_command_of_the_page_on_stand_ins(room: Room, page: Path) -> None:
         OUTCOMES[words[0]] += 1
         missing = not_printed(command, done, without_figures) if captured else []
         if done.status not in ((0, 3) if captured or words[0] == "check" else (0,)) or missing:
-            wrong.append(f"{page.name}:{command.line}: {command.text}\n    {' '.join(words)}\n    {done.status}: "
-                         f"{missing} {done.stderr[-700:]}{done.stdout[-500:]}")  # fmt: skip
+            wrong.append(
+                f"{page.name}:{command.line}: {command.text}\n    {' '.join(words)}\n    {done.status}: "
+                f"{missing} {done.stderr[-700:]}{done.stdout[-500:]}"
+            )
             print("WRONG", wrong[-1], flush=True)
     assert not wrong, "\n".join(wrong)
 

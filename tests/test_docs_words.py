@@ -1,4 +1,7 @@
-"""Budgets of the pages: words by page and in all, length of sentences. `python -m tools.pages` prints them."""
+"""Budgets of the pages: words by page and in all, length of sentences.
+
+`python -m tools.pages` prints them.
+"""
 
 from pathlib import Path
 

@@ -6,9 +6,11 @@ from trtspec.errors import CheckFailed, Problem
 from trtspec.report import Result, Table, print_result
 
 WIDE = Table(
-    "Loads", ("concurrency", *(f"figure number {n}" for n in range(12))),
-    [(str(level), *(f"{level * n:,.3f}" for n in range(12))) for level in (1, 16, 4096)], note="per second",
-)  # fmt: skip
+    "Loads",
+    ("concurrency", *(f"figure number {n}" for n in range(12))),
+    [(str(level), *(f"{level * n:,.3f}" for n in range(12))) for level in (1, 16, 4096)],
+    note="per second",
+)
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])

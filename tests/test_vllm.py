@@ -1,4 +1,6 @@
-"""`trtspec serve --backend vllm` without vLLM: published commands, releases, and what is refused before."""
+"""`trtspec serve --backend vllm` without vLLM: published commands, releases, and what is refused
+before.
+"""
 
 import json
 import shlex
@@ -30,7 +32,8 @@ KIMI = [
     "--reasoning-parser",
     "kimi_k2",
 ]
-# as published: the head's card; vllm-project/recipes for K2.6 at 0cc59121; the announcement of EAGLE 3.1 (2026-05-26)
+# as published: the head's card; vllm-project/recipes for K2.6 at 0cc59121; the announcement of
+# EAGLE 3.1 (2026-05-26)
 PUBLISHED = {
     "lightseek, K2.5": "vllm serve moonshotai/Kimi-K2.5 --tensor-parallel-size 8 --speculative-config "
     """'{"model": "lightseekorg/kimi-k2.5-eagle3-mla", "method": "eagle3", "num_speculative_tokens": 3}' """
@@ -62,7 +65,9 @@ def meaning(words: list[str]) -> list[Any]:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_dry_run_begins_with_the_published_command(name: str) -> None:
-    """Word for word, JSON by its meaning; behind it only what the published command leaves to defaults."""
+    """Word for word, JSON by its meaning; behind it only what the published command leaves to
+    defaults.
+    """
     published = shlex.split(PUBLISHED[name])
     settings = json.loads(published[6])
     answer = dry(
@@ -128,8 +133,10 @@ def test_what_contradicts_itself_is_refused_by_name(words: list[str], says: str)
 
 def test_options_of_the_user_go_to_vllm_as_they_are() -> None:
     """In every spelling that vLLM reads; what it does not know is its own to refuse."""
-    words = shlex.split("--cudagraph_capture_sizes 1 2 4 --no-enable-prefix-caching --kv_cache_dtype=fp8 --seed -1 "
-                        "-cc.mode 3 --max-nun-seqs 3 --block-size")  # fmt: skip
+    words = shlex.split(
+        "--cudagraph_capture_sizes 1 2 4 --no-enable-prefix-caching --kv_cache_dtype=fp8 --seed -1 "
+        "-cc.mode 3 --max-nun-seqs 3 --block-size"
+    )
     answer = dry("moonshotai/Kimi-K2.6", "--trust-remote-code", "--", *words)
     assert answer["status"] == 0 and answer["argv"][-len(words) :] == words
     split = (

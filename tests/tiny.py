@@ -1,8 +1,10 @@
-"""Kimi-shaped checkpoints small enough for a test: every weight format, both namings, Eagle3 heads, a tokenizer.
+"""Kimi-shaped checkpoints small enough for a test: every weight format, both namings, Eagle3 heads,
+a tokenizer.
 
-Written without trtspec on purpose: these files stand for what comes from a hub, so they must not share code with the
-readers under test. The same seed gives the same underlying BF16 weights in every format. Tensors are dealt to the
-shards in turn, which separates all pairs (gate and up, packed weight and scale), the worst case for a streaming reader.
+Written without trtspec on purpose: these files stand for what comes from a hub, so they must not
+share code with the readers under test. The same seed gives the same underlying BF16 weights in
+every format. Tensors are dealt to the shards in turn, which separates all pairs (gate and up,
+packed weight and scale), the worst case for a streaming reader.
 """
 
 import base64
@@ -27,12 +29,30 @@ from tests.tiny_formats import (
 VOCAB = 512
 RESERVED = 256
 SPECIALS = {
-    0: "[BOS]", 1: "[EOS]", 2: "<|im_end|>", 3: "<|im_user|>", 4: "<|im_assistant|>", 6: "<|start_header_id|>",
-    7: "<|end_header_id|>", 9: "[EOT]", 10: "<|im_system|>", 11: "<|tool_calls_section_begin|>",
-    12: "<|tool_calls_section_end|>", 13: "<|tool_call_begin|>", 14: "<|tool_call_argument_begin|>",
-    15: "<|tool_call_end|>", 17: "<|im_middle|>", 18: "<|media_begin|>", 19: "<|media_content|>", 20: "<|media_end|>",
-    21: "<|media_pad|>", 22: "<think>", 23: "</think>", 254: "[UNK]", 255: "[PAD]",
-}  # fmt: skip
+    0: "[BOS]",
+    1: "[EOS]",
+    2: "<|im_end|>",
+    3: "<|im_user|>",
+    4: "<|im_assistant|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    9: "[EOT]",
+    10: "<|im_system|>",
+    11: "<|tool_calls_section_begin|>",
+    12: "<|tool_calls_section_end|>",
+    13: "<|tool_call_begin|>",
+    14: "<|tool_call_argument_begin|>",
+    15: "<|tool_call_end|>",
+    17: "<|im_middle|>",
+    18: "<|media_begin|>",
+    19: "<|media_content|>",
+    20: "<|media_end|>",
+    21: "<|media_pad|>",
+    22: "<think>",
+    23: "</think>",
+    254: "[UNK]",
+    255: "[PAD]",
+}
 VISIBLE = (
     11,
     12,
@@ -209,7 +229,9 @@ def write_tensors(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def write_shards(directory: Path, tensors: dict[str, torch.Tensor], shards: int) -> None:
-    """Deals the tensors to `shards` files in turn, with an index; one file without an index when `shards` is 1."""
+    """Deals the tensors to `shards` files in turn, with an index; one file without an index when
+    `shards` is 1.
+    """
     if shards == 1:
         write_tensors(directory, tensors)
         return
@@ -241,8 +263,9 @@ def make_target(
 ) -> Path:
     """Writes a random Kimi checkpoint and returns its directory.
 
-    `format` is bf16, int4, fp8-block or nvfp4; `nested` means kimi_k25 with `language_model.` names, else kimi_k2.
-    Seven layers are the fewest whose default capture layers (1, L//2-1, L-4) are three different ones.
+    `format` is bf16, int4, fp8-block or nvfp4; `nested` means kimi_k25 with `language_model.`
+    names, else kimi_k2. Seven layers are the fewest whose default capture layers (1, L//2-1, L-4)
+    are three different ones.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -283,7 +306,9 @@ def quantized(
 
 
 def make_tokenizer(directory: Path | str, *, vocab_size: int = VOCAB) -> Path:
-    """A tiktoken vocabulary of the 256 bytes with Kimi's 256 special tokens behind it, and a chat template."""
+    """A tiktoken vocabulary of the 256 bytes with Kimi's 256 special tokens behind it, and a chat
+    template.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     base = vocab_size - RESERVED

@@ -19,7 +19,9 @@ FP8_CONFIG = {
 
 
 def pack_int4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """compressed-tensors pack-quantized, group 32, symmetric: eight values plus 8 in one int32, low bits first."""
+    """compressed-tensors pack-quantized, group 32, symmetric: eight values plus 8 in one int32, low
+    bits first.
+    """
     rows, columns = weight.shape
     groups = F.pad(weight.float(), (0, -columns % 32)).unflatten(1, (-1, 32))
     scale = (groups.abs().amax(-1, keepdim=True) / 7).clamp(min=1e-6).bfloat16()
@@ -35,7 +37,9 @@ def pack_int4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def pack_fp8_block(weight: torch.Tensor, block: int = 128) -> dict[str, torch.Tensor]:
-    """FP8 e4m3 with a float32 scale per 128x128 block, as DeepSeek and Kimi-K2-Instruct store it; ragged edges."""
+    """FP8 e4m3 with a float32 scale per 128x128 block, as DeepSeek and Kimi-K2-Instruct store it;
+    ragged edges.
+    """
     rows, columns = weight.shape
     scales = torch.empty(-(-rows // block), -(-columns // block))
     packed = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
@@ -74,7 +78,9 @@ def _stem(name: str) -> str:
 
 
 def quantize_tensors(tensors: dict[str, torch.Tensor], format: str) -> dict[str, torch.Tensor]:
-    """Stores the linears that the published checkpoints of this format quantize; everything else stays as it is."""
+    """Stores the linears that the published checkpoints of this format quantize; everything else
+    stays as it is.
+    """
     stored: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         stem, packed = _stem(name), None
@@ -98,7 +104,9 @@ def quantize_tensors(tensors: dict[str, torch.Tensor], format: str) -> dict[str,
 
 
 def nvfp4_config(layers: int, prefix: str) -> dict[str, Any]:
-    """`quantization_config` as the Kimi-K2.5 NVFP4 checkpoint has it: every MLP quantized, attention not."""
+    """`quantization_config` as the Kimi-K2.5 NVFP4 checkpoint has it: every MLP quantized,
+    attention not.
+    """
     ignore = sorted(
         [
             f"{prefix}lm_head",

@@ -17,14 +17,23 @@ from types import TracebackType
 from typing import Any, Self
 
 OPTIONS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-    "--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+)
 ERRORS = ("Runtime.exceptionThrown", "Log.entryAdded")
 
 
 class Browser:
-    """One tab. `errors` collects uncaught exceptions, console errors and failed loads since the last `visit`."""
+    """One tab.
+
+    `errors` collects uncaught exceptions, console errors and failed loads since the last `visit`.
+    """
 
     def __init__(self, chromium: str, limit: float = 120) -> None:
         self.limit = limit

@@ -1,10 +1,12 @@
-"""Whether two states of the package behave alike: one corpus is run with each, and every row that differs is printed.
+"""Whether two states of the package behave alike: one corpus is run with each, and every row that
+differs is printed.
 
     python tools/fingerprint.py BEFORE AFTER [--whole] [--only AREA] [-o DIR] [--inputs DIR]
 
-BEFORE and AFTER are checkouts (directories with trtspec/ in them) or git revisions. A row is a file that a command
-wrote, or what a command answered. Exit status: 0 all rows equal, 1 some differ or the corpus did not run, 2 usage.
-The two sides run beside each other, on one core each. tools/fingerprint_inputs.py makes the inputs, once for both.
+BEFORE and AFTER are checkouts (directories with trtspec/ in them) or git revisions. A row is a file
+that a command wrote, or what a command answered. Exit status: 0 all rows equal, 1 some differ or
+the corpus did not run, 2 usage. The two sides run beside each other, on one core each.
+tools/fingerprint_inputs.py makes the inputs, once for both.
 """
 
 from __future__ import annotations
@@ -25,8 +27,16 @@ sys.path.insert(0, str(HERE / "tools"))
 
 from fingerprint_rows import AREAS, FAILED  # noqa: E402
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200",
-               "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": "", "TZ": "UTC", "PYTHONHASHSEED": "0"}  # fmt: skip
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "COLUMNS": "200",
+    "NO_COLOR": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TZ": "UTC",
+    "PYTHONHASHSEED": "0",
+}
 # in paths the numbers, of one length, so that no table wraps elsewhere
 SIDES = {"before": 1, "after": 2}
 Rows = dict[str, dict[str, str]]
@@ -139,7 +149,9 @@ def run_sides(
 
 
 def compare(before: Rows, after: Rows, areas: list[str]) -> int:
-    """Prints what differs, and the counts of every area; 1 where something differs or an area is empty."""
+    """Prints what differs, and the counts of every area; 1 where something differs or an area is
+    empty.
+    """
     status, table = 0, []
     for area in areas:
         one, other = before[area], after[area]

@@ -1,8 +1,10 @@
-"""The inputs of tools/fingerprint.py, made once and read by both sides: checkpoints, heads, texts, engine files.
+"""The inputs of tools/fingerprint.py, made once and read by both sides: checkpoints, heads, texts,
+engine files.
 
     python tools/fingerprint_inputs.py DIRECTORY [--whole]
 
-Everything follows from seeds. The makers are those of the tests of this checkout, whatever is compared.
+Everything follows from seeds. The makers are those of the tests of this checkout, whatever is
+compared.
 """
 
 from __future__ import annotations
@@ -42,12 +44,52 @@ HEAD_KINDS = list(itertools.product(("mha", "mla"), ("3", "3.1"), (None, 128)))
 FULL_SIZE = {"experts": 12, "hidden": 7168, "inner": 2048}
 MUTATIONS = {False: 100, True: 1000}
 WORDS = [
-    "the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "def", "return", "import",
-]  # fmt: skip
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "def",
+    "return",
+    "import",
+]
 ODD: list[Any] = [
-    None, True, False, 0, 1, -1, 3, 8192, 0.5, 1.5, -0.5, float("inf"), "true", "8", " 8 ", "0x10", "1e3", "text", "",
-    [], [1, 2], [-1], ["8"], [None], [[1]], {}, {"a": 1}, {4: 3, 8: 1}, {"key": None}, datetime.date(2026, 1, 31),
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    3,
+    8192,
+    0.5,
+    1.5,
+    -0.5,
+    float("inf"),
+    "true",
+    "8",
+    " 8 ",
+    "0x10",
+    "1e3",
+    "text",
+    "",
+    [],
+    [1, 2],
+    [-1],
+    ["8"],
+    [None],
+    [[1]],
+    {},
+    {"a": 1},
+    {4: 3, 8: 1},
+    {"key": None},
+    datetime.date(2026, 1, 31),
+]
 
 
 def main() -> None:
@@ -86,7 +128,9 @@ def full_size(directory: Path, format: str) -> None:
 
 
 def heads(root: Path, target: Path) -> None:
-    """A random head of every kind as each project writes it, named dialect-attention-eagle-vocabulary."""
+    """A random head of every kind as each project writes it, named
+    dialect-attention-eagle-vocabulary.
+    """
     root.mkdir()
     for dialect, (attention, eagle, vocab) in itertools.product(DIALECTS, HEAD_KINDS):
         if expressible(dialect, attention, eagle):
@@ -118,7 +162,9 @@ def texts(root: Path) -> None:
 
 
 def kimi_nano(root: Path, whole: bool) -> None:
-    """The shipped model and head; random heads of the other kinds, or in the long form heads that were trained."""
+    """The shipped model and head; random heads of the other kinds, or in the long form heads that
+    were trained.
+    """
     nano = shutil.copytree(DATA / "kimi-nano", root / "nano")
     made = root / "nano-heads"
     shutil.copytree(DATA / "kimi-nano-eagle3", made / "shipped")
@@ -189,7 +235,9 @@ def known_keys() -> list[str]:
 
 
 def mutate(value: dict[str, Any], keys: list[str], generator: random.Random) -> None:
-    """One change: an odd value, a known key with an odd value, a misspelt key, a lost key, a key in another place."""
+    """One change: an odd value, a known key with an odd value, a misspelt key, a lost key, a key in
+    another place.
+    """
     path, odd = generator.choice(leaves(value)), generator.choice(ODD)
     way = generator.choice(["odd", "known", "known", "misspelt", "lost", "moved"])
     if way in ("misspelt", "lost", "moved"):

@@ -1,7 +1,9 @@
-"""One side of tools/fingerprint.py: runs the corpus with the package on PYTHONPATH and writes every row to rows.json.
+"""One side of tools/fingerprint.py: runs the corpus with the package on PYTHONPATH and writes every
+row to rows.json.
 
-The package is used as a user uses it: `python -m trtspec ...`, in this process where the command allows it, and the
-reference server over HTTP. Nothing of it is imported here, so that nothing here follows when it is taken apart.
+The package is used as a user uses it: `python -m trtspec ...`, in this process where the command
+allows it, and the reference server over HTTP. Nothing of it is imported here, so that nothing here
+follows when it is taken apart.
 """
 
 from __future__ import annotations
@@ -30,17 +32,37 @@ FAILED = re.compile(r"crashed|status (?!0|3)")
 FIGURE = r"-?[\d.]+(?:e[-+]?\d+)?"
 # What two runs of one package do not have in common: what is replaced, by what, and why
 NORMALIZED = [
-    (r'(\\?"(?:[a-z_]*seconds(?:_estimate)?|[a-z]+_per_second)\\?": )' + FIGURE, r"\g<1>0", "a clock"),
-    (r'(\\?"[a-z_]*(?:rss|free|free_memory|memory)_bytes\\?": )\d+', r"\g<1>0", "memory and disk of the moment"),
+    (
+        r'(\\?"(?:[a-z_]*seconds(?:_estimate)?|[a-z]+_per_second)\\?": )' + FIGURE,
+        r"\g<1>0",
+        "a clock",
+    ),
+    (
+        r'(\\?"[a-z_]*(?:rss|free|free_memory|memory)_bytes\\?": )\d+',
+        r"\g<1>0",
+        "memory and disk of the moment",
+    ),
     (r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|\+00:00)?", "TIME", "the clock"),
     (re.escape(f"{datetime.date.today()}"), "TODAY", "the clock"),
-    (r'(\\?"position\\?": )\[[\d, ]+\]', r"\1[]", "bytes of a training log, in which timings stand"),
-    (r"\b(about|in|took) [\d.,]+ (s|min|minutes|seconds)\b", r"\1 0 s", "a clock, in a message or a card"),
+    (
+        r'(\\?"position\\?": )\[[\d, ]+\]',
+        r"\1[]",
+        "bytes of a training log, in which timings stand",
+    ),
+    (
+        r"\b(about|in|took) [\d.,]+ (s|min|minutes|seconds)\b",
+        r"\1 0 s",
+        "a clock, in a message or a card",
+    ),
     (r'("missed_[a-z_]+": )\d+', r"\g<1>0", "how often a busy machine came to ask"),
     (r"peak memory [\d.,]+", "peak memory 0", "memory of the moment"),
     (r"127\.0\.0\.1:\d{5}|localhost:\d{5}|--port \d{5}", "ADDRESS", "a free port of the moment"),
-    (r'("(?:id|created)": )("(?:cmpl|chatcmpl)-[0-9a-f]+"|\d{9,})', r"\1ID", "names of requests are drawn at random"),
-]  # fmt: skip
+    (
+        r'("(?:id|created)": )("(?:cmpl|chatcmpl)-[0-9a-f]+"|\d{9,})',
+        r"\1ID",
+        "names of requests are drawn at random",
+    ),
+]
 UNSTEADY = {"training.svg"}  # draws tokens per second
 TEXT = {".json", ".jsonl", ".md", ".yaml", ".yml", ".svg", ".html", ".txt", ".jinja", ".xml", ""}
 SOURCES, POLICIES = ("bf16", "flat", "int4", "fp8-block", "vision"), ("k2.5", "k2.6", "k2.7-code")
@@ -77,8 +99,10 @@ class Side:
         self, line: str, name: str = "", *, own_process: bool = False, values: bool = True,
         **environment: str,
     ) -> str:  # fmt: skip
-        """A row for what the command answered: status and keys of its JSON object, or its error; with `values`, a row
-        for the whole object. IN/ and WORK/ in the line are the folders of inputs and of this side."""
+        """A row for what the command answered: status and keys of its JSON object, or its error;
+        with `values`, a row for the whole object. IN/ and WORK/ in the line are the folders of
+        inputs and of this side.
+        """
         name = name or line
         words = line.replace("IN/", f"{self.inputs}/").replace("WORK/", f"{self.work}/").split()
         status, out, err = (outside if own_process else inside)(words, environment)
@@ -146,7 +170,9 @@ class Side:
 
 
 def inside(words: list[str], environment: dict[str, str]) -> tuple[int | str, str, str]:
-    """`python -m trtspec` in this process: (status, or the last line of a traceback; stdout; stderr)."""
+    """`python -m trtspec` in this process: (status, or the last line of a traceback; stdout;
+    stderr).
+    """
     out, err, status = io.StringIO(), io.StringIO(), 0
     before, kept = dict(os.environ), sys.argv
     os.environ.update(environment)
@@ -229,8 +255,10 @@ def train(side: Side) -> None:
 
 
 def greedy(side: Side) -> None:
-    """Greedy answers by the reference server, with every kind of head and without: a few one after the other, then all
-    in one batch, whose rows end at different times, and that batch again, which reuses their beginnings."""
+    """Greedy answers by the reference server, with every kind of head and without: a few one after
+    the other, then all in one batch, whose rows end at different times, and that batch again, which
+    reuses their beginnings.
+    """
     heads = {"none": []}
     kinds = sorted(path.name for path in (side.inputs / "nano-heads").iterdir())
     for kind in kinds if side.whole else ("shipped", "mha-3-128", "mla-3-full"):
@@ -276,7 +304,9 @@ def clients(side: Side) -> None:
 
 @contextlib.contextmanager
 def served(side: Side, name: str, *words: str) -> Iterator[str]:
-    """The address of a reference server of kimi-nano, empty where it did not start; a row says how it ended."""
+    """The address of a reference server of kimi-nano, empty where it did not start; a row says how
+    it ended.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -316,7 +346,9 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def lint(side: Side) -> None:
-    """The configurations and mutations for every release, many files at once; each trap for its own release."""
+    """The configurations and mutations for every release, many files at once; each trap for its own
+    release.
+    """
     by_file(side, "configs", "")
     for release, place in itertools.product(RELEASES, ("configs", "mutations")):
         by_file(side, place, f"--trtllm-version {release}")
@@ -355,15 +387,20 @@ def build_config(side: Side) -> None:
 
 
 BUILDS = (
-    "--format helm-values --trtllm-version 1.3.0rc20 -o OUT", "--format dynamo --trtllm-version 1.3.0rc22 -o OUT",
+    "--format helm-values --trtllm-version 1.3.0rc20 -o OUT",
+    "--format dynamo --trtllm-version 1.3.0rc22 -o OUT",
     "--disaggregated OUT --trtllm-version 1.4.0rc1 --context-url c:1 --generation-url g:1",
-    "--role context --trtllm-version 1.4.0rc1", "--nodes 2 --tp-size 8 --trtllm-version 1.4.0rc1",
+    "--role context --trtllm-version 1.4.0rc1",
+    "--nodes 2 --tp-size 8 --trtllm-version 1.4.0rc1",
     "--isl 4096 --osl 1024 --concurrency 32 --attention-dp --set print_iter_log=true --trtllm-version 1.3.0rc20",
-)  # fmt: skip
+)
 LAUNCHES = (
-    "--trtllm-version 1.3.0rc20", "--backend vllm --vllm-version 0.26.0", "--trtllm-version 1.4.0rc1 --goal throughput",
-    "--trtllm-version 1.3.0rc20 --launcher lws --nodes 2", "--trtllm-version 1.3.0rc20 -- --log_level info",
-)  # fmt: skip
+    "--trtllm-version 1.3.0rc20",
+    "--backend vllm --vllm-version 0.26.0",
+    "--trtllm-version 1.4.0rc1 --goal throughput",
+    "--trtllm-version 1.3.0rc20 --launcher lws --nodes 2",
+    "--trtllm-version 1.3.0rc20 -- --log_level info",
+)
 
 
 def reports(side: Side) -> None:
@@ -402,9 +439,23 @@ REPORTS_BY_KEY = (
     f"prove {PAIR} --dry-run --json",
 )  # fmt: skip
 COMMANDS = (
-    "demo", "doctor", "inspect", "quantize", "calibrate", "synthesize", "train", "convert", "plan", "build-config",
-    "lint", "serve", "bench", "check", "prove", "watch",
-)  # fmt: skip
+    "demo",
+    "doctor",
+    "inspect",
+    "quantize",
+    "calibrate",
+    "synthesize",
+    "train",
+    "convert",
+    "plan",
+    "build-config",
+    "lint",
+    "serve",
+    "bench",
+    "check",
+    "prove",
+    "watch",
+)
 
 
 def refusals(side: Side) -> None:
@@ -426,40 +477,69 @@ def refusals(side: Side) -> None:
 
 
 BROKEN = (
-    "inspect BAD --json", "inspect BAD --against IN/targets/bf16 --json", "convert BAD -o x --to vllm --json",
-    "quantize BAD -o x --dry-run --json", "plan BAD --json", "build-config BAD --trtllm-version 1.4.0rc1 --json",
-    "serve BAD --backend reference --dry-run --json", "train BAD IN/data/answers.jsonl -o x --dry-run --json",
+    "inspect BAD --json",
+    "inspect BAD --against IN/targets/bf16 --json",
+    "convert BAD -o x --to vllm --json",
+    "quantize BAD -o x --dry-run --json",
+    "plan BAD --json",
+    "build-config BAD --trtllm-version 1.4.0rc1 --json",
+    "serve BAD --backend reference --dry-run --json",
+    "train BAD IN/data/answers.jsonl -o x --dry-run --json",
     "calibrate BAD IN/data/answers.jsonl -o x --dry-run --json",
-)  # fmt: skip
+)
 UNKNOWN = (
     "nothing",
-    "quantize IN/targets/bf16 -o x --policy k9 --json", "quantize IN/targets/bf16 -o x --kv-cache int8 --json",
-    "quantize IN/targets/bf16 -o x --weight-scales no --json", "quantize IN/targets/bf16 -o x --device tpu --json",
-    "quantize IN/targets/bf16 -o IN/heads/vllm-mha-3-full --json", "quantize no/such-model -o x --json",
-    "quantize IN/heads/vllm-mha-3-full -o x --json", "convert IN/heads/vllm-mha-3-full -o x --to nobody --json",
-    "convert IN/targets/bf16 -o x --to vllm --json", "convert IN/heads/vllm-mla-3-full -o x --to safeailab --json",
+    "quantize IN/targets/bf16 -o x --policy k9 --json",
+    "quantize IN/targets/bf16 -o x --kv-cache int8 --json",
+    "quantize IN/targets/bf16 -o x --weight-scales no --json",
+    "quantize IN/targets/bf16 -o x --device tpu --json",
+    "quantize IN/targets/bf16 -o IN/heads/vllm-mha-3-full --json",
+    "quantize no/such-model -o x --json",
+    "quantize IN/heads/vllm-mha-3-full -o x --json",
+    "convert IN/heads/vllm-mha-3-full -o x --to nobody --json",
+    "convert IN/targets/bf16 -o x --to vllm --json",
+    "convert IN/heads/vllm-mla-3-full -o x --to safeailab --json",
     "train IN/targets/bf16 IN/data/answers.jsonl -o x --attention gqa --json",
     "train IN/targets/bf16 IN/data/answers.jsonl -o x --eagle 4 --json",
     "train IN/targets/bf16 IN/data/answers.jsonl -o x --aux-layers 99 --dry-run --json",
-    "plan IN/targets/bf16 --gpu a100 --json", "plan IN/targets/bf16 --concurrency none --json",
+    "plan IN/targets/bf16 --gpu a100 --json",
+    "plan IN/targets/bf16 --concurrency none --json",
     "plan no/such-model --json",
-    f"build-config {TARGET} --trtllm-version 9.9 --json", f"build-config {TARGET} --trtllm-version nine --json",
-    f"build-config {TARGET} --set nothing --json", f"build-config {TARGET} --tp-size 3 --json",
-    f"build-config {TARGET} --format toml --json", f"build-config {TARGET} --head IN/heads/vllm-mha-3-full --json",
-    "lint IN/lint/configs/none.yml --json", f"lint IN/broken/list.yml --target {TARGET} --trtllm-version 0.1 --json",
-    f"serve {TARGET} --backend nobody --json", f"serve {TARGET} --dry-run --trtllm-version 1.3.0rc20 --json -- --nope",
+    f"build-config {TARGET} --trtllm-version 9.9 --json",
+    f"build-config {TARGET} --trtllm-version nine --json",
+    f"build-config {TARGET} --set nothing --json",
+    f"build-config {TARGET} --tp-size 3 --json",
+    f"build-config {TARGET} --format toml --json",
+    f"build-config {TARGET} --head IN/heads/vllm-mha-3-full --json",
+    "lint IN/lint/configs/none.yml --json",
+    f"lint IN/broken/list.yml --target {TARGET} --trtllm-version 0.1 --json",
+    f"serve {TARGET} --backend nobody --json",
+    f"serve {TARGET} --dry-run --trtllm-version 1.3.0rc20 --json -- --nope",
     "serve IN/targets/bf16 --backend reference --dry-run --head IN/nano-heads/shipped --json",
-    "bench http://127.0.0.1:9 --samples 2 --json", "bench nowhere --json", "check http://127.0.0.1:9 --json",
-    "check http://127.0.0.1:9 --against IN/missing --json", "watch http://127.0.0.1:9 --once --json",
-    "prove IN/missing --json", "synthesize IN/missing -o x --json",
+    "bench http://127.0.0.1:9 --samples 2 --json",
+    "bench nowhere --json",
+    "check http://127.0.0.1:9 --json",
+    "check http://127.0.0.1:9 --against IN/missing --json",
+    "watch http://127.0.0.1:9 --once --json",
+    "prove IN/missing --json",
+    "synthesize IN/missing -o x --json",
     "synthesize IN/data/prompts.jsonl -o x --base-url http://127.0.0.1:9/v1 --json",
-    "inspect IN/nano --against IN/nano-heads/shipped --json", "demo -o IN/nano --json",
-)  # fmt: skip
+    "inspect IN/nano --against IN/nano-heads/shipped --json",
+    "demo -o IN/nano --json",
+)
 
 AREAS = {
-    "quantize": quantize, "calibrate": calibrate, "convert": convert, "train": train, "greedy": greedy,
-    "clients": clients, "lint": lint, "build-config": build_config, "reports": reports, "refusals": refusals,
-}  # fmt: skip
+    "quantize": quantize,
+    "calibrate": calibrate,
+    "convert": convert,
+    "train": train,
+    "greedy": greedy,
+    "clients": clients,
+    "lint": lint,
+    "build-config": build_config,
+    "reports": reports,
+    "refusals": refusals,
+}
 
 
 def cpu_seconds() -> float:

@@ -1,8 +1,8 @@
-"""Writes the documents of docs/reference that are made from the code: cli-reference.md, problems.md (data/problems),
-support-matrix.md, and chart-values.md from the chart's schema.
+"""Writes the documents of docs/reference that are made from the code: cli-reference.md, problems.md
+(data/problems), support-matrix.md, and chart-values.md from the chart's schema.
 
-`python tools/generate.py` writes them; `--check` (part of `make lint`) exits 1 when one is not up to date, and when a
-problem code is used without being documented or documented without being used.
+`python tools/generate.py` writes them; `--check` (part of `make lint`) exits 1 when one is not up
+to date, and when a problem code is used without being documented or documented without being used.
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ def row(label: str, param: Any) -> str:
 
 
 def stub() -> str:
-    """trtspec/__init__.pyi: the verbs with the types and defaults of their records, for editors and mypy."""
+    """trtspec/__init__.pyi: the verbs with the types and defaults of their records, for editors and
+    mypy.
+    """
     from trtspec import COMMANDS, lint  # type: ignore[attr-defined]
     from trtspec.records import fields_of, record_of
 
@@ -347,7 +349,9 @@ def chart_values() -> str:
 
 
 def engine_keys() -> str:
-    """Every key of an engine file in any known release, and whether those below it are known too, for the chart."""
+    """Every key of an engine file in any known release, and whether those below it are known too,
+    for the chart.
+    """
     from trtspec.trtllm.schema import OPTIONS, classes
 
     readings = [

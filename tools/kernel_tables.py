@@ -1,7 +1,9 @@
-"""Writes trtspec/data/kernels/<gpu>.json: `python tools/kernel_tables.py CLONE`, a clone of ai-dynamo/aiconfigurator.
+"""Writes trtspec/data/kernels/<gpu>.json: `python tools/kernel_tables.py CLONE`, a clone of
+ai-dynamo/aiconfigurator.
 
-Only rows of Kimi-K2's shapes are taken, for the kernels that TensorRT-LLM can be set to use; latencies become
-microseconds with one decimal. Nothing is averaged, smoothed or fitted. Needs pyarrow; users of trtspec need neither.
+Only rows of Kimi-K2's shapes are taken, for the kernels that TensorRT-LLM can be set to use;
+latencies become microseconds with one decimal. Nothing is averaged, smoothed or fitted. Needs
+pyarrow; users of trtspec need neither.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ GPUS = {
     "h200": "h200_sxm",
     "h100": "h100_sxm",
 }
-# Eight-rank collectives were measured inside one NVLink domain of B200 only; GB200 and GB300 have the same links.
+# Eight-rank collectives were measured inside one NVLink domain of B200 only; GB200 and GB300 have
+# the same links.
 SAME_LINKS = {"gb200": "b200", "gb300": "b200"}
 OUT = Path(__file__).resolve().parent.parent / "trtspec" / "data" / "kernels"
 LAYOUTS = {f"tp{n}": (n, 1) for n in (1, 4, 8, 16)} | {f"ep{n}": (1, n) for n in (4, 8, 16, 32)}
@@ -79,7 +82,9 @@ def series(rows: Rows, key: str, wanted: tuple[int, ...] | None = None) -> dict[
 
 
 def moe(read: Callable[[str], Rows], system: str) -> dict[str, Any]:
-    """By weight format, kernel, routing and layout: tokens -> us of one MoE layer without the shared expert."""
+    """By weight format, kernel, routing and layout: tokens -> us of one MoE layer without the
+    shared expert.
+    """
     found: dict[str, Any] = {}
     for fmt, kernels in MOE.items():
         for kernel, (place, dtype, prefix) in kernels.items():

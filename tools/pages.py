@@ -1,4 +1,5 @@
-"""What README and docs/ hold: pages, words, sentences, commands with their captured output, code blocks.
+"""What README and docs/ hold: pages, words, sentences, commands with their captured output, code
+blocks.
 
 `python -m tools.pages` prints the words of each page and the sentences of more than 32 words.
 """
@@ -23,9 +24,25 @@ DEEP = {"eagle3.md", "nvfp4.md", "plan-model.md", "reference-engine.md"}
 SENTENCE_END = re.compile(r"(?<=[.!?])[\"')]*\s+(?=[\"'(]*\w)")
 SHELLS = ("console", "bash", "sh", "shell")
 PROGRAMS = {
-    "trtspec", "docker", "helm", "kubectl", "kubernetes-validate", "make", "pip", "python", "python3", "sbatch",
-    "squeue", "scancel", "enroot", "ssh-keygen", "curl", "git", "vllm", "trtllm-serve",
-}  # fmt: skip
+    "trtspec",
+    "docker",
+    "helm",
+    "kubectl",
+    "kubernetes-validate",
+    "make",
+    "pip",
+    "python",
+    "python3",
+    "sbatch",
+    "squeue",
+    "scancel",
+    "enroot",
+    "ssh-keygen",
+    "curl",
+    "git",
+    "vllm",
+    "trtllm-serve",
+}
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 CAPTURED = re.compile(r"\s*^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -50,7 +67,9 @@ class Command:
 
 
 def commands(page: Path) -> Iterator[Command]:
-    """Commands in console blocks and indented blocks, each with its captured output; a backslash joins lines."""
+    """Commands in console blocks and indented blocks, each with its captured output; a backslash
+    joins lines.
+    """
     text = page.read_text(encoding="utf-8")
     blocks = [
         (found.start(3), found.end(), found[3])
@@ -118,7 +137,9 @@ def count_words(page: Path) -> int:
 
 
 def paragraphs(page: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of each paragraph, heading, list item and table cell; inline code becomes a word of its own."""
+    """(line, text) of each paragraph, heading, list item and table cell; inline code becomes a word
+    of its own.
+    """
     for token in MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8")):
         if token.type != "inline" or token.map is None:
             continue

@@ -1,7 +1,9 @@
-"""Measures how plainly packages are written: `python -m tools.plain [DIRECTORY ...]`, by default trtspec by room.
+"""Measures how plainly packages are written: `python -m tools.plain [DIRECTORY ...]`, by default
+trtspec by room.
 
-Prints nodes of the syntax tree per statement, and each thing that a plain style avoids, as a count and per 100
-statements. A copy of the package is formatted by `ruff format` at 100 columns first. budgets.toml limits the counts.
+Prints nodes of the syntax tree per statement, and each thing that a plain style avoids, as a count
+and per 100 statements. A copy of the package is formatted by `ruff format` at 100 columns first.
+budgets.toml limits the counts.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from tools.weight import DEFINITIONS, ROOT, room
 PACKAGE = ROOT / "trtspec"
 AVOIDED = ("parallel", "conditional", "vague_names", "short_helpers", "docstrings")
 VAGUE_NAMES = ("found", "one", "place", "again", "about", "kind", "own", "said")
-# a beginning that names nothing, a second sentence behind a semicolon, and pronouns in place of nouns
+# a beginning that names nothing, a second sentence behind a semicolon, and pronouns in place of
+# nouns
 DOCSTRING = re.compile(
     r"\A(What|Of|That|Those|As)\b|;|\b(that|those) of\b|\bof which\b|\bis none\b"
 )

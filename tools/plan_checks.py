@@ -1,4 +1,6 @@
-"""Writes docs/reference/plan-checks.md from plan_published.yaml and the model: `python tools/plan_checks.py`."""
+"""Writes docs/reference/plan-checks.md from plan_published.yaml and the model: `python
+tools/plan_checks.py`.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +49,10 @@ def rates_of(curve: Sequence[float]) -> list[float]:
 
 
 def fit(curve: Sequence[float]) -> Decay:
-    """The shape of acceptance lengths for 1, 2, .. drafts: `first` and the middle of the next two positions are those
-    of the curve, and the ratio is the one that, from there on, comes closest to its further lengths (least squares of
-    their logarithms)."""
+    """The shape of acceptance lengths for 1, 2, .. drafts: `first` and the middle of the next two
+    positions are those of the curve, and the ratio is the one that, from there on, comes closest to
+    its further lengths (least squares of their logarithms).
+    """
     known = rates_of(curve[: FITTED_FROM - 1])
     middle = math.prod(known[1:]) ** (
         1 / len(known[1:])
@@ -324,7 +327,9 @@ def held_out_decays() -> dict[str, dict[str, Decay]]:
 
 
 def extrapolation(data: dict[str, Any]) -> list[str]:
-    """Each Kimi curve predicted from its first positions, by decays fitted without it, and from the other curve."""
+    """Each Kimi curve predicted from its first positions, by decays fitted without it, and from the
+    other curve.
+    """
     lines = ["## Acceptance beyond the measured positions", ""]
     lines += [
         "Error of the acceptance length by draft length. No decay saw the curve that it is scored on.",
@@ -364,7 +369,9 @@ def extrapolated_row(
 
 
 def draft_lengths(data: dict[str, Any]) -> list[str]:
-    """The draft length that K <= 3 recommends, against the best by the published lengths themselves."""
+    """The draft length that K <= 3 recommends, against the best by the published lengths
+    themselves.
+    """
     model, head = (
         find_target("nvidia/Kimi-K2.5-NVFP4").spec,
         load_head("lightseekorg/kimi-k2.5-eagle3-mla").spec,
@@ -409,8 +416,17 @@ def draft_lengths(data: dict[str, Any]) -> list[str]:
 
 def tables() -> str:
     parts = (
-        sizes, cache, speedups, sensitivities, single_steps, rates, agentic, decode_steps, extrapolation, draft_lengths,
-    )  # fmt: skip
+        sizes,
+        cache,
+        speedups,
+        sensitivities,
+        single_steps,
+        rates,
+        agentic,
+        decode_steps,
+        extrapolation,
+        draft_lengths,
+    )
     return "\n\n".join("\n".join(part(PUBLISHED)).strip() for part in parts)
 
 

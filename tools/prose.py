@@ -1,8 +1,9 @@
-"""Checks the project's text: spelling (codespell), style (proselint), and the words of vocabulary.yaml.
+"""Checks the project's text: spelling (codespell), style (proselint), and the words of
+vocabulary.yaml.
 
-`python -m tools.prose` (part of `make lint`) reads every Markdown file of the repository, without its code, and for the
-vocabulary also the messages, help texts, docstrings and comments of the package and of tools/. It prints `FILE:LINE:
-finding` and exits 1 when there is one.
+`python -m tools.prose` (part of `make lint`) reads every Markdown file of the repository, without
+its code, and for the vocabulary also the messages, help texts, docstrings and comments of the
+package and of tools/. It prints `FILE:LINE: finding` and exits 1 when there is one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes docs/reference/public-recipes.md from public_recipes.yaml and what build-config writes.
 
-`--check` exits 1 when the document is stale, a difference is not explained, an explanation has no difference, or lint
-misjudges one of the public files that worked or failed.
+`--check` exits 1 when the document is stale, a difference is not explained, an explanation has no
+difference, or lint misjudges one of the public files that worked or failed.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ def complaints(found: list[Compared]) -> list[str]:
 
 
 def judged() -> list[dict[str, Any]]:
-    """The other public files, each with what lint reports: `errors` by code, those of its options too."""
+    """The other public files, each with what lint reports: `errors` by code, those of its options
+    too.
+    """
     found = []
     for item in yaml.safe_load((HERE / "public_recipes.yaml").read_text(encoding="utf-8"))[
         "judged"

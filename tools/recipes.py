@@ -1,6 +1,7 @@
 """Writes configs/ and the chart's values of each recipe; `--check` exits 1 when one is stale.
 
-Each file is what `trtspec build-config` with the words on its first line prints; nothing here adds to it.
+Each file is what `trtspec build-config` with the words on its first line prints; nothing here adds
+to it.
 """
 
 from __future__ import annotations
@@ -31,10 +32,20 @@ HEADS = {
 }
 # family, head, GPUs, kind of GPU, what for
 WANTED = [
-    *((f, h, n, "b200", goal) for f in ("k2.5", "k2.6") for h in ("eagle3", "no-head")
-      for n, goal in ((4, "latency"), (8, "throughput"))),
-    *(("k2.5", "lightseek-mla", n, "b200", goal) for n, goal in ((4, "latency"), (8, "throughput"))),
-    *(("k2.6", "lightseek-mla", n, "b200", goal) for n, goal in ((4, "latency"), (8, "throughput"))),
+    *(
+        (f, h, n, "b200", goal)
+        for f in ("k2.5", "k2.6")
+        for h in ("eagle3", "no-head")
+        for n, goal in ((4, "latency"), (8, "throughput"))
+    ),
+    *(
+        ("k2.5", "lightseek-mla", n, "b200", goal)
+        for n, goal in ((4, "latency"), (8, "throughput"))
+    ),
+    *(
+        ("k2.6", "lightseek-mla", n, "b200", goal)
+        for n, goal in ((4, "latency"), (8, "throughput"))
+    ),
     ("k2.6", "eagle3", 4, "b200", "throughput"),
     ("k2.6", "eagle3", 8, "b200", "latency"),
     ("k2.5", "eagle3", 4, "gb200", "latency"),
@@ -46,7 +57,7 @@ WANTED = [
     ("k2.7-code", "eagle3.1", 4, "b200", "latency"),
     ("k2.7-code", "no-head", 8, "b200", "throughput"),
     *(("k2.6", "eagle3", n, gpu, "128k") for n, gpu in ((4, "b200"), (8, "b200"), (4, "gb200"))),
-]  # fmt: skip
+]
 LONG = 131072
 LONG_REQUESTS = {(4, "b200"): 4, (8, "b200"): 16, (4, "gb200"): 6}
 FOR = {

@@ -2,8 +2,8 @@
 
     TRTSPEC_CHROMIUM=/usr/bin/chromium PYTHONPATH=. python tools/samples.py
 
-Everything shown is the output of the commands named beside it, run here on kimi-nano and its shipped head. The report
-is the page that `trtspec prove` writes.
+Everything shown is the output of the commands named beside it, run here on kimi-nano and its
+shipped head. The report is the page that `trtspec prove` writes.
 """
 
 from __future__ import annotations
@@ -74,9 +74,13 @@ def picture_of_lint(directory: Path) -> None:
     command = ["lint", "engine.yml", "--target", "nvidia/Kimi-K2.5-NVFP4"]
     environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "trtspec", *command], cwd=directory, env=environment, capture_output=True, text=True,
+        [sys.executable, "-m", "trtspec", *command],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
         check=False,
-    )  # fmt: skip
+    )
     shown = f"$ trtspec {shlex.join(command)}"
     console = recorder()
     console.print(Text(shown, style="bold"))

@@ -32,7 +32,8 @@ from trtspec.trtllm import schema as schemas
 from trtspec.trtllm.schema import DISCRIMINATORS, OPTIONS, SNAPSHOTS, UNKNOWN, snapshots
 
 Facts = dict[str, Any]
-# classes of the engine by the mappings of the YAML that they describe; `path:kind` where a key chooses among several
+# classes of the engine by the mappings of the YAML that they describe; `path:kind` where a key
+# chooses among several
 PATHS = {
     "TorchLlmArgs": [""],
     "Eagle3DecodingConfig": ["speculative_config:Eagle3"],
@@ -119,8 +120,9 @@ def documented(pages: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def with_earlier(owner: str, name: str, facts: Facts, release: Version) -> Facts:
-    """The facts of a page, and what the last source before it says that pages do not state, such as a validator's
-    limits where the page has none."""
+    """The facts of a page, and what the last source before it says that pages do not state, such as
+    a validator's limits where the page has none.
+    """
     before: Facts = {}
     for snapshot in snapshots():
         fields = snapshot["classes"].get(owner, {}).get("fields", {})
@@ -132,7 +134,10 @@ def with_earlier(owner: str, name: str, facts: Facts, release: Version) -> Facts
 
 
 def page_class(owner: str, page: dict[str, Any], classes: dict[str, Any]) -> dict[str, Any]:
-    """One class of a page. An object whose own page is missing becomes a class of which nothing is known."""
+    """One class of a page.
+
+    An object whose own page is missing becomes a class of which nothing is known.
+    """
     path = owner.partition(":")[0]
     fields: dict[str, Facts] = {}
     for name, shown in page["fields"].items():
@@ -281,7 +286,9 @@ def read_objects(
 
 
 class Shape:
-    """An annotation as types of the snapshots, listed values, limits, and the classes of its objects."""
+    """An annotation as types of the snapshots, listed values, limits, and the classes of its
+    objects.
+    """
 
     def __init__(self) -> None:
         self.kinds: list[str] = []
@@ -403,8 +410,9 @@ def without(release: str | None) -> Iterator[None]:
 
 
 def judged(pages: dict[str, Any], only: str | None) -> Iterator[str]:
-    """How the fields of complete pages are judged, and the keys that pages lack: a line for each class that is
-    misjudged, and the sums. `only`: pages of one release."""
+    """How the fields of complete pages are judged, and the keys that pages lack: a line for each
+    class that is misjudged, and the sums. `only`: pages of one release.
+    """
     refused = passed = fields = lacking = doubted = 0
     for snapshot in documented(pages):
         if only not in (None, snapshot["release"]):

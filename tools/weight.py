@@ -1,4 +1,6 @@
-"""Weight of the code: what a reader has to follow, however it is laid out. `python tools/weight.py` prints it by room.
+"""Weight of the code: what a reader has to follow, however it is laid out.
+
+`python tools/weight.py` prints it by room.
 
 Counted are the nodes of Python's syntax tree that do something: calls, attribute reads, operators,
 comparisons, constants, comprehensions, branches, loops and definitions. Names, assignments, tuples,
@@ -15,9 +17,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FREE = (
-    ast.Name, ast.expr_context, ast.Assign, ast.AnnAssign, ast.Expr, ast.Tuple, ast.arguments, ast.arg, ast.Module,
-    ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.alias, ast.Import, ast.ImportFrom,
-)  # fmt: skip
+    ast.Name,
+    ast.expr_context,
+    ast.Assign,
+    ast.AnnAssign,
+    ast.Expr,
+    ast.Tuple,
+    ast.arguments,
+    ast.arg,
+    ast.Module,
+    ast.operator,
+    ast.unaryop,
+    ast.boolop,
+    ast.cmpop,
+    ast.alias,
+    ast.Import,
+    ast.ImportFrom,
+)
 DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 SINGLE_FILE_ROOMS = ("calibrate", "vllm")
 MADE_BY_TOOLS = (
@@ -46,7 +62,9 @@ def measured() -> Counter[str]:
 
 
 def room(path: Path) -> str:
-    """The folder of the package; files at its top are `ground`, but for those that are a room of their own."""
+    """The folder of the package; files at its top are `ground`, but for those that are a room of
+    their own.
+    """
     if len(path.parts) > 1:
         return path.parts[0]
     return path.stem if path.stem in SINGLE_FILE_ROOMS else "ground"

@@ -1,5 +1,7 @@
-"""Plans one start of vLLM: translates options of `trtspec serve` to `vllm serve` and checks what is known before it.
-Options after `--` go to `vllm serve` unchanged: it judges them itself. data/vllm.yaml has the releases."""
+"""Plans one start of vLLM: translates options of `trtspec serve` to `vllm serve` and checks what is
+known before it. Options after `--` go to `vllm serve` unchanged: it judges them itself.
+data/vllm.yaml has the releases.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,15 @@ ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"}
 SHORT = {"tp": "tensor-parallel-size", "sc": "speculative-config", "ep": "enable-expert-parallel"}
 # keys of vLLM's configuration file that are options of serve too, with their names in words.yaml
 FILE_KEYS = (
-    "model", "tensor-parallel-size", "max-model-len", "max-num-seqs", "max-num-batched-tokens", "served-model-name",
-    "dtype", "trust-remote-code",
-)  # fmt: skip
+    "model",
+    "tensor-parallel-size",
+    "max-model-len",
+    "max-num-seqs",
+    "max-num-batched-tokens",
+    "served-model-name",
+    "dtype",
+    "trust-remote-code",
+)
 # in this order on every head's card
 PUBLISHED = ("tensor-parallel-size", "speculative-config", "trust-remote-code")
 WRITTEN = ("tool-call-parser", "enable-auto-tool-choice", "reasoning-parser")
@@ -76,7 +84,9 @@ def passed_options(words: Sequence[str]) -> dict[str, str]:
 
 
 def _entry_of(name: str, flag: str, options: dict[str, str]) -> str | None:
-    """The entry in `options` of a passed option, also abbreviated (`--hos`), as vLLM's parser accepts it."""
+    """The entry in `options` of a passed option, also abbreviated (`--hos`), as vLLM's parser
+    accepts it.
+    """
     for option, entry in options.items():
         if option == name or (flag.startswith("--") and option.startswith(name)):
             return entry
@@ -102,8 +112,11 @@ def _speculation(options: ServeOptions) -> dict[str, Any]:
 
 
 def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
-    """Plans the start. Raises for unknown ids, an unknown version and options that contradict each other. Everything
-    else is a problem of the plan."""
+    """Plans the start.
+
+    Raises for unknown ids, an unknown version and options that contradict each other. Everything
+    else is a problem of the plan.
+    """
     options = with_file(options)
     target = find_target(options.target)
     models = [target.resolved]
@@ -149,8 +162,11 @@ def _refuse_passed(options: ServeOptions) -> None:
 
 
 def with_file(options: ServeOptions) -> ServeOptions:
-    """The options with the settings of the file of --config. Raises UsageError if both set an option differently, and
-    for values that the options do not take."""
+    """The options with the settings of the file of --config.
+
+    Raises UsageError if both set an option differently, and for values that the options do not
+    take.
+    """
     if options.config is None:
         return options
     values = load_file(options.config, "write it with `trtspec build-config TARGET --format vllm`")
@@ -193,7 +209,9 @@ def is_vllm_file(keys: Iterable[Any]) -> bool:
 
 
 def unknown_options(values: Iterable[Any]) -> Iterator[Problem]:
-    """Yields an error for each key that is spelled like a known option, and a note for each other unknown key."""
+    """Yields an error for each key that is spelled like a known option, and a note for each other
+    unknown key.
+    """
     known = known_options()
     for written in map(str, values):
         name = written.replace("_", "-")
@@ -215,7 +233,9 @@ def known_options() -> list[str]:
 
 
 def as_words(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yields options of `vllm serve` by name as words of its command line, with mappings and lists as JSON."""
+    """Yields options of `vllm serve` by name as words of its command line, with mappings and lists
+    as JSON.
+    """
     for name, value in values.items():
         if isinstance(value, bool):
             yield f"--{name}" if value else f"--no-{name}"
@@ -225,8 +245,10 @@ def as_words(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _speculation_of(value: Any, options: ServeOptions) -> dict[str, Any]:
-    """The head and its draft length of a speculative-config, which may be JSON. Raises UsageError for any value that
-    trtspec would not write itself."""
+    """The head and its draft length of a speculative-config, which may be JSON.
+
+    Raises UsageError for any value that trtspec would not write itself.
+    """
     try:
         written = json.loads(value) if isinstance(value, str) else value
         settings = {"head": written["model"], "draft_len": written["num_speculative_tokens"]}
@@ -242,15 +264,18 @@ def _speculation_of(value: Any, options: ServeOptions) -> dict[str, Any]:
 
 
 def vllm_file(options: ServeOptions, first_line: str) -> str:
-    """vLLM's configuration file for a pair: the options of the command that serves it, without its address."""
+    """vLLM's configuration file for a pair: the options of the command that serves it, without its
+    address.
+    """
     settings = _settings(options, find_target(options.target))
     values = {"model": engine_name(options.target), **settings}
     return f"{first_line}\n" + yaml.safe_dump(values, sort_keys=False, width=10**6)
 
 
 def vllm_command(options: ServeOptions, target: Target) -> list[str]:
-    """The command that heads are published with, word for word, then address, sizes, the parsers of a Kimi, and the
-    user's own words."""
+    """The command that heads are published with, word for word, then address, sizes, the parsers of
+    a Kimi, and the user's own words.
+    """
     settings = _settings(options, target)
     address = {"host": options.host, "port": options.port}
     published = {name: settings.pop(name) for name in PUBLISHED if name in settings}
@@ -326,7 +351,8 @@ def _head_problems(options: ServeOptions, head: Head, target: Target) -> Iterato
     pair = pair_problems(spec, target.spec, tp_size=_ranks(options), **ids)
     pair += learned_problems(head.resolved, target.resolved)
     yield from (problem for problem in pair if problem.severity != "info")
-    # a head that is not here is judged by the engines that it was published for, any other by its file
+    # a head that is not here is judged by the engines that it was published for, any other by its
+    # file
     here = head.resolved.path is not None
     record = head.resolved.known
     published = isinstance(record, PublishedHead) and ENGINE.name in record.published_on

@@ -1,4 +1,6 @@
-"""Starts stand-in servers as real processes on loopback, one for each distinct setting of a session."""
+"""Starts stand-in servers as real processes on loopback, one for each distinct setting of a
+session.
+"""
 
 import asyncio
 import contextlib
@@ -41,9 +43,22 @@ TOPICS = {
 
 
 SERVER = DetectedServer("reference", "m")
-WORKLOAD = StatedWorkload(dataset="d", dataset_sha256="0", licence=None, questions=40, turns=40, template="t",
-                    thinking=None, system=None, concurrency=[1, 4, 16], rates=[], rounds=1, max_tokens=9,
-                    temperature=0.0, seed=0)  # fmt: skip
+WORKLOAD = StatedWorkload(
+    dataset="d",
+    dataset_sha256="0",
+    licence=None,
+    questions=40,
+    turns=40,
+    template="t",
+    thinking=None,
+    system=None,
+    concurrency=[1, 4, 16],
+    rates=[],
+    rounds=1,
+    max_tokens=9,
+    temperature=0.0,
+    seed=0,
+)
 NO_RATES = Throughput(
     requests=1, errors=0, output_tokens=1, wall_s=1.0, tokens_per_s=1.0,
     ttft_s=None, inter_token_s=None, itl_s=None,
@@ -64,15 +79,25 @@ def results_of(
         "degeneration": sound,
     }
     found = summary | {
-        "name": "new", "url": "u", "server": SERVER, "categories": {}, "degeneration": sound,
-        "concurrency": [LevelResult(**level, concurrency=load) for load in loads], "turns_detail": turns,
-        "questions_detail": list(speeds), "workload": WORKLOAD, "endpoints": {}, "problems": [],
-    }  # fmt: skip
+        "name": "new",
+        "url": "u",
+        "server": SERVER,
+        "categories": {},
+        "degeneration": sound,
+        "concurrency": [LevelResult(**level, concurrency=load) for load in loads],
+        "turns_detail": turns,
+        "questions_detail": list(speeds),
+        "workload": WORKLOAD,
+        "endpoints": {},
+        "problems": [],
+    }
     return BenchResults(**(found | changed))
 
 
 def ci_steps(directory: Path, **variables: str) -> tuple[dict[str, Any], Callable[[str], Done]]:
-    """The steps of configs/ci/endpoint.yml by name, and how a shell runs one of them in `directory`."""
+    """The steps of configs/ci/endpoint.yml by name, and how a shell runs one of them in
+    `directory`.
+    """
     job = yaml.safe_load((ROOT / "configs/ci/endpoint.yml").read_text())["jobs"]["endpoint"]
     shim = program(directory / "bin" / "trtspec", f'exec {sys.executable} -m trtspec "$@"')
     path = f"{shim.parent}:{os.environ['PATH']}"
@@ -88,7 +113,9 @@ def ci_steps(directory: Path, **variables: str) -> tuple[dict[str, Any], Callabl
 async def answering(
     answer: Callable[[str, Any], bytes | None], then: Callable[[str], Awaitable[Any]]
 ) -> Any:  # fmt: skip
-    """`then(url)` while a server answers with `answer(path, body)`: the bytes of a 200, or None for a 404."""
+    """`then(url)` while a server answers with `answer(path, body)`: the bytes of a 200, or None for
+    a 404.
+    """
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError):
@@ -122,7 +149,9 @@ def measured(
 
 
 def timed(run: EndpointResult, step_s: float) -> Any:
-    """The run as of a machine that takes `step_s` for every step, or for every token of a plain server: data."""
+    """The run as of a machine that takes `step_s` for every step, or for every token of a plain
+    server: data.
+    """
     steps, tokens = Counter[str](), Counter[str]()
     for turn in run.turns_detail:
         steps[turn.question] += turn.steps + turn.answers

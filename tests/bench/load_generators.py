@@ -1,5 +1,7 @@
-"""guidellm and `vllm bench serve` against a server: a closed loop over the prompts of a file, and their figures in the
-words of ours. Each runs in an environment of its own, whose Python a variable names; skipped without."""
+"""guidellm and `vllm bench serve` against a server: a closed loop over the prompts of a file, and
+their figures in the words of ours. Each runs in an environment of its own, whose Python a variable
+names; skipped without.
+"""
 
 import json
 import os
@@ -18,7 +20,10 @@ ATTEMPTS = 3  # guidellm sometimes ends with one answer still on its way between
 
 @dataclass(frozen=True)
 class Load:
-    """One run of a load generator. `prompts` is JSON lines with "prompt", each asked once; answers are greedy."""
+    """One run of a load generator.
+
+    `prompts` is JSON lines with "prompt", each asked once; answers are greedy.
+    """
 
     url: str
     model: str
@@ -37,8 +42,10 @@ def tool(variable: str, name: str) -> Path:
 
 
 def guidellm(load: Load, out: Path) -> dict[str, float]:
-    """Seconds, and output tokens per second from the first request's start to the last one's end, as we count them: its
-    own figure is a mean over seconds, of which the last are emptier. Its inter-token latency is our TPOT."""
+    """Seconds, and output tokens per second from the first request's start to the last one's end,
+    as we count them: its own figure is a mean over seconds, of which the last are emptier. Its
+    inter-token latency is our TPOT.
+    """
     backend = {
         "kind": "openai_http",
         "target": load.url,
@@ -47,11 +54,20 @@ def guidellm(load: Load, out: Path) -> dict[str, float]:
     }
     backend |= {"extras": {"body": {"temperature": 0}}}
     command = [
-        tool("TRTSPEC_GUIDELLM_PYTHON", "guidellm"), "run", "--backend", json.dumps(backend),
-        "--profile", f"kind=concurrent,streams={load.concurrency}",
-        "--constraint", f"kind=max_requests,count={load.count}",
-        "--data", f"kind=json_file,path={load.prompts}", "--output", f"kind=json,path={out}", "--disable-console",
-    ]  # fmt: skip
+        tool("TRTSPEC_GUIDELLM_PYTHON", "guidellm"),
+        "run",
+        "--backend",
+        json.dumps(backend),
+        "--profile",
+        f"kind=concurrent,streams={load.concurrency}",
+        "--constraint",
+        f"kind=max_requests,count={load.count}",
+        "--data",
+        f"kind=json_file,path={load.prompts}",
+        "--output",
+        f"kind=json,path={out}",
+        "--disable-console",
+    ]
     for _ in range(ATTEMPTS):
         out.unlink(missing_ok=True)
         subprocess.run(command, check=True)
@@ -73,13 +89,40 @@ def guidellm(load: Load, out: Path) -> dict[str, float]:
 
 def vllm_bench_serve(load: Load, out: Path) -> dict[str, float]:
     command = [
-        tool("TRTSPEC_VLLM_PYTHON", "vllm"), "bench", "serve", "--backend", "openai-chat", "--base-url", load.url,
-        "--endpoint", "/v1/chat/completions", "--model", load.model, "--dataset-name", "custom",
-        "--dataset-path", load.prompts, "--num-prompts", load.count, "--max-concurrency", load.concurrency,
-        "--tokenizer", load.tokenizer, "--skip-chat-template", "--custom-output-len", load.max_tokens,
-        "--temperature", 0, "--disable-shuffle", "--save-result", "--result-dir", out.parent,
-        "--result-filename", out.name, "--disable-tqdm",
-    ]  # fmt: skip
+        tool("TRTSPEC_VLLM_PYTHON", "vllm"),
+        "bench",
+        "serve",
+        "--backend",
+        "openai-chat",
+        "--base-url",
+        load.url,
+        "--endpoint",
+        "/v1/chat/completions",
+        "--model",
+        load.model,
+        "--dataset-name",
+        "custom",
+        "--dataset-path",
+        load.prompts,
+        "--num-prompts",
+        load.count,
+        "--max-concurrency",
+        load.concurrency,
+        "--tokenizer",
+        load.tokenizer,
+        "--skip-chat-template",
+        "--custom-output-len",
+        load.max_tokens,
+        "--temperature",
+        0,
+        "--disable-shuffle",
+        "--save-result",
+        "--result-dir",
+        out.parent,
+        "--result-filename",
+        out.name,
+        "--disable-tqdm",
+    ]
     subprocess.run(list(map(str, command)), check=True)
     found = json.loads(out.read_text())
     assert (found["completed"], found["failed"]) == (load.count, 0)
@@ -107,9 +150,16 @@ def word_tokenizer(directory: Path) -> Path:
     """vLLM's client wants one, to count the prompts; what it counts plays no part here."""
     directory.mkdir()
     model = {"type": "WordLevel", "vocab": {"<unk>": 0, "alpha": 1}, "unk_token": "<unk>"}
-    (directory / "tokenizer.json").write_text(json.dumps(
-        {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": model}
-    ))  # fmt: skip
+    (directory / "tokenizer.json").write_text(
+        json.dumps(
+            {
+                "version": "1.0",
+                "added_tokens": [],
+                "pre_tokenizer": {"type": "Whitespace"},
+                "model": model,
+            }
+        )
+    )
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory

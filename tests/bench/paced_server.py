@@ -1,8 +1,10 @@
-"""A server whose truth is known: it answers every request with so many tokens after so long, whatever is asked.
+"""A server whose truth is known: it answers every request with so many tokens after so long,
+whatever is asked.
 
-Bytes are written at times that follow from the settings alone, on plain asyncio streams, so that nothing stands between
-the clock and the socket. Started as its own process: `python paced_server.py JSON_SETTINGS` prints its port. /truth
-gives the times at which it really wrote, for a machine that is too busy to keep them.
+Bytes are written at times that follow from the settings alone, on plain asyncio streams, so that
+nothing stands between the clock and the socket. Started as its own process: `python paced_server.py
+JSON_SETTINGS` prints its port. /truth gives the times at which it really wrote, for a machine that
+is too busy to keep them.
 """
 
 import asyncio

@@ -1,4 +1,6 @@
-"""The reference server with a cause of low acceptance in its engine: python planted_causes.py CAUSE serve ..."""
+"""The reference server with a cause of low acceptance in its engine: python planted_causes.py CAUSE
+serve ...
+"""
 
 import sys
 import time
@@ -25,7 +27,9 @@ def blind_prefix() -> None:
 
 
 def shifted_layers() -> None:
-    """The states of the first layers: kimi-nano's head does not feel those of the layer before its own."""
+    """The states of the first layers: kimi-nano's head does not feel those of the layer before its
+    own.
+    """
     exact = Eagle3Drafter.__init__
 
     def init(drafter: Eagle3Drafter, *given: Any) -> None:

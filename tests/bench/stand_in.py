@@ -1,9 +1,10 @@
 """A small OpenAI-like server that behaves as a speculating engine does, without a model behind it.
 
-Its text is a fixed function of the prompt. It emits several tokens per step, counts its steps, sleeps per step, and can
-be given the defects that bench must name. `python stand_in.py PORT JSON_SETTINGS` is one server. Without words it
-reads a line of JSON settings for each server that is wanted and answers with its port: each is a forked process of its
-own, which saves it the imports. They end with stdin.
+Its text is a fixed function of the prompt. It emits several tokens per step, counts its steps,
+sleeps per step, and can be given the defects that bench must name. `python stand_in.py PORT
+JSON_SETTINGS` is one server. Without words it reads a line of JSON settings for each server that is
+wanted and answers with its port: each is a forked process of its own, which saves it the imports.
+They end with stdin.
 """
 
 import asyncio

@@ -1,5 +1,6 @@
-"""Acceptance from counters of a server that answers several clients together, as vLLM's: of the prompts that were
-asked, and never of requests whose answers nobody got."""
+"""Acceptance from counters of a server that answers several clients together, as vLLM's: of the
+prompts that were asked, and never of requests whose answers nobody got.
+"""
 
 import asyncio
 import json
@@ -27,9 +28,11 @@ QUESTIONS = tuple(
     Question(f"q{n}", "code" if n % 2 else "prose", (f"Question {n}?",)) for n in range(8)
 )
 WORKLOAD = BenchWorkload(
-    dataset=Dataset("eight", "0" * 64, QUESTIONS), sampling=RequestSampling(max_tokens=64), concurrency=(2,),
+    dataset=Dataset("eight", "0" * 64, QUESTIONS),
+    sampling=RequestSampling(max_tokens=64),
+    concurrency=(2,),
     warmup=0,
-)  # fmt: skip
+)
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +43,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class CountingServer:
-    """Drafts three tokens in each step and counts as vLLM does: every step when it is made, and drafts accepted
-    past the end of an answer too. `cut` numbers, by prompt, the requests whose answers end without their last event;
-    their steps go on for a while. `received`: (steps, accepted) of each answer by its prompt, as a client
-    that counts itself would have them."""
+    """Drafts three tokens in each step and counts as vLLM does: every step when it is made, and
+    drafts accepted past the end of an answer too. `cut` numbers, by prompt, the requests whose
+    answers end without their last event; their steps go on for a while. `received`: (steps,
+    accepted) of each answer by its prompt, as a client that counts itself would have them.
+    """
 
     cut: dict[str, tuple[int, ...]] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
@@ -82,8 +86,11 @@ class CountingServer:
 
     def metrics(self) -> str:
         name = "vllm:spec_decode_num"
-        lines = [f"{name}_drafts_total {self.steps}", f"{name}_draft_tokens_total {DRAFTS * self.steps}",
-                 f"{name}_accepted_tokens_total {sum(self.reached)}"]  # fmt: skip
+        lines = [
+            f"{name}_drafts_total {self.steps}",
+            f"{name}_draft_tokens_total {DRAFTS * self.steps}",
+            f"{name}_accepted_tokens_total {sum(self.reached)}",
+        ]
         lines += [
             f'{name}_accepted_tokens_per_pos_total{{position="{p}"}} {n}'
             for p, n in enumerate(self.reached)
@@ -172,8 +179,9 @@ def test_counters_give_the_truth_for_all_and_by_category() -> None:
 
 
 def test_a_part_with_a_failed_answer_has_no_acceptance(tmp_path: Path) -> None:
-    """The steps of the answer that failed are in the counters and its tokens are not; neither that part nor the one
-    behind it, during which the server still works for it, may have wrong figures."""
+    """The steps of the answer that failed are in the counters and its tokens are not; neither that
+    part nor the one behind it, during which the server still works for it, may have wrong figures.
+    """
     server, path = CountingServer(cut={"Question 3?": (1, 3)}), tmp_path / "answers.jsonl"
 
     async def twice(url: str) -> list[BenchResults]:

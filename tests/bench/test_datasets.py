@@ -1,5 +1,6 @@
-"""The field's data sets, in files with the fields that each of them really has, and files that somebody else wrote:
-each line is a question, or an error that names the line."""
+"""The field's data sets, in files with the fields that each of them really has, and files that
+somebody else wrote: each line is a question, or an error that names the line.
+"""
 
 import json
 from dataclasses import replace
@@ -29,9 +30,18 @@ MT_BENCH = (
     "humanities",
 )
 SPEED_BENCH = (
-    "coding", "humanities", "math", "multilingual", "qa", "rag", "reasoning", "roleplay", "stem", "summarization",
+    "coding",
+    "humanities",
+    "math",
+    "multilingual",
+    "qa",
+    "rag",
+    "reasoning",
+    "roleplay",
+    "stem",
+    "summarization",
     "writing",
-)  # fmt: skip
+)
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -80,8 +90,18 @@ def test_speed_bench_resolved_by_prepare_data(tmp_path: Path, form: str) -> None
     for i in range(880):
         turns = [f"Explain the case number {i} to a colleague"] * (2 if i % 7 == 0 else 1)
         said = turns if form == "turns" else [{"role": "user", "content": turn} for turn in turns]
-        rows.append({"question_id": f"{i:032x}", "category": SPEED_BENCH[i // 80], "sub_category": "x", form: said,
-                     "source": "mmlu", "src_id": str(i), "difficulty": "", "multiturn": i % 7 == 0})  # fmt: skip
+        rows.append(
+            {
+                "question_id": f"{i:032x}",
+                "category": SPEED_BENCH[i // 80],
+                "sub_category": "x",
+                form: said,
+                "source": "mmlu",
+                "src_id": str(i),
+                "difficulty": "",
+                "multiturn": i % 7 == 0,
+            }
+        )
     found = load_dataset(f"speed-bench={write(tmp_path / 'qualitative.jsonl', rows)}")
     assert len(found.questions) == 880
     assert sorted({q.category for q in found.questions}) == sorted(SPEED_BENCH)
@@ -123,7 +143,9 @@ MADE_OF = CASES["made_of"]
 
 @pytest.mark.parametrize("name", MADE_OF)
 def test_a_question_is_made_of_words_alone(tmp_path: Path, name: str) -> None:
-    """Null, blank, a list, an object, a truth value: no Python text of it is ever asked, the row is named instead."""
+    """Null, blank, a list, an object, a truth value: no Python text of it is ever asked, the row is
+    named instead.
+    """
     good = hub_rows_of(name)[0]
     row = {**good, "image": "https://x/a.png"} if name == "mmstar" else good
     for column in MADE_OF[name]:
@@ -141,8 +163,16 @@ def test_a_question_is_made_of_words_alone(tmp_path: Path, name: str) -> None:
 
 
 def test_a_picture_is_passed_through(tmp_path: Path) -> None:
-    rows = [{"index": 0, "question": "What is it?", "image": {"bytes": PNG, "path": "0.png"}, "answer": "A",
-             "category": "coarse perception", "l2_category": "x"}]  # fmt: skip
+    rows = [
+        {
+            "index": 0,
+            "question": "What is it?",
+            "image": {"bytes": PNG, "path": "0.png"},
+            "answer": "A",
+            "category": "coarse perception",
+            "l2_category": "x",
+        }
+    ]
     write(tmp_path / "val.parquet", rows)
     mmstar = replace(catalogue()["mmstar"], hub=str(tmp_path), configs=())
     question = read_questions(replace(mmstar, split="validation"))[0]
@@ -191,11 +221,27 @@ def test_a_question_about_a_picture_is_not_asked_without_it(tmp_path: Path) -> N
 def hub_rows_of(name: str) -> tuple[dict[str, Any], str, str]:
     """(a row with the fields of the hub's copy, the words that are asked first, the category)"""
     more: dict[str, tuple[dict[str, Any], str, str]] = {
-        "mt-bench": ({"prompt": ["One?", "Two?"], "prompt_id": 7, "category": "math", "reference": []}, "One?", "math"),
-        "speed-bench": ({"question_id": "a", "category": "qa", "turns": ["Who?"], "multiturn": False}, "Who?", "qa"),
-        "mmstar": ({"index": 0, "question": "What?", "image": {"bytes": PNG, "path": "0.png"}, "category": "x"},
-                   "What?", "x"),
-    }  # fmt: skip
+        "mt-bench": (
+            {"prompt": ["One?", "Two?"], "prompt_id": 7, "category": "math", "reference": []},
+            "One?",
+            "math",
+        ),
+        "speed-bench": (
+            {"question_id": "a", "category": "qa", "turns": ["Who?"], "multiturn": False},
+            "Who?",
+            "qa",
+        ),
+        "mmstar": (
+            {
+                "index": 0,
+                "question": "What?",
+                "image": {"bytes": PNG, "path": "0.png"},
+                "category": "x",
+            },
+            "What?",
+            "x",
+        ),
+    }
     return more[name] if name in more else QA[name]
 
 
@@ -218,8 +264,10 @@ def test_sets_read_from_the_hub_by_the_datasets_library(tmp_path: Path, name: st
     """From a repository with the set's configurations and its split."""
     known = catalogue()[name]
     configs = known.configs[:2] or ("default",)
-    files = [{"config_name": config, "data_files": [{"split": known.split, "path": f"{config}.parquet"}]}
-             for config in configs]  # fmt: skip
+    files = [
+        {"config_name": config, "data_files": [{"split": known.split, "path": f"{config}.parquet"}]}
+        for config in configs
+    ]
     (tmp_path / "README.md").write_text(f"---\nconfigs: {json.dumps(files)}\n---\n")
     for config in configs:
         write(tmp_path / f"{config}.parquet", [hub_rows_of(name)[0]])

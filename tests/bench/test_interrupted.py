@@ -1,5 +1,7 @@
-"""Nothing that was answered is lost: signals, a kill, a server that dies, garbage, silence. Fuzzed input of every kind
-ends in words."""
+"""Nothing that was answered is lost: signals, a kill, a server that dies, garbage, silence.
+
+Fuzzed input of every kind ends in words.
+"""
 
 import asyncio
 import json
@@ -62,7 +64,9 @@ def bench(url: str, dataset: Path, *more: str) -> list[str]:
 def test_a_run_that_is_stopped_again_and_again_loses_nothing(
     stand_in: Start, dataset: Path, tmp_path: Path
 ) -> None:
-    """Ctrl-C, SIGTERM and ten kills, each followed by --resume; in the end the figures are those of one whole run."""
+    """Ctrl-C, SIGTERM and ten kills, each followed by --resume; in the end the figures are those of
+    one whole run.
+    """
     url, out, whole = stand_in(step_s=0.02), tmp_path / "out", tmp_path / "whole"
     resume: tuple[str, ...] = ()
     for number in (signal.SIGINT, signal.SIGTERM, *[signal.SIGKILL] * 10):
@@ -118,7 +122,9 @@ class StopsAtThree(ProgressBar):
 
 
 def test_finished_turns_of_a_conversation_that_was_stopped_are_kept(tmp_path: Path) -> None:
-    """Of five turns the run is stopped behind the third: three are on disk, and the fourth was never asked."""
+    """Of five turns the run is stopped behind the third: three are on disk, and the fourth was
+    never asked.
+    """
     asked: list[Any] = []
     path, bar = tmp_path / "answers.jsonl", StopsAtThree()
     question = Question("long", "c", tuple(f"Turn {n}?" for n in range(5)))
@@ -182,17 +188,30 @@ def test_every_kind_of_failure_is_recorded_with_its_reason(
 
 EVENT: dict[str, Any] = {
     "choices": [
-        {"index": 0, "delta": {"content": "alpha", "reasoning_content": None, "tool_calls": [
-            {"index": 0, "function": {"name": "f", "arguments": "{}"}}]}, "finish_reason": "stop",
-         "avg_decoded_tokens_per_iter": 2.0,
-         "spec_decode": {"steps": 1, "drafted": 3, "accepted": 1, "histogram": [0, 1]}}
+        {
+            "index": 0,
+            "delta": {
+                "content": "alpha",
+                "reasoning_content": None,
+                "tool_calls": [{"index": 0, "function": {"name": "f", "arguments": "{}"}}],
+            },
+            "finish_reason": "stop",
+            "avg_decoded_tokens_per_iter": 2.0,
+            "spec_decode": {"steps": 1, "drafted": 3, "accepted": 1, "histogram": [0, 1]},
+        }
     ],
-    "usage": {"prompt_tokens": 3, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1}},
-}  # fmt: skip
+    "usage": {
+        "prompt_tokens": 3,
+        "completion_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    },
+}
 
 
 def test_fuzzed_answers_end_in_words() -> None:
-    """500 streams, each with events that are nearly right: an answer with or without an error, never an exception."""
+    """500 streams, each with events that are nearly right: an answer with or without an error,
+    never an exception.
+    """
     rng = random.Random(0)
     bodies = []
     for _ in range(500):
@@ -222,11 +241,23 @@ def test_fuzzed_answers_end_in_words() -> None:
 
 ROWS: list[dict[str, Any]] = [
     {"question_id": 1, "category": "a", "turns": ["One?", "Two?"]},
-    {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "x"}]}],
-     "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]},
+    {
+        "messages": [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": [{"type": "text", "text": "x"}]},
+        ],
+        "tools": [
+            {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+        ],
+    },
     {"prompt": "Why?", "images": ["https://x/y.png"]},
-    {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "tool_calls": []}]},
-]  # fmt: skip
+    {
+        "messages": [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "y", "tool_calls": []},
+        ]
+    },
+]
 
 
 def test_fuzzed_data_sets_are_read_or_refused_in_words(tmp_path: Path) -> None:
@@ -251,8 +282,16 @@ def test_fuzzed_results_are_read_or_refused_in_words(tmp_path: Path) -> None:
     level = {"concurrency": 1, "rounds": [1.0]}
     turn = {"question": "q", "category": "c", "tokens": 3, "steps": 1, "accepted": 1, "drafted": 3,
             "histogram": [0, 1], "source": "s"}  # fmt: skip
-    good = {"name": "n", "url": "u", "server": {}, "workload": {}, "categories": {}, "concurrency": [level],
-            "turns_detail": [turn], "questions_detail": []}  # fmt: skip
+    good = {
+        "name": "n",
+        "url": "u",
+        "server": {},
+        "workload": {},
+        "categories": {},
+        "concurrency": [level],
+        "turns_detail": [turn],
+        "questions_detail": [],
+    }
     for _ in range(500):
         file.write_text(json.dumps(mutated(good, rng)), encoding="utf-8")
         try:

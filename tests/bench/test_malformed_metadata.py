@@ -1,5 +1,7 @@
-"""What servers tell about themselves, damaged: /v1/models, /version, /metrics and /server_info while bench runs, and
-the metrics that watch reads. What is not understood is unmeasured with its reason; nothing ends a run."""
+"""What servers tell about themselves, damaged: /v1/models, /version, /metrics and /server_info
+while bench runs, and the metrics that watch reads. What is not understood is unmeasured with its
+reason; nothing ends a run.
+"""
 
 import asyncio
 import json
@@ -51,15 +53,35 @@ ODD = (
     "\ud800",
 )
 WORKLOAD = measure.BenchWorkload(
-    dataset=Dataset("two", "0" * 64, (Question("a", "c", ("Why?",)), Question("b", "c", ("How?",)))),
-    sampling=RequestSampling(max_tokens=8), concurrency=(1,), warmup=0,
-)  # fmt: skip
+    dataset=Dataset(
+        "two", "0" * 64, (Question("a", "c", ("Why?",)), Question("b", "c", ("How?",)))
+    ),
+    sampling=RequestSampling(max_tokens=8),
+    concurrency=(1,),
+    warmup=0,
+)
 
 
 JUNK: tuple[Any, ...] = (
-    None, True, -1, 0, 1.5, 10**400, 1e308, float("inf"), float("nan"), "", "\ud800", "x" * 50, "9" * 50, [], [None],
-    {}, {"a": []}, "NaN",
-)  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    10**400,
+    1e308,
+    float("inf"),
+    float("nan"),
+    "",
+    "\ud800",
+    "x" * 50,
+    "9" * 50,
+    [],
+    [None],
+    {},
+    {"a": []},
+    "NaN",
+)
 
 
 def mutated(value: Any, dice: random.Random) -> Any:
@@ -97,8 +119,9 @@ async def served(
     then: Callable[[str], Awaitable[Any]],
     asked: list[Any] | None = None,
 ) -> Any:
-    """`then(url)` while a server answers `found(path)` at each path, and every chat with the same words; `asked` gets
-    the bodies."""
+    """`then(url)` while a server answers `found(path)` at each path, and every chat with the same
+    words; `asked` gets the bodies.
+    """
 
     def answer(path: str, body: Any) -> bytes | None:
         if body is not None and asked is not None:
@@ -192,8 +215,15 @@ def damaged(page: str, dice: random.Random) -> str:
         lines = page.splitlines()
         at = dice.randrange(len(lines))
         words = lines[at].rsplit(" ", 1)
-        changed = dice.choice((f"{words[0]} {dice.choice(ODD)}", "", lines[at] * 2, lines[at].replace('"', ""),
-                               lines[at].replace('="0"', f'="{dice.choice(ODD)}"')))  # fmt: skip
+        changed = dice.choice(
+            (
+                f"{words[0]} {dice.choice(ODD)}",
+                "",
+                lines[at] * 2,
+                lines[at].replace('"', ""),
+                lines[at].replace('="0"', f'="{dice.choice(ODD)}"'),
+            )
+        )
         text = "\n".join([*lines[:at], changed, *lines[at + 1 :]]) + "\n"
     place = dice.randrange(len(text) + 1)
     return (
@@ -204,8 +234,9 @@ def damaged(page: str, dice: random.Random) -> str:
 
 
 def fuzz(seeds: range) -> tuple[int, int]:
-    """(runs, runs with acceptance) of bench, each on a server that damages one of its pages from the first or from the
-    second time on; one that cannot begin says so in words."""
+    """(runs, runs with acceptance) of bench, each on a server that damages one of its pages from
+    the first or from the second time on; one that cannot begin says so in words.
+    """
     runs = measured = 0
     for seed in seeds:
         dice = random.Random(seed)

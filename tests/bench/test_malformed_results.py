@@ -13,10 +13,27 @@ from trtspec.bench.results import read_results
 from trtspec.client.exchange import read_recording
 from trtspec.errors import UsageError
 
-COUNTS = {"question": "1", "category": "all", "tokens": 4, "steps": 2, "accepted": 2, "drafted": None,
-          "histogram": [1, 1], "source": "header"}  # fmt: skip
-RECORDING = {"key": "text 0", "kind": "text", "run": "ids", "path": "/v1/completions", "finish": "stop", "steps": 1,
-             "body": {"prompt": [1, 2], "max_tokens": 8}, "token_ids": [3, 4], "counted": [1, 2]}  # fmt: skip
+COUNTS = {
+    "question": "1",
+    "category": "all",
+    "tokens": 4,
+    "steps": 2,
+    "accepted": 2,
+    "drafted": None,
+    "histogram": [1, 1],
+    "source": "header",
+}
+RECORDING = {
+    "key": "text 0",
+    "kind": "text",
+    "run": "ids",
+    "path": "/v1/completions",
+    "finish": "stop",
+    "steps": 1,
+    "body": {"prompt": [1, 2], "max_tokens": 8},
+    "token_ids": [3, 4],
+    "counted": [1, 2],
+}
 
 
 def write(path: Path, value: dict[str, Any]) -> Path:
@@ -99,7 +116,9 @@ def whole(
 def test_a_server_that_is_not_there_is_no_obstacle(
     stand_in: Callable[..., str], dataset: Path, tmp_path: Path
 ) -> None:
-    """It leaves nothing; then the same command works against a server that is there, without --force."""
+    """It leaves nothing; then the same command works against a server that is there, without
+    --force.
+    """
     out, url = tmp_path / "out", f"http://127.0.0.1:{free_port()}"
     words = ("--dataset", dataset, "--samples", 2, "--concurrency", 1, "--max-tokens", 8, "-o", out)
     dead = trtspec("bench", url, *words)
@@ -116,8 +135,10 @@ def test_a_server_that_is_not_there_is_no_obstacle(
 def test_the_ci_step_bench_fails_with_its_summary(
     stand_in: Callable[..., str], tmp_path: Path
 ) -> None:
-    """The step as configs/ci/endpoint.yml has it, on a server that fails every third request: its status is that of
-    bench, and the tables are in the job's summary all the same. The check behind it is not skipped."""
+    """The step as configs/ci/endpoint.yml has it, on a server that fails every third request: its
+    status is that of bench, and the tables are in the job's summary all the same. The check behind
+    it is not skipped.
+    """
     summary = tmp_path / "summary.md"
     steps, run = ci_steps(
         tmp_path, ENDPOINT=stand_in(fail_every=3), GITHUB_STEP_SUMMARY=str(summary)

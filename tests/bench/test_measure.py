@@ -1,4 +1,6 @@
-"""`bench` against real loopback servers: counts per source, steady rates, interleaving, findings, exit statuses."""
+"""`bench` against real loopback servers: counts per source, steady rates, interleaving, findings,
+exit statuses.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -28,7 +30,9 @@ def codes(results: dict[str, Any]) -> set[str]:
 
 
 def test_every_source_agrees_on_the_same_answers(stand_in: Start, dataset: Path) -> None:
-    """The three kinds of server speculate alike here, so what each tells must lead to the same acceptance."""
+    """The three kinds of server speculate alike here, so what each tells must lead to the same
+    acceptance.
+    """
     exact = run({"e": stand_in(kind="reference")}, dataset)
     average = run({"e": stand_in(kind="trtllm")}, dataset)
     counters = run({"e": stand_in(kind="vllm")}, dataset)
@@ -62,7 +66,10 @@ def test_counts_of_one_answer_match_the_servers_arithmetic(stand_in: Start, data
 
 
 def test_a_speed_up_is_the_ratio_of_steps(stand_in: Start, dataset: Path) -> None:
-    """Where each step takes as long: 25 tokens in 1 + 8 steps of 3 or in 25. The measured times give another ratio."""
+    """Where each step takes as long: 25 tokens in 1 + 8 steps of 3 or in 25.
+
+    The measured times give another ratio.
+    """
     urls = {"spec": stand_in(kind="reference", forced=2), "plain": stand_in(kind="plain")}
     first = [
         replace(question, turns=question.turns[:1])

@@ -1,6 +1,8 @@
-"""Times against a server whose truth is known, and against what other people's load generators measure on it.
+"""Times against a server whose truth is known, and against what other people's load generators
+measure on it.
 
-The peers run in environments of their own, named by TRTSPEC_GUIDELLM_PYTHON and TRTSPEC_VLLM_PYTHON.
+The peers run in environments of their own, named by TRTSPEC_GUIDELLM_PYTHON and
+TRTSPEC_VLLM_PYTHON.
 """
 
 import asyncio
@@ -51,7 +53,9 @@ def codes(results: BenchResults) -> set[str]:
 async def raw_first_token(
     connection: tuple[asyncio.StreamReader, asyncio.StreamWriter], body: dict[str, Any]
 ) -> float:
-    """From writing a request to the read that brought its first text, with nothing but a socket between."""
+    """From writing a request to the read that brought its first text, with nothing but a socket
+    between.
+    """
     reader, writer = connection
     data, came, first = json.dumps(body).encode(), b"", None
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -92,7 +96,9 @@ def test_the_client_adds_next_to_nothing_to_the_first_token(
 
 
 def test_waiting_for_a_connection_is_not_counted(paced: Callable[..., str]) -> None:
-    """Eight requests on five connections: the clocks of three start when others have begun to be answered."""
+    """Eight requests on five connections: the clocks of three start when others have begun to be
+    answered.
+    """
     url = paced(ttft_s=0.3, gap_s=0.001, tokens=4)
     body = chat_body("paced", [{"role": "user", "content": "Why?"}], RequestSampling(4), 0)
 

@@ -1,5 +1,6 @@
-"""Proofs: the script is made of commands that exist, what is refused before a launch, what verdict and bundle hold; and
-whole ones of kimi-nano, killed and resumed."""
+"""Proofs: the script is made of commands that exist, what is refused before a launch, what verdict
+and bundle hold; and whole ones of kimi-nano, killed and resumed.
+"""
 
 import json
 import os
@@ -134,7 +135,9 @@ def test_the_sentence_says_verdict_and_speed() -> None:
 def test_the_page_and_the_bundle_hold_what_was_found(
     stand_in: Callable[..., str], dataset: Path, tmp_path: Path
 ) -> None:
-    """Of two measurements whose times are data: verdict, figures with ranges, step times, and a row that fails."""
+    """Of two measurements whose times are data: verdict, figures with ranges, step times, and a row
+    that fails.
+    """
     urls = {"spec": stand_in(), "plain": stand_in(kind="plain")}
     results = {
         name: timed(
@@ -232,7 +235,9 @@ def lines_of(file: Path) -> list[str]:
 def test_a_proof_killed_at_five_points_is_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before the first server is ready, in the first round, rounds later, while check records, and while it scores."""
+    """Before the first server is ready, in the first round, rounds later, while check records, and
+    while it scores.
+    """
     out, port, seen = tmp_path / "proof", free_port(), ""
     journal, passed = out / "journal.jsonl", ("--", "--max-queue", "77")
     answered, table = out / "spec" / "answers.jsonl", ["done before the kill | answers kept"]

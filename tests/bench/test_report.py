@@ -1,4 +1,6 @@
-"""The report: a sentence, figures with ranges, the same tables on page and terminal; nothing of degenerate output."""
+"""The report: a sentence, figures with ranges, the same tables on page and terminal; nothing of
+degenerate output.
+"""
 
 import re
 from collections.abc import Callable
@@ -146,10 +148,22 @@ def test_degenerate_output_makes_no_headline_no_ratio_and_no_bar(results: BenchR
 
 
 def test_what_is_missing_is_left_out() -> None:
-    page = parsed(Page("t", "It <works>.", [Figure("2x", "1 to 3", "fast")], [
-        Section(title="Empty", plots=[Plot("none")], tables=[Table("t", ["a"], [])]),
-        Section(title="Full", problems=[Problem("TS-X", "warning", "here", "why", "do")], code="a: 1"),
-    ], verdict="pass").html())  # fmt: skip
+    page = parsed(
+        Page(
+            "t",
+            "It <works>.",
+            [Figure("2x", "1 to 3", "fast")],
+            [
+                Section(title="Empty", plots=[Plot("none")], tables=[Table("t", ["a"], [])]),
+                Section(
+                    title="Full",
+                    problems=[Problem("TS-X", "warning", "here", "why", "do")],
+                    code="a: 1",
+                ),
+            ],
+            verdict="pass",
+        ).html()
+    )
     assert "Empty" not in page and "Full" in page and page.count('class="figure"') == 1
     assert "It &lt;works&gt;." in page and 'class="sentence pass"' in page
 

@@ -1,4 +1,6 @@
-"""Intervals cover; `--compare` finds what it says and raises false alarms as rarely as it says: 1,000 runs each."""
+"""Intervals cover; `--compare` finds what it says and raises false alarms as rarely as it says:
+1,000 runs each.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -29,9 +31,11 @@ RATES = np.array([0.78, 0.66, 0.6])  # conditional acceptance of a real head, ro
 def questions(
     rng: np.random.Generator, count: int, fall: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, accepted) of `count` questions: of different lengths, some easy and some hard, turns of one alike.
+    """(steps, accepted) of `count` questions: of different lengths, some easy and some hard, turns
+    of one alike.
 
-    `fall` lowers the length that a step yields by that share on average."""
+    `fall` lowers the length that a step yields by that share on average.
+    """
     steps = 20 + rng.poisson(60, count)
     ease = rng.normal(0, 0.35, count)
     odds = np.log(RATES / (1 - RATES))[None, :] + ease[:, None]
@@ -96,7 +100,9 @@ def test_intervals_of_a_paired_ratio_cover(count: int, launches: int) -> None:
 def run_of(
     rng: np.random.Generator, names: list[str], ease: np.ndarray, fall: float
 ) -> BenchResults:
-    """A run of bench at three concurrencies over the same questions: sampled answers, a machine with its own noise."""
+    """A run of bench at three concurrencies over the same questions: sampled answers, a machine
+    with its own noise.
+    """
     count = len(names)
     steps = 20 + rng.poisson(60, count)
     odds = np.log(RATES / (1 - RATES))[None, :] + ease[:, None]
@@ -120,7 +126,9 @@ def run_of(
 def in_a_mood(
     rng: np.random.Generator, run: BenchResults, mood: float, rounds: int
 ) -> BenchResults:
-    """The same run on a machine that is faster or slower for all of its answers, by one factor for each level."""
+    """The same run on a machine that is faster or slower for all of its answers, by one factor for
+    each level.
+    """
     speeds, levels = [], []
     for level in run.concurrency:
         factor = float(np.exp(rng.normal(0, mood)))
@@ -165,8 +173,10 @@ def test_equal_runs_raise_an_alarm_in_at_most_5_percent(
 ) -> None:
     """On a machine whose speed differs from run to run by 5 or 10 %."""
     raised = alarms(40, 0.0, RUNS, 1, mood, rounds, earlier)
-    print(f"{raised} alarms in {RUNS} comparisons of equal runs of 40 questions at three concurrencies, {rounds} "
-          f"rounds, {earlier} earlier runs, speed differing by {mood:.0%} from run to run")  # fmt: skip
+    print(
+        f"{raised} alarms in {RUNS} comparisons of equal runs of 40 questions at three concurrencies, {rounds} "
+        f"rounds, {earlier} earlier runs, speed differing by {mood:.0%} from run to run"
+    )
     assert raised <= 68, "5 % within chance: 1 in 200 such runs has more"
 
 
@@ -243,7 +253,9 @@ def test_no_interval_reaches_beyond_what_can_be() -> None:
 
 
 def test_an_interval_is_over_questions_not_turns() -> None:
-    """Ten copies of each turn of the same question add no information, so the interval must not shrink."""
+    """Ten copies of each turn of the same question add no information, so the interval must not
+    shrink.
+    """
     rng = np.random.default_rng(3)
     once = [turn(20, int(rng.integers(0, 60)), question=str(i)) for i in range(30)]
     several = [entry for entry in once for _ in range(10)]

@@ -304,7 +304,9 @@ def test_a_continuous_watch_counts_over_restarts_and_gaps_and_exports_it() -> No
 
 @pytest.mark.slow
 def test_equal_traffic_fails_as_rarely_as_stated(tmp_path: Path) -> None:
-    """1,000 servers like their baseline, with answers as clusters and no drop allowed: 1 % fail, within chance."""
+    """1,000 servers like their baseline, with answers as clusters and no drop allowed: 1 % fail,
+    within chance.
+    """
     rng, failed = np.random.default_rng(5), 0
     for number in range(1000):
         sides = []

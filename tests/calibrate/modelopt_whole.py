@@ -1,4 +1,5 @@
-"""ModelOpt's max calibration of a whole model on given batches, exported; a script, one quantization per process.
+"""ModelOpt's max calibration of a whole model on given batches, exported; a script, one
+quantization per process.
 
 python -m tests.calibrate.modelopt_whole SOURCE CONFIG BATCHES.json DTYPE OUT
 """

@@ -294,7 +294,8 @@ print(json.dumps({"grown": memory("VmHWM") - before[0], "layer": layer}))
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "held"), [("one", 1), ("ahead", 2)])
 def test_memory_stays_at_one_layer_or_two_whatever_the_depth(tmp_path, data, mode, held):
-    # glibc keeps what is below its threshold, which grows to 32 MiB; a real layer's stacked experts are gigabytes
+    # glibc keeps what is below its threshold, which grows to 32 MiB; a real layer's stacked experts
+    # are gigabytes
     environment = os.environ | {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "262144"}
     for layers in (4, 16):
         source = make_target(tmp_path / str(layers), layers=layers, hidden=512, experts=24)

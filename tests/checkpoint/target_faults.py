@@ -1,7 +1,8 @@
-"""Faults of every kind, tensor, field and position in small but complete Kimi checkpoints, for tests that count them.
+"""Faults of every kind, tensor, field and position in small but complete Kimi checkpoints, for
+tests that count them.
 
-A fault is a change to a `Draft` (tensors, config.json, hf_quant_config.json) or to the written files. Nothing here uses
-trtspec's readers: what must be found is decided by what was spoiled.
+A fault is a change to a `Draft` (tensors, config.json, hf_quant_config.json) or to the written
+files. Nothing here uses trtspec's readers: what must be found is decided by what was spoiled.
 """
 
 import copy
@@ -211,7 +212,9 @@ def _add(draft: Draft, name: str) -> None:
 
 
 def value_faults(draft: Draft) -> Iterator[Fault]:
-    """NaN and infinities at the first, a middle and the last position of every float tensor; scales that are none."""
+    """NaN and infinities at the first, a middle and the last position of every float tensor; scales
+    that are none.
+    """
     for name, tensor in draft.tensors.items():
         if not tensor.is_floating_point():
             continue
@@ -250,14 +253,34 @@ def _times(draft: Draft, name: str, factor: float) -> None:
 
 
 DECIDE = (  # fields whose value decides what is computed or which tensors there are
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank",
-    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size", "moe_intermediate_size",
-    "n_routed_experts", "n_shared_experts", "first_k_dense_replace", "vocab_size",
-)  # fmt: skip
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "vocab_size",
+)
 NEED = (
-    *DECIDE, "num_experts_per_tok", "max_position_embeddings", "rms_norm_eps", "n_group", "topk_group",
-    "norm_topk_prob", "routed_scaling_factor", "rope_theta", "model_type",
-)  # fmt: skip
+    *DECIDE,
+    "num_experts_per_tok",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "n_group",
+    "topk_group",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "rope_theta",
+    "model_type",
+)
 TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 

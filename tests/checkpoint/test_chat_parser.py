@@ -1,4 +1,6 @@
-"""Reasoning, content and tool calls of Kimi's answers, whole and in every possible split of a stream."""
+"""Reasoning, content and tool calls of Kimi's answers, whole and in every possible split of a
+stream.
+"""
 
 import json
 

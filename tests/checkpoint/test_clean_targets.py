@@ -1,4 +1,6 @@
-"""Checkpoints as they are published have no finding above info: none that a user would have to learn to ignore."""
+"""Checkpoints as they are published have no finding above info: none that a user would have to
+learn to ignore.
+"""
 
 import copy
 import shutil
@@ -18,11 +20,25 @@ from trtspec.checkpoint.target_problems import require_target
 from trtspec.data_files import kimi_nano_dir
 
 SIZES = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank",
-    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size", "moe_intermediate_size",
-    "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "vocab_size", "bos_token_id", "eos_token_id",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "vocab_size",
+    "bos_token_id",
+    "eos_token_id",
     "pad_token_id",
-)  # fmt: skip
+)
 VISION_SIZES = (
     "mm_hidden_size",
     "vt_hidden_size",
@@ -112,7 +128,9 @@ def test_published_targets(tmp_path: Path, name: str, shards: int) -> None:
 
 @pytest.mark.parametrize("format", ["bf16", "fp8-block", "int4", "nvfp4"])
 def test_the_shipped_model(tmp_path: Path, format: str) -> None:
-    """INT4 has groups of 32: there experts of 48 are experts of 64 of which 16 rows and columns are zero."""
+    """INT4 has groups of 32: there experts of 48 are experts of 64 of which 16 rows and columns are
+    zero.
+    """
     for name in ("tiktoken.model", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(kimi_nano_dir() / name, tmp_path)
     config, tensors = read_json(kimi_nano_dir() / "config.json"), read_tensors(kimi_nano_dir())

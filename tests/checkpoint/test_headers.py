@@ -100,20 +100,28 @@ BROKEN: list[tuple[str, Callable[[Path], object]]] = [
     (f"{TWO} is missing", lambda d: (d / TWO).unlink()),
     ("file not fully covered", lambda d: edit(d / TWO, lambda raw: raw[:-4])),
     ("(0 bytes)", lambda d: edit(d / TWO, lambda raw: b"")),
-    ("is truncated, damaged or no safetensors file", lambda d: edit(d / TWO, lambda raw: raw + b"1234")),
-    ("invalid UTF-8 in header", lambda d: edit(d / TWO, lambda raw: raw[:9] + b"\xff\xff\xff" + raw[12:])),
+    (
+        "is truncated, damaged or no safetensors file",
+        lambda d: edit(d / TWO, lambda raw: raw + b"1234"),
+    ),
+    (
+        "invalid UTF-8 in header",
+        lambda d: edit(d / TWO, lambda raw: raw[:9] + b"\xff\xff\xff" + raw[12:]),
+    ),
     ("header too large", lambda d: edit(d / TWO, lambda raw: b"<html>404</html>" * 20)),
     ("first ghost", lambda d: list_in(d, "ghost", ONE)),
     ("first w0", lambda d: list_in(d, "w0", TWO)),
     ("not a plain name inside its directory", lambda d: list_in(d, "w0", "../secret.safetensors")),
     ("does not list 1 tensors", lambda d: save_file(MORE, d / ONE)),
-    ("invalid shape, data type, or offset for tensor",
-     lambda d: edit(d / ONE, lambda raw: raw.replace(b'"shape":[2,3]', b'"shape":[2,4]'))),
+    (
+        "invalid shape, data type, or offset for tensor",
+        lambda d: edit(d / ONE, lambda raw: raw.replace(b'"shape":[2,3]', b'"shape":[2,4]')),
+    ),
     ("pickle", lambda d: without_weights(d, "pytorch_model.bin")),
     ("has no *.safetensors", without_weights),
     ("w0 is in both", in_two_shards),
     ("is not a directory", shutil.rmtree),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("says", "damage"), BROKEN, ids=[says for says, _ in BROKEN])

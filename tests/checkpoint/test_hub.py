@@ -1,4 +1,6 @@
-"""What a user types becomes a directory, a published model, or a clear refusal; offline and without a download."""
+"""What a user types becomes a directory, a published model, or a clear refusal; offline and without
+a download.
+"""
 
 import os
 import sys
@@ -157,7 +159,9 @@ def test_a_file_is_a_usage_error(tmp_path: Path) -> None:
 
 
 def test_a_partly_cached_checkpoint_is_not_whole(tmp_path: Path, empty_cache: Path) -> None:
-    """With one shard missing, a command that needs weights refuses; one that needs the config gets it."""
+    """With one shard missing, a command that needs weights refuses; one that needs the config gets
+    it.
+    """
     model = make_target(tmp_path / "model")
     published(empty_cache, "someone/kimi-tune", model, leave_out="model-00002-of-00002.safetensors")
     with pytest.raises(MissingDependency):
@@ -207,7 +211,9 @@ def test_every_figure_has_a_source() -> None:
 
 
 def differing(known_value: Any, published_value: Any, where: str) -> list[str]:
-    """Keys of ours that the published config states differently; keys that it lacks count as differing."""
+    """Keys of ours that the published config states differently; keys that it lacks count as
+    differing.
+    """
     if isinstance(known_value, dict) and isinstance(published_value, dict):
         return [
             line
@@ -312,8 +318,27 @@ def test_a_revision_names_a_commit_a_short_one_or_a_ref(empty_cache: Path, tmp_p
         resolve("someone/kimi@v2", weights=False)
 
 
-HOSTILE = ["", "-x", "--force", "../../etc", "a/../b", "/etc", "a//b", "a\\b", "a\nb", "a\x1b[2J", ".", "a b", "a;b",
-           "a@b", "$(id)", "v" * 256, "ａ", "a%2e%2e", "refs/"]  # fmt: skip
+HOSTILE = [
+    "",
+    "-x",
+    "--force",
+    "../../etc",
+    "a/../b",
+    "/etc",
+    "a//b",
+    "a\\b",
+    "a\nb",
+    "a\x1b[2J",
+    ".",
+    "a b",
+    "a;b",
+    "a@b",
+    "$(id)",
+    "v" * 256,
+    "ａ",
+    "a%2e%2e",
+    "refs/",
+]
 
 
 @pytest.mark.parametrize("revision", HOSTILE, ids=ascii)

@@ -1,4 +1,6 @@
-"""One cause is one finding, whose remedy is the right one: absent towers, renamed tensors, misplaced heads."""
+"""One cause is one finding, whose remedy is the right one: absent towers, renamed tensors,
+misplaced heads.
+"""
 
 import json
 import shutil
@@ -55,11 +57,15 @@ CASES = {
     "no bias": (without("blocks.0.wqkv.bias"), "TS-TARGET-VISION", "blocks.0.wqkv.bias"),
     "a renamed tower": (of_transformers_5, "TS-TARGET-VISION", "have other names"),
     "a renamed model": (
-        renaming(("language_model.model.", "model.language_model."), ("language_model.lm_head", "lm_head")),
-        "TS-TARGET-TENSOR-UNKNOWN", "another prefix than language_model.model.",
+        renaming(
+            ("language_model.model.", "model.language_model."),
+            ("language_model.lm_head", "lm_head"),
+        ),
+        "TS-TARGET-TENSOR-UNKNOWN",
+        "another prefix than language_model.model.",
     ),
     "no prefix": (renaming(("language_model.", "")), "TS-TARGET-TENSOR-UNKNOWN", "another prefix"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("rename", "code", "says"), CASES.values(), ids=CASES)

@@ -1,4 +1,6 @@
-"""A checkpoint on the hub is judged by its headers, without its weights; shown against a hub on a loopback socket."""
+"""A checkpoint on the hub is judged by its headers, without its weights; shown against a hub on a
+loopback socket.
+"""
 
 import os
 import shutil
@@ -44,8 +46,14 @@ def hub(source: Path) -> Iterator[LoopbackHub]:
 
 Run = Callable[..., Done]
 UNSET = (
-    "HF_TOKEN", "HF_HUB_OFFLINE", "HF_HOME", "HF_HUB_CACHE", "HTTP_PROXY", "http_proxy", "ALL_PROXY",
-)  # fmt: skip
+    "HF_TOKEN",
+    "HF_HUB_OFFLINE",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HTTP_PROXY",
+    "http_proxy",
+    "ALL_PROXY",
+)
 
 
 @pytest.fixture

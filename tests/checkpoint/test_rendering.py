@@ -1,4 +1,6 @@
-"""What is learned of a conversation: each answer as the row has it, behind the prompt that a server would be sent."""
+"""What is learned of a conversation: each answer as the row has it, behind the prompt that a server
+would be sent.
+"""
 
 import json
 import os
@@ -50,7 +52,9 @@ def renderings(tmp_path: Path, tokenizer: KimiTokenizer, row: dict[str, Any]) ->
 def answers_of(
     part: Rendering | Sample, tokenizer: KimiTokenizer
 ) -> Iterator[tuple[tuple[int, ...], str, dict[str, Any]]]:
-    """Each answer that is learned: the tokens before it, its text, and the message that the text is parsed to."""
+    """Each answer that is learned: the tokens before it, its text, and the message that the text is
+    parsed to.
+    """
     end = tokenizer.special_id("<|im_end|>")
     for start, written in enumerate(part.answer):
         if written and not part.answer[start - 1]:
@@ -161,8 +165,12 @@ NOTHING = [
     ({"messages": [QUESTION]}, "has no answer", "trtspec synthesize"),
     ({"messages": [QUESTION, ANSWER], "status": "error"}, "has no answer: error", "leave it out"),
     ({"messages": [QUESTION, ANSWER], "error": "time out"}, "has no answer: time out", "leave"),
-    ({"messages": [{**QUESTION, "content": "many words " * 40}, ANSWER]}, "no answer within", "seq_len"),
-]  # fmt: skip
+    (
+        {"messages": [{**QUESTION, "content": "many words " * 40}, ANSWER]},
+        "no answer within",
+        "seq_len",
+    ),
+]
 
 
 @pytest.mark.parametrize(("row", "reason", "remedy"), NOTHING)

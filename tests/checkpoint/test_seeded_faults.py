@@ -1,4 +1,6 @@
-"""Seeded faults of configs, tokenizers and rows: at least 95 of 100 are refused or named, the others are printed."""
+"""Seeded faults of configs, tokenizers and rows: at least 95 of 100 are refused or named, the
+others are printed.
+"""
 
 import json
 import random

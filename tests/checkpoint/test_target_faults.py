@@ -1,6 +1,8 @@
-"""Every fault of tests/checkpoint/target_faults.py is found: by inspect, and by each command that is about to work.
+"""Every fault of tests/checkpoint/target_faults.py is found: by inspect, and by each command that
+is about to work.
 
-The detection rate is printed by kind; each is 100 %, except for the changes of `INVISIBLE`, whose reason stands there.
+The detection rate is printed by kind; each is 100 %, except for the changes of `INVISIBLE`, whose
+reason stands there.
 """
 
 import os
@@ -26,9 +28,10 @@ from trtspec.models.weights import load_target
 from trtspec.quant.policy import load_policy
 from trtspec.quant.run import quantize_checkpoint
 
-# Without its source or its hashes, an amax of BF16 weights that became another BF16 number is an amax like any other:
-# doubling always gives one, 1.5 half of the time, 1.1 and 0.9 where the eight significant bits are a multiple of ten.
-# Only the linear's partner shows it then, and down_proj has none. `--against` and `--hashes` see each of them.
+# Without its source or its hashes, an amax of BF16 weights that became another BF16 number is an
+# amax like any other: doubling always gives one, 1.5 half of the time, 1.1 and 0.9 where the eight
+# significant bits are a multiple of ten. Only the linear's partner shows it then, and down_proj has
+# none. `--against` and `--hashes` see each of them.
 STEP = int(os.environ.get("TRTSPEC_FAULT_STEP", "1"))  # the slow tests take every STEP-th fault
 INVISIBLE = {"weight_scale_2 x 2.0": 0.5, "weight_scale_2 x 1.5": 0.7, "weight_scale_2 x 1.1": 0.85,
              "weight_scale_2 x 0.9": 0.85}  # fmt: skip
@@ -100,7 +103,9 @@ class Rates:
 
 
 def is_found(fault: Fault, problems: list[Problem]) -> bool:
-    """By an error, or where that is all that can be said a warning, with a code, a reason and a remedy."""
+    """By an error, or where that is all that can be said a warning, with a code, a reason and a
+    remedy.
+    """
     enough = (
         ("error", "warning")
         if fault.kind in WARNINGS or fault.name == "max_position_embeddings"
@@ -167,7 +172,9 @@ def test_a_finding_names_the_tensor_or_field(drafts: dict[str, Draft], tmp_path:
 
 
 class Commands:
-    """Each command that spends time on a target, as a call that must raise; `work` is where it would write."""
+    """Each command that spends time on a target, as a call that must raise; `work` is where it
+    would write.
+    """
 
     def __init__(self, head: Path, data: Path) -> None:
         self.head, self.data = head, data

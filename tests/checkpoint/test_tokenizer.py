@@ -1,4 +1,6 @@
-"""The tokenizer against tiktoken's educational encoder (pure Python) and transformers' template renderer."""
+"""The tokenizer against tiktoken's educational encoder (pure Python) and transformers' template
+renderer.
+"""
 
 import base64
 import json
@@ -38,7 +40,9 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer directory whose ranks were learned with Kimi's split pattern, so that the pattern matters."""
+    """A tokenizer directory whose ranks were learned with Kimi's split pattern, so that the pattern
+    matters.
+    """
     directory = tmp_path_factory.mktemp("tokenizer")
     ranks = bpe_train(SAMPLE, 400, f"(?V1){SPLIT_PATTERN}", visualise=None)
     lines = [f"{base64.b64encode(token).decode()} {rank}" for token, rank in ranks.items()]

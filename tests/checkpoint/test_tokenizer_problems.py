@@ -1,4 +1,6 @@
-"""A tokenizer and a chat template are judged by what their tokens mean to the model, for every command alike."""
+"""A tokenizer and a chat template are judged by what their tokens mean to the model, for every
+command alike.
+"""
 
 import json
 import shutil
@@ -63,26 +65,66 @@ def replacing(old: str, new: str, file: str = TEMPLATE):
 LAST_RANK = "/w== 255\n"
 fewer_ranks = replacing(LAST_RANK, "", RANKS)
 FAULTS = [
-    (replacing(LAST_RANK, f"{LAST_RANK}enp6eg== 256\n", RANKS), "error", RANKS, "are 513, and the model has 512"),
+    (
+        replacing(LAST_RANK, f"{LAST_RANK}enp6eg== 256\n", RANKS),
+        "error",
+        RANKS,
+        "are 513, and the model has 512",
+    ),
     (fewer_ranks, "error", RANKS, "are 511, and the model has 512"),
     (without_gaps, "error", CONFIG, "which is reserved in the model (18 tokens in all)"),
-    (replacing("<|im_middle|>", "<|im_center|>", CONFIG), "error", CONFIG, "273, which is <|im_middle|> in the model"),
-    (replacing("</think>", "<|end_of_thought|>", CONFIG), "error", CONFIG, "279, which is </think> in the model"),
-    (replacing('"<think>"', '"</think>"', CONFIG), "error", CONFIG, "278, which is <think> in the model"),
-    (replacing('"eos_token": "[EOS]"', '"eos_token": "[PAD]"', CONFIG), "error", CONFIG, "eos_token is [PAD]"),
+    (
+        replacing("<|im_middle|>", "<|im_center|>", CONFIG),
+        "error",
+        CONFIG,
+        "273, which is <|im_middle|> in the model",
+    ),
+    (
+        replacing("</think>", "<|end_of_thought|>", CONFIG),
+        "error",
+        CONFIG,
+        "279, which is </think> in the model",
+    ),
+    (
+        replacing('"<think>"', '"</think>"', CONFIG),
+        "error",
+        CONFIG,
+        "278, which is <think> in the model",
+    ),
+    (
+        replacing('"eos_token": "[EOS]"', '"eos_token": "[PAD]"', CONFIG),
+        "error",
+        CONFIG,
+        "eos_token is [PAD]",
+    ),
     (fast, "error", "tokenizer.json", "<|im_middle|> is token 272, which is reserved in the model"),
-    (added, "error", "added_tokens.json", "<think> is token 277, which is <|media_pad|> in the model"),
+    (
+        added,
+        "error",
+        "added_tokens.json",
+        "<think> is token 277, which is <|media_pad|> in the model",
+    ),
     (generation, "error", "generation_config.json", "eos_token_id is 259, and [EOS] or <|im_end|>"),
     (llama, "error", TEMPLATE, "the family's marks"),
     (replacing("<|im_middle|>", "\n"), "error", TEMPLATE, "the family's marks"),
     (replacing("<|im_end|>\n{%- endfor -%}", "{%- endfor -%}"), "error", TEMPLATE, "marks"),
     (replacing("tools | tojson", "''"), "warning", TEMPLATE, "the tools of a request"),
-    (replacing("'## Return of ' ~ message.tool_call_id ~ '\\n'", "'' if 0"), "warning", TEMPLATE, "tool calls"),
+    (
+        replacing("'## Return of ' ~ message.tool_call_id ~ '\\n'", "'' if 0"),
+        "warning",
+        TEMPLATE,
+        "tool calls",
+    ),
     (replacing("message.reasoning_content or ''", "''"), "warning", TEMPLATE, "another form"),
     (replacing("<think>", "<|think|>"), "error", TEMPLATE, "answers between"),
-    (replacing("thinking -%}<think>", "thinking -%}<|im_end|>"), "error", TEMPLATE, "the turn of the answer"),
+    (
+        replacing("thinking -%}<think>", "thinking -%}<|im_end|>"),
+        "error",
+        TEMPLATE,
+        "the turn of the answer",
+    ),
     (replacing("{%- endif -%}", "{%- end -%}"), "error", TEMPLATE, "innermost block"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("spoil", "severity", "where", "says"), FAULTS)

@@ -1,4 +1,6 @@
-"""How the matrix of options is looked at: one run of a command in this process, and everything that it left to see."""
+"""How the matrix of options is looked at: one run of a command in this process, and everything that
+it left to see.
+"""
 
 import hashlib
 import json
@@ -21,8 +23,10 @@ CLOCK = re.compile(rf'"({"|".join(MEASURED)})": ("[^"]*"|[\d.]+)')
 
 @dataclass(frozen=True)
 class Effect:
-    """Words that show that an option is honoured: added to `base`, or to the situation's, they change what is seen; so
-    does the whole line `instead`, for what every line has. `before` prepares the place of output for both runs."""
+    """Words that show that an option is honoured: added to `base`, or to the situation's, they
+    change what is seen; so does the whole line `instead`, for what every line has. `before`
+    prepares the place of output for both runs.
+    """
 
     words: tuple[str, ...] = ()
     base: tuple[str, ...] | None = None
@@ -34,8 +38,12 @@ class Effect:
 
 @dataclass(frozen=True)
 class Situation:
-    """One mode of a command. `base` selects it and works; `cheap` selects it and ends soon after the options are read
-    (default: base). Words may hold {target}, {head}, {out} (a path made anew for each run), {url} ..."""
+    """One mode of a command.
+
+    `base` selects it and works; `cheap` selects it and ends soon after the options are read
+    (default: base). Words may hold {target}, {head}, {out} (a path made anew for each run), {url}
+    ...
+    """
 
     base: tuple[str, ...]
     effects: Mapping[str, Effect]
@@ -65,15 +73,22 @@ def slowly(table: dict[str, Effect]) -> dict[str, Effect]:
 def conversations(questions: list[str]) -> list[dict[str, Any]]:
     """A row of training data for each question."""
     return [
-        {"conversation_id": str(number), "conversations": [
-            {"role": "user", "content": question}, {"role": "assistant", "content": f"{question} indeed"}
-        ]}
+        {
+            "conversation_id": str(number),
+            "conversations": [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": f"{question} indeed"},
+            ],
+        }
         for number, question in enumerate(questions)
-    ]  # fmt: skip
+    ]
 
 
 class Recorder(LocalServer):
-    """An OpenAI-compatible server that keeps every request: path, key and body. Its answers follow from the prompt."""
+    """An OpenAI-compatible server that keeps every request: path, key and body.
+
+    Its answers follow from the prompt.
+    """
 
     request_queue_size = 128  # a check asks 32 at once; the default of 5 resets some of them
 
@@ -150,7 +165,9 @@ def scored(text: str) -> dict[str, Any]:
 
 
 def streamed(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The chunks of a stream: a word each, or, with `drafts` in --extra-body, a step of three words."""
+    """The chunks of a stream: a word each, or, with `drafts` in --extra-body, a step of three
+    words.
+    """
     words, drafts, usage = answer_to(body), body.get("drafts"), usage_of(body)
     end: dict[str, Any] = {"finish_reason": "stop", "delta": {}}
     if drafts:
@@ -167,7 +184,9 @@ def streamed(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 @dataclass
 class Stage:
-    """Where the runs happen: the places that words name, the recording server, and records that were handed on."""
+    """Where the runs happen: the places that words name, the recording server, and records that
+    were handed on.
+    """
 
     places: dict[str, str]
     out: Path
@@ -187,7 +206,9 @@ class Stage:
         floats: bool,
         **environment: str,
     ) -> dict[str, Any]:
-        """One run from a clean place, and all that it left, without what a clock or a memory meter decides."""
+        """One run from a clean place, and all that it left, without what a clock or a memory meter
+        decides.
+        """
         shutil.rmtree(self.out.parent, ignore_errors=True)
         self.out.parent.mkdir(parents=True)
         if before is not None:

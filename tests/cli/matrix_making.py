@@ -1,4 +1,6 @@
-"""The rows of the matrix for the commands that make, train and measure: one effect of every option in every mode."""
+"""The rows of the matrix for the commands that make, train and measure: one effect of every option
+in every mode.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -105,9 +107,15 @@ CHECKED = effects(
 )
 LOOK = effects("--hashes --json")
 MAKING: dict[str, dict[str, Situation]] = {
-    "explain": {"": Situation(("explain", "TS-PAIR-WIDTH"), effects(
-        code=Effect(instead=("explain", "TS-PAIR-VOCAB")), json_="--json",
-    ))},
+    "explain": {
+        "": Situation(
+            ("explain", "TS-PAIR-WIDTH"),
+            effects(
+                code=Effect(instead=("explain", "TS-PAIR-VOCAB")),
+                json_="--json",
+            ),
+        )
+    },
     "doctor": {"": Situation(("doctor",), effects(json_="--json"))},
     "demo": {
         "": Situation(
@@ -122,21 +130,24 @@ MAKING: dict[str, dict[str, Situation]] = {
     "inspect": {
         "`inspect TARGET`": Situation(
             line("inspect {target}"),
-            LOOK | effects(
+            LOOK
+            | effects(
                 path=Effect(instead=line("inspect {other}")),
                 sample=Effect(line("--sample 0"), base=line("inspect {hidden}")),
             ),
         ),
         "`inspect HEAD`": Situation(
             line("inspect {head}"),
-            LOOK | effects(
+            LOOK
+            | effects(
                 path=Effect(instead=line("inspect {mla}")),
                 sample=Effect(line("--sample 0"), base=line("inspect {broken}")),
             ),
         ),
         "`inspect HEAD --against ...`": Situation(
             line("inspect {head} --against {target}"),
-            LOOK | effects(
+            LOOK
+            | effects(
                 path=Effect(instead=line("inspect {mla} --against {target}")),
                 against=Effect(instead=line("inspect {head} --against {wide}")),
                 sample=Effect(line("--sample 0"), base=line("inspect {broken} --against {target}")),
@@ -144,7 +155,8 @@ MAKING: dict[str, dict[str, Situation]] = {
         ),
         "`inspect TARGET --against SOURCE`": Situation(
             line("inspect {nvfp4} --against {target}"),
-            LOOK | effects(
+            LOOK
+            | effects(
                 path=Effect(instead=line("inspect {other} --against {target}")),
                 against=Effect(instead=line("inspect {nvfp4} --against {other}")),
                 sample="--sample 3",
@@ -163,9 +175,14 @@ MAKING: dict[str, dict[str, Situation]] = {
                 data=Effect(instead=line("calibrate {target} {answers} -o {out} --dry-run")),
                 output=Effect(instead=line("calibrate {target} {data} -o {out}-2 --dry-run")),
                 dtype=f"--dtype {UNUSUAL_DTYPE}",
-                dry_run=Effect(line("--dry-run"), base=line("calibrate {target} {data} -o {out}"), slow=True),
-                restart=Effect(line("--restart"), base=line("calibrate {target} {data} -o {out} --dry-run --json"),
-                               before=journal(".{out}.calibrate/.trtspec-calibrate.jsonl")),
+                dry_run=Effect(
+                    line("--dry-run"), base=line("calibrate {target} {data} -o {out}"), slow=True
+                ),
+                restart=Effect(
+                    line("--restart"),
+                    base=line("calibrate {target} {data} -o {out} --dry-run --json"),
+                    before=journal(".{out}.calibrate/.trtspec-calibrate.jsonl"),
+                ),
                 force=Effect(line("--force"), before=a_file),
             ),
         )
@@ -176,16 +193,29 @@ MAKING: dict[str, dict[str, Situation]] = {
             effects(
                 "--base-url {url}/v2 --model other --api-key secret --concurrency 1 --samples 2 --max-tokens 4 "
                 "--temperature 0.5 --top-p 0.5 --shard 0/2 --dry-run --json",
-                prompts=Effect(instead=line("synthesize {answers} -o {out} --base-url {url}/v1 --samples 3")),
-                output=Effect(instead=line("synthesize {prompts} -o {out}-2 --base-url {url}/v1 --samples 3")),
-                split=Effect(line("--split test"), base=line("synthesize nobody/no-such-set -o {out}"), slow=True),
+                prompts=Effect(
+                    instead=line("synthesize {answers} -o {out} --base-url {url}/v1 --samples 3")
+                ),
+                output=Effect(
+                    instead=line("synthesize {prompts} -o {out}-2 --base-url {url}/v1 --samples 3")
+                ),
+                split=Effect(
+                    line("--split test"),
+                    base=line("synthesize nobody/no-such-set -o {out}"),
+                    slow=True,
+                ),
                 extra_body=Effect(instead=(*ASKED, "--extra-body", '{{"top_k": 3}}')),
                 timeout=Effect(line("--timeout 5"), base=(*SYNTHESIZE, "--dry-run")),
                 wait_ready=Effect(
-                    line("--wait-ready 0.1"), base=line("synthesize {prompts} -o {out} --base-url {nowhere}"), slow=True
+                    line("--wait-ready 0.1"),
+                    base=line("synthesize {prompts} -o {out} --base-url {nowhere}"),
+                    slow=True,
                 ),
-                restart=Effect(line("--restart"), base=(*SYNTHESIZE, "--dry-run"),
-                               before=journal(".{out}.synthesize/.trtspec-synthesize.jsonl")),
+                restart=Effect(
+                    line("--restart"),
+                    base=(*SYNTHESIZE, "--dry-run"),
+                    before=journal(".{out}.synthesize/.trtspec-synthesize.jsonl"),
+                ),
                 force=Effect(line("--force"), before=a_file),
             ),
         )
@@ -194,11 +224,15 @@ MAKING: dict[str, dict[str, Situation]] = {
         "--dry-run": Situation(
             (*TRAIN, *DRY),
             train_effects(
-                *DRY, features="--features stream", gpu="--gpu h200",
+                *DRY,
+                features="--features stream",
+                gpu="--gpu h200",
                 json_=Effect(line("--json"), base=(*TRAIN, "--dry-run")),
             ),
         ),
-        "a training run": Situation(TRAIN, train_effects(features="--features memory", json_="--json")),
+        "a training run": Situation(
+            TRAIN, train_effects(features="--features memory", json_="--json")
+        ),
         "--features stream or URL": Situation(
             (*TRAIN, "--features", "stream"),
             {
@@ -219,7 +253,8 @@ MAKING: dict[str, dict[str, Situation]] = {
                 output=Effect(instead=line("convert {head} -o {out}-2 --to vllm")),
                 from_="--from speculators",
                 embed_tokens=Effect(
-                    line("--embed-tokens target"), base=line("convert {head} -o {out} --to vllm --target {target}")
+                    line("--embed-tokens target"),
+                    base=line("convert {head} -o {out} --to vllm --target {target}"),
                 ),
                 force=Effect(line("--force"), before=left_by("convert")),
             ),
@@ -232,18 +267,24 @@ MAKING: dict[str, dict[str, Situation]] = {
                 "--output {out} --dataset {data} --samples 4 --concurrency 2 --max-tokens 4 --temperature 0.5 "
                 "--seed 9 --against-url plain={url} --compare {results} --model other --thinking off --warmup 3 "
                 "--system Short --recorded-times --json",
-                url=Effect(instead=line("bench {nowhere} --samples 2 --concurrency 1 --max-tokens 8")),
+                url=Effect(
+                    instead=line("bench {nowhere} --samples 2 --concurrency 1 --max-tokens 8")
+                ),
                 rounds=Effect(line("--rounds 2"), base=(*BENCH, "--json")),
                 extra_body=Effect(("--extra-body", '{{"top_k": 3}}')),
                 card=Effect(
-                    line("--card nvidia/Kimi-K2.5-Eagle3"), base=(*BENCH, "--dataset", "mt-bench={data}", "--json")
+                    line("--card nvidia/Kimi-K2.5-Eagle3"),
+                    base=(*BENCH, "--dataset", "mt-bench={data}", "--json"),
                 ),
                 rate=Effect(line("--rate 50"), base=line("bench {url} --samples 2 --max-tokens 8")),
-                max_regression=Effect(line("--max-regression 0.05"), base=(*BENCH, "--compare", "{drafted}")),
+                max_regression=Effect(
+                    line("--max-regression 0.05"), base=(*BENCH, "--compare", "{drafted}")
+                ),
                 choose_draft=Effect(line("--choose-draft"), base=DRAFTING),
                 timeout=Effect(line("--timeout 0.2"), base=SLOWLY),
                 wait_ready=Effect(
-                    line("--wait-ready 0.1"), base=line("bench {nowhere} --samples 2 --concurrency 1 --max-tokens 8")
+                    line("--wait-ready 0.1"),
+                    base=line("bench {nowhere} --samples 2 --concurrency 1 --max-tokens 8"),
                 ),
                 resume=Effect(line("--resume"), base=(*BENCH, "-o", "{out}"), before=begun),
                 force=Effect(line("--force"), base=(*BENCH, "-o", "{out}"), before=begun),
@@ -254,10 +295,13 @@ MAKING: dict[str, dict[str, Situation]] = {
     "check": {
         "`check` without --score": Situation(
             CHECK,
-            CHECKED | effects(
+            CHECKED
+            | effects(
                 "--against {url} --dataset {data} --samples 1 --max-tokens 9 --context-tokens 40",
                 url=Effect(instead=line("check {nowhere} --tokenizer kimi-nano")),
-                wait_ready=Effect(line("--wait-ready 0.1"), base=line("check {nowhere} --tokenizer kimi-nano")),
+                wait_ready=Effect(
+                    line("--wait-ready 0.1"), base=line("check {nowhere} --tokenizer kimi-nano")
+                ),
                 exact=Effect(line("--exact"), base=(*CHECK, "--against", "{url}")),
                 force=Effect(line("--force"), base=(*CHECK, "--record", "{out}"), before=a_file),
             ),
@@ -265,17 +309,26 @@ MAKING: dict[str, dict[str, Situation]] = {
         ),
         "--score": Situation(
             SCORED,
-            slowly(CHECKED | effects(
-                "--concurrency 1 --exact",
-                force=Effect(line("--force"), base=(*SCORED, "--record", "{out}"), before=a_file),
-            )) | effects(
+            slowly(
+                CHECKED
+                | effects(
+                    "--concurrency 1 --exact",
+                    force=Effect(
+                        line("--force"), base=(*SCORED, "--record", "{out}"), before=a_file
+                    ),
+                )
+            )
+            | effects(
                 "--score {shorter}",
-                url=Effect(instead=line("check {nowhere} --score {recording} --tokenizer kimi-nano")),
+                url=Effect(
+                    instead=line("check {nowhere} --score {recording} --tokenizer kimi-nano")
+                ),
                 wait_ready=Effect(
-                    line("--wait-ready 0.1"), base=line("check {nowhere} --score {recording} --tokenizer kimi-nano")
+                    line("--wait-ready 0.1"),
+                    base=line("check {nowhere} --score {recording} --tokenizer kimi-nano"),
                 ),
             ),
             cheap=line("check {nowhere} --score {recording}"),
         ),
     },
-}  # fmt: skip
+}

@@ -1,4 +1,6 @@
-"""The rows of the matrix for the commands around an engine: one effect of every option in every mode."""
+"""The rows of the matrix for the commands around an engine: one effect of every option in every
+mode.
+"""
 
 import json
 from dataclasses import replace
@@ -121,7 +123,9 @@ SERVING: dict[str, dict[str, Situation]] = {
                 "--head {mla} --output {out}.2 --backend vllm --gpu b300 --gpus 8 --draft-len 5 "
                 "--dataset {questions} --samples 4 --max-tokens 32 --concurrency 2 --accept-unmeasured sampled "
                 "--port 8999 --launches 2 --startup-timeout 5 --dry-run --json",
-                target=Effect(instead=line("prove {other} --head {head} --backend reference -o {out}")),
+                target=Effect(
+                    instead=line("prove {other} --head {head} --backend reference -o {out}")
+                ),
                 passed=Effect(line("-- --dtype float32")),
                 card=Effect(line("--card"), base=PUBLISHED),
                 thinking=Effect(line("--thinking off"), base=PUBLISHED),
@@ -134,7 +138,9 @@ SERVING: dict[str, dict[str, Situation]] = {
             ONCE,
             effects(
                 "--baseline {out}.2 --max-drop 0.05 --min-steps 2000 --json",
-                url=Effect(instead=("watch", "{nowhere}", *ONCE[2:], "--json"), base=(*ONCE, "--json")),
+                url=Effect(
+                    instead=("watch", "{nowhere}", *ONCE[2:], "--json"), base=(*ONCE, "--json")
+                ),
             ),
             before=accepting,
         ),
@@ -147,10 +153,10 @@ SERVING: dict[str, dict[str, Situation]] = {
         ),
     },
     "plan": {
-        "a plan with a head": Situation(
-            PLAN, SIZED | effects("--acceptance 2.6@3 --max-draft 2")
+        "a plan with a head": Situation(PLAN, SIZED | effects("--acceptance 2.6@3 --max-draft 2")),
+        "a plan without a head": Situation(
+            ("plan", TARGET), SIZED | effects(head=f"--head {HEAD}")
         ),
-        "a plan without a head": Situation(("plan", TARGET), SIZED | effects(head=f"--head {HEAD}")),
     },
     "lint": {
         "an engine file of TensorRT-LLM": Situation(
@@ -158,57 +164,86 @@ SERVING: dict[str, dict[str, Situation]] = {
             effects(
                 "--trtllm-version 1.2.1 --target nvidia/Kimi-K2.5-NVFP4 --installed --diff --strict --json",
                 files=Effect(instead=line("lint {recipe} --trtllm-version 1.3.0rc20")),
-                head=Effect(line("--head nvidia/Kimi-K2.6-Eagle3"), base=(*LINT, "--target", TARGET)),
+                head=Effect(
+                    line("--head nvidia/Kimi-K2.6-Eagle3"), base=(*LINT, "--target", TARGET)
+                ),
                 gpu=Effect(line("--gpu h100"), base=(*LINT, "--target", TARGET)),
-                fix=Effect(line("--fix"), base=line("lint {out} --trtllm-version 1.3.0rc20"), before=an_engine_file),
+                fix=Effect(
+                    line("--fix"),
+                    base=line("lint {out} --trtllm-version 1.3.0rc20"),
+                    before=an_engine_file,
+                ),
             ),
         )
     },
     "serve": {
         "the TensorRT-LLM engine": Situation(
             ENGINE,
-            TIMES | ADDRESS | SIZES | effects(
+            TIMES
+            | ADDRESS
+            | SIZES
+            | effects(
                 "--config {engine} --trtllm-version 1.2.1 --goal throughput --tp-size 8 --trust-remote-code "
                 "--launcher lws --role context",
-                target=Effect(instead=line("serve nvidia/Kimi-K2.6-NVFP4 --dry-run --trtllm-version 1.3.0rc20")),
+                target=Effect(
+                    instead=line(
+                        "serve nvidia/Kimi-K2.6-NVFP4 --dry-run --trtllm-version 1.3.0rc20"
+                    )
+                ),
                 passed=Effect(line("-- --log_level info")),
                 head=f"--head {HEAD}",
                 draft_len=Effect(line("--draft-len 2"), base=(*ENGINE, "--head", HEAD)),
                 nodes=Effect(line("--nodes 2"), base=PODS),
                 gpus_per_node=Effect(line("--gpus-per-node 1"), base=PODS),
                 launcher_args=Effect(("--launcher-args=--mem=0",), base=PODS),
-                dry_run=Effect(line("--dry-run"), base=("serve", TARGET, "--trtllm-version", "1.3.0rc20")),
+                dry_run=Effect(
+                    line("--dry-run"), base=("serve", TARGET, "--trtllm-version", "1.3.0rc20")
+                ),
             ),
         ),
         "the front of a disaggregated deployment": Situation(
             FORWARD,
-            TIMES | effects(
-                target=Effect(instead=line("serve nvidia/Kimi-K2.6-NVFP4 --disaggregated {front} --dry-run")),
-                disaggregated=Effect(instead=("serve", TARGET, *line("--disaggregated {engine} --dry-run"))),
+            TIMES
+            | effects(
+                target=Effect(
+                    instead=line("serve nvidia/Kimi-K2.6-NVFP4 --disaggregated {front} --dry-run")
+                ),
+                disaggregated=Effect(
+                    instead=("serve", TARGET, *line("--disaggregated {engine} --dry-run"))
+                ),
                 json_="--json",
             ),
         ),
         "vLLM": Situation(
             VLLM,
-            TIMES | ADDRESS | SIZES | effects(
+            TIMES
+            | ADDRESS
+            | SIZES
+            | effects(
                 "--vllm-version 0.17.0 --dtype float32 --tp-size 4 --trust-remote-code",
                 target=Effect(instead=("serve", "nvidia/Kimi-K2.6-NVFP4", *VLLM[2:])),
                 passed=Effect(line("-- --enforce-eager")),
                 head=f"--head {MLA}",
                 config=Effect(line("--config {out}.yml"), before=a_vllm_file),
                 draft_len=Effect(line("--draft-len 2"), base=(*VLLM, "--head", MLA)),
-                draft_sampling=Effect(line("--draft-sampling probabilistic"), base=(*VLLM, "--head", MLA)),
+                draft_sampling=Effect(
+                    line("--draft-sampling probabilistic"), base=(*VLLM, "--head", MLA)
+                ),
                 api_key=Effect(line("--api-key sesame"), base=(*VLLM, "--json")),
                 dry_run=Effect(line("--dry-run"), base=VLLM[:-1]),
             ),
         ),
         "the reference backend": Situation(
             REFERENCE,
-            ADDRESS | SIZES | effects(
+            ADDRESS
+            | SIZES
+            | effects(
                 "--head {head} --dtype float32 --device cuda --prefix-cache-mib 7 --max-queue 7 --api-key sesame",
                 target=Effect(instead=line("serve {other} --backend reference --dry-run")),
                 draft_len=Effect(line("--draft-len 2"), base=(*REFERENCE, "--head", "{head}")),
-                draft_sampling=Effect(line("--draft-sampling probabilistic"), base=(*REFERENCE, "--head", "{head}")),
+                draft_sampling=Effect(
+                    line("--draft-sampling probabilistic"), base=(*REFERENCE, "--head", "{head}")
+                ),
                 dry_run=Effect(instead=line("serve {target} --backend reference")),
             ),
         ),
@@ -216,7 +251,10 @@ SERVING: dict[str, dict[str, Situation]] = {
     "build-config": {
         "a server": Situation(SERVER, intent(SERVER, output="--output {out}")),
         "--format helm-values": Situation(
-            CHART, intent(CHART, output="--output {out}", quantize_from="--quantize-from moonshotai/Kimi-K2.6")
+            CHART,
+            intent(
+                CHART, output="--output {out}", quantize_from="--quantize-from moonshotai/Kimi-K2.6"
+            ),
         ),
         "--role front": Situation(
             FRONT,
@@ -233,14 +271,19 @@ SERVING: dict[str, dict[str, Situation]] = {
         "--disaggregated": Situation(
             PARTS,
             intent(
-                PARTS, to="--disaggregated {out}", before=journal("{out}/front.yml"),
-                context_urls="--context-url c:1", generation_urls="--generation-url d:1",
+                PARTS,
+                to="--disaggregated {out}",
+                before=journal("{out}/front.yml"),
+                context_urls="--context-url c:1",
+                generation_urls="--generation-url d:1",
             ),
         ),
         "--disaggregated for the chart": Situation(
             CHART_PARTS,
             intent(
-                CHART_PARTS, to="--disaggregated {out}", before=journal("{out}/values.yaml"),
+                CHART_PARTS,
+                to="--disaggregated {out}",
+                before=journal("{out}/values.yaml"),
                 quantize_from="--quantize-from moonshotai/Kimi-K2.6",
             ),
         ),
@@ -250,9 +293,11 @@ SERVING: dict[str, dict[str, Situation]] = {
         "--disaggregated for Dynamo": Situation(
             DYNAMO_PARTS,
             intent(
-                DYNAMO_PARTS, to="--disaggregated {out}", before=journal("{out}/dynamo.yml"),
+                DYNAMO_PARTS,
+                to="--disaggregated {out}",
+                before=journal("{out}/dynamo.yml"),
                 image="--image registry/engine:1",
             ),
         ),
     },
-}  # fmt: skip
+}

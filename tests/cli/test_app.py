@@ -12,9 +12,24 @@ from trtspec import errors
 from trtspec.cli import app as application
 
 COMMANDS = (
-    "demo", "doctor", "inspect", "explain", "quantize", "calibrate", "synthesize", "train", "convert", "plan",
-    "build-config", "lint", "serve", "bench", "check", "prove", "watch",
-)  # fmt: skip
+    "demo",
+    "doctor",
+    "inspect",
+    "explain",
+    "quantize",
+    "calibrate",
+    "synthesize",
+    "train",
+    "convert",
+    "plan",
+    "build-config",
+    "lint",
+    "serve",
+    "bench",
+    "check",
+    "prove",
+    "watch",
+)
 
 
 def test_help_lists_every_command() -> None:
@@ -83,14 +98,38 @@ def failing(monkeypatch: pytest.MonkeyPatch, failure: BaseException, *words: str
 
 
 FAILURES: tuple[tuple[BaseException, int, str, str], ...] = (
-    (errors.UsageError("it is wrong", "run that"), 2, "TS-ERROR-USAGE", "Usage error: it is wrong\n-> run that\n"),
-    (errors.CheckFailed("3 of 5 checks failed"), 3, "TS-ERROR-CHECK", "Check failed: 3 of 5 checks failed"),
-    (ModuleNotFoundError("no torch", name="torch.nn"), 4, "TS-ERROR-MISSING", "Missing: this command needs torch"),
+    (
+        errors.UsageError("it is wrong", "run that"),
+        2,
+        "TS-ERROR-USAGE",
+        "Usage error: it is wrong\n-> run that\n",
+    ),
+    (
+        errors.CheckFailed("3 of 5 checks failed"),
+        3,
+        "TS-ERROR-CHECK",
+        "Check failed: 3 of 5 checks failed",
+    ),
+    (
+        ModuleNotFoundError("no torch", name="torch.nn"),
+        4,
+        "TS-ERROR-MISSING",
+        "Missing: this command needs torch",
+    ),
     (KeyboardInterrupt(), 130, "TS-ERROR-INTERRUPTED", "Interrupted: stopped by Ctrl-C"),
-    (ZeroDivisionError("division by zero"), 1, "TS-ERROR-UNEXPECTED",
-     "unexpected ZeroDivisionError: division by zero\n-> set TRTSPEC_DEBUG=1"),
-    (errors.TrtspecError("TS-DATA-ROW data.jsonl:3: not a JSON object"), 1, "TS-DATA-ROW", "Error: TS-DATA-ROW data"),
-)  # fmt: skip
+    (
+        ZeroDivisionError("division by zero"),
+        1,
+        "TS-ERROR-UNEXPECTED",
+        "unexpected ZeroDivisionError: division by zero\n-> set TRTSPEC_DEBUG=1",
+    ),
+    (
+        errors.TrtspecError("TS-DATA-ROW data.jsonl:3: not a JSON object"),
+        1,
+        "TS-DATA-ROW",
+        "Error: TS-DATA-ROW data",
+    ),
+)
 
 
 @pytest.mark.parametrize(("failure", "status", "code", "says"), FAILURES)

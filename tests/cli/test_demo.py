@@ -1,4 +1,6 @@
-"""The demo: only its own directory is emptied, its question can be read, and the whole chain runs through."""
+"""The demo: only its own directory is emptied, its question can be read, and the whole chain runs
+through.
+"""
 
 import contextlib
 import random
@@ -43,7 +45,9 @@ def test_only_a_demo_directory_is_ever_emptied(tmp_path: Path) -> None:
 
 
 def lasting_ports() -> int:
-    """The first of the demo's ports, none of which the system gives to an outgoing connection minutes later."""
+    """The first of the demo's ports, none of which the system gives to an outgoing connection
+    minutes later.
+    """
     for first in range(20000 + random.randrange(5000), 32000, 2):
         with contextlib.suppress(TrtspecError):
             require_free_ports(first, 2)

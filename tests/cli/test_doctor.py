@@ -79,8 +79,9 @@ def test_a_wrong_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_fits_a_terminal_of_80_columns_and_names_what_is_missing(tmp_path: Path) -> None:
-    """Without a GPU and without engines on PATH: no line of the table is longer than the terminal, and the remedies are
-    whole lines below it."""
+    """Without a GPU and without engines on PATH: no line of the table is longer than the terminal,
+    and the remedies are whole lines below it.
+    """
     empty = str(tmp_path)
     done = succeeded("doctor", PATH=empty, COLUMNS="80", FORCE_COLOR="1", TERM="dumb")
     table, _, remedies = done.stdout.partition("\nfor ")

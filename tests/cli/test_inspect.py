@@ -8,8 +8,16 @@ from tests.command_line import Done, problem_codes, trtspec
 from tests.tiny import make_head, make_target
 
 TARGET_KEYS = {
-    "kind", "family", "model_type", "architecture", "format", "parameters", "bytes", "shards", "problems",
-}  # fmt: skip
+    "kind",
+    "family",
+    "model_type",
+    "architecture",
+    "format",
+    "parameters",
+    "bytes",
+    "shards",
+    "problems",
+}
 HEAD_KEYS = TARGET_KEYS | {"eagle", "attention", "dialect", "aux_layers", "draft_vocab_size"}
 
 

@@ -1,4 +1,6 @@
-"""`trtspec lint` as a command: excerpts, several files, --strict, --fix and --diff, --json on failure too."""
+"""`trtspec lint` as a command: excerpts, several files, --strict, --fix and --diff, --json on
+failure too.
+"""
 
 import io
 import os
@@ -157,7 +159,7 @@ MALFORMED = {
     "odd values": "speculative_config: !!set {a, b}\nmoe_config: !!omap [{a: 1}]\nkv_cache_config: 2001-01-01\n",
     "long names": f"moe_config: {{load_balancer: {LONG}}}\nspeculative_config: {{speculative_model_dir: {LONG}}}\n",
     "a first line that is cut off": "# TensorRT-LLM 1.4.0rc1: trtspec build-config 'x\nstream_interval: 2\n",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("text", MALFORMED.values(), ids=MALFORMED.keys())

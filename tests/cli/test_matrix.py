@@ -1,5 +1,7 @@
-"""Every option of every command in every mode is honoured, seen in what the run leaves, or refused by its flag; every
-environment variable works or is noted. The table is complete by test: an option without a row fails."""
+"""Every option of every command in every mode is honoured, seen in what the run leaves, or refused
+by its flag; every environment variable works or is noted. The table is complete by test: an option
+without a row fails.
+"""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -61,7 +63,8 @@ WATCHED = {"steps": 1000, "draft_tokens": 3000, "accepted_tokens": 1350}
 
 
 CLOCKS = ("timeout", "wait_ready", "concurrency")  # whose effect a clock or an overlap shows
-# an option that has a row in a situation is honoured there, and every other option of the command is refused
+# an option that has a row in a situation is honoured there, and every other option of the command
+# is refused
 USED = [
     pytest.param(
         command,
@@ -102,9 +105,11 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     rows = [f"what is {colour}" for colour in colours.split()]
     asked = [{"prompt": f"why {number}", "id": number} for number in range(24)]
     lines = {
-        "data": conversations(rows), "answers": conversations(rows[:6]), "prompts": [{"prompt": row} for row in rows],
+        "data": conversations(rows),
+        "answers": conversations(rows[:6]),
+        "prompts": [{"prompt": row} for row in rows],
         "questions": asked,
-    }  # fmt: skip
+    }
     places |= {name: write_lines(room / f"{name}.jsonl", rows) for name, rows in lines.items()}
     places |= {name: room / name for name in ("recipe.yaml", "engine.yml", "front.yml")}
     places = {Path(name).stem: path for name, path in places.items()}
@@ -141,7 +146,9 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 
 def drafting(results: dict[str, Any]) -> dict[str, Any]:
-    """Results as of a server with three drafts: each step accepts one of them, and its answers took a while."""
+    """Results as of a server with three drafts: each step accepts one of them, and its answers took
+    a while.
+    """
     told = dict.fromkeys(("turns", "questions"), 2) | dict.fromkeys(("steps", "accepted"), 100)
     told |= {"tokens": 200, "drafted": 300, "acceptance_length": 2.0}
     told |= {"histogram": [0, 100, 0, 0], "cumulative": [1.0, 0.0, 0.0]}
@@ -332,10 +339,23 @@ def test_every_variable_sets_what_its_flag_sets(
 
 def required(command: str, stage: Stage, besides: str) -> list[str]:
     """The words that every line of the command needs."""
-    words = {"quantize": "{target} -o x", "calibrate": "{target} {data} -o x", "synthesize": "{prompts} -o x",
-             "train": "{target} {data} -o x", "convert": "{head} -o x --to vllm", "bench": "{url}", "check": "{url}",
-             "explain": "TS-PAIR-WIDTH", "inspect": "{target}", "plan": "{target}", "build-config": "{target}",
-             "lint": "{engine}", "serve": "{target}", "prove": "{target} --head {head}", "watch": "{url}"}  # fmt: skip
+    words = {
+        "quantize": "{target} -o x",
+        "calibrate": "{target} {data} -o x",
+        "synthesize": "{prompts} -o x",
+        "train": "{target} {data} -o x",
+        "convert": "{head} -o x --to vllm",
+        "bench": "{url}",
+        "check": "{url}",
+        "explain": "TS-PAIR-WIDTH",
+        "inspect": "{target}",
+        "plan": "{target}",
+        "build-config": "{target}",
+        "lint": "{engine}",
+        "serve": "{target}",
+        "prove": "{target} --head {head}",
+        "watch": "{url}",
+    }
     found = stage.words(tuple(words.get(command, "").split()))
     if besides in found:
         del found[found.index(besides) : found.index(besides) + 2]

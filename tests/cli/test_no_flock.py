@@ -1,4 +1,6 @@
-"""Every command that resumes, on a file system without flock: it says what the lock is, and writes the same bytes."""
+"""Every command that resumes, on a file system without flock: it says what the lock is, and writes
+the same bytes.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""A journal holds answers of one server: after `kill -9`, a command refuses another one by name, and a second run."""
+"""A journal holds answers of one server: after `kill -9`, a command refuses another one by name,
+and a second run.
+"""
 
 import os
 import subprocess
@@ -10,7 +12,8 @@ from tests.cli.matrix import Recorder
 from tests.command_line import TRTSPEC, trtspec, wait_for
 from trtspec.checkpoint.writer import lock_file
 
-# command -> its words but for the URL, its journal, what starts over, and the beginning of a foreign record
+# command -> its words but for the URL, its journal, what starts over, and the beginning of a
+# foreign record
 COMMANDS = {
     "check": ("{url} --record {out}/r --tokenizer kimi-nano --samples 2 --context-tokens 8",
               "r.part", "remove", "exchange"),

@@ -1,4 +1,6 @@
-"""Addresses and keys as users mistype them: refused before anything is sent or written, and no secret is repeated."""
+"""Addresses and keys as users mistype them: refused before anything is sent or written, and no
+secret is repeated.
+"""
 
 import asyncio
 import json
@@ -18,10 +20,25 @@ from trtspec.heads.training.train_options import feature_source
 
 SECRET = "s3cr3t"
 WRONG = (
-    "http://host:abc", "http://[::1", "localhost:8000:9", "http://127.0.0.1:99999", "http://h:0", "ftp://h", "http://",
-    "http://a..b", f"http://{'a' * 70}", "http://ho st", "http://xn--", "/v1", f"http://user:{SECRET}@h:8000",
-    f"{SECRET}@h", f"http://u:{SECRET}/x@h", f"http://u:{SECRET}?@h", f"http://h/v1?key={SECRET}", f"http://h#{SECRET}",
-)  # fmt: skip
+    "http://host:abc",
+    "http://[::1",
+    "localhost:8000:9",
+    "http://127.0.0.1:99999",
+    "http://h:0",
+    "ftp://h",
+    "http://",
+    "http://a..b",
+    f"http://{'a' * 70}",
+    "http://ho st",
+    "http://xn--",
+    "/v1",
+    f"http://user:{SECRET}@h:8000",
+    f"{SECRET}@h",
+    f"http://u:{SECRET}/x@h",
+    f"http://u:{SECRET}?@h",
+    f"http://h/v1?key={SECRET}",
+    f"http://h#{SECRET}",
+)
 COMMANDS = table(__file__)
 
 
@@ -106,7 +123,9 @@ def test_what_is_taken() -> None:
     st.text(alphabet=st.sampled_from("aZ0:/.[]%-_é\x7f \t世ß\\"), max_size=40), st.text(max_size=30)
 )
 def test_what_is_taken_can_be_sent(address: str, key: str) -> None:
-    """Against the client and the name look-up themselves: whatever is not refused fails at worst to connect."""
+    """Against the client and the name look-up themselves: whatever is not refused fails at worst to
+    connect.
+    """
     try:
         url, headers = server_url(f"http://{address}"), bearer(key)
     except UsageError:

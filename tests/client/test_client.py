@@ -1,4 +1,6 @@
-"""The client against servers that break off, stay silent, close connections or answer something else."""
+"""The client against servers that break off, stay silent, close connections or answer something
+else.
+"""
 
 import asyncio
 import math
@@ -52,8 +54,9 @@ def test_an_answer_that_breaks_off_is_a_reason(answer: bytes) -> None:
 def test_a_connection_is_not_used_when_the_server_is_about_to_close_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A server that resets a connection over which a request comes after more than the time that clients keep one: what
-    uvicorn does at 5 s, without the luck that it takes to meet the moment."""
+    """A server that resets a connection over which a request comes after more than the time that
+    clients keep one: what uvicorn does at 5 s, without the luck that it takes to meet the moment.
+    """
     resets, model = [], b'{"data": [{"id": "m"}]}'
     monkeypatch.setattr(client, "KEPT_S", 0.2)
 
@@ -87,7 +90,10 @@ def test_a_connection_is_not_used_when_the_server_is_about_to_close_it(
 
 @pytest.mark.clock
 def test_waiting_for_a_silent_server_ends_in_time() -> None:
-    """It accepts connections and never answers, as some do while they load. Patience within a look would not end."""
+    """It accepts connections and never answers, as some do while they load.
+
+    Patience within a look would not end.
+    """
 
     async def waited() -> None:
         async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

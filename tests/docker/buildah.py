@@ -1,5 +1,6 @@
-"""Debian's buildah, and bases that stand in for the public ones: a Debian with Python, and on it, for each tag of the
-engine's image, the libraries that the release pins."""
+"""Debian's buildah, and bases that stand in for the public ones: a Debian with Python, and on it,
+for each tag of the engine's image, the libraries that the release pins.
+"""
 
 import json
 import os
@@ -119,7 +120,16 @@ def debian(scratch: Path) -> Path:
         return Path(ready)
     base = scratch / "base"
     subprocess.run(
-        ["debootstrap", "--variant=minbase", f"--include={INCLUDED}", "bookworm", str(base), debian_mirror()],
-        check=True, stdout=subprocess.DEVNULL, timeout=1800,
-    )  # fmt: skip
+        [
+            "debootstrap",
+            "--variant=minbase",
+            f"--include={INCLUDED}",
+            "bookworm",
+            str(base),
+            debian_mirror(),
+        ],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        timeout=1800,
+    )
     return base

@@ -1,4 +1,6 @@
-"""Renders the chart as `helm template` does; `python -m tests.docker.chart` writes the golden files again."""
+"""Renders the chart as `helm template` does; `python -m tests.docker.chart` writes the golden files
+again.
+"""
 
 import copy
 import dataclasses
@@ -107,7 +109,9 @@ def kind(values: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def golden(values: dict[str, Any]) -> str:
-    """All objects as text, but for what build-config and the scripts say: the files of /etc/trtspec and their hash."""
+    """All objects as text, but for what build-config and the scripts say: the files of /etc/trtspec
+    and their hash.
+    """
     texts = []
     for name, text in render(values).items():
         if name == "configmap.yaml":

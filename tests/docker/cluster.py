@@ -1,10 +1,12 @@
-"""A small cluster: places the pods of rendered objects by the rules that matter here, and runs them to a standstill.
+"""A small cluster: places the pods of rendered objects by the rules that matter here, and runs them
+to a standstill.
 
-Rules, as Kubernetes documents them: resource requests hold for the pod's life, taints and tolerations, node selectors,
-required pod affinity (the first pod of its kind may start anywhere) and anti-affinity by host, claims that bind with
-their first consumer, ReadWriteOnce as one node at a time, local volumes as that node for good. A pod that has its
-volume runs its init containers, then its containers. What a step of the chart waits for or writes are the files
-/models/.trtspec/*, read from the commands.
+Rules, as Kubernetes documents them: resource requests hold for the pod's life, taints and
+tolerations, node selectors, required pod affinity (the first pod of its kind may start anywhere)
+and anti-affinity by host, claims that bind with their first consumer, ReadWriteOnce as one node at
+a time, local volumes as that node for good. A pod that has its volume runs its init containers,
+then its containers. What a step of the chart waits for or writes are the files /models/.trtspec/*,
+read from the commands.
 """
 
 import itertools
@@ -88,7 +90,9 @@ def pods(objects: Iterable[dict[str, Any]]) -> list[Pod]:
 
 @dataclass
 class Cluster:
-    """`volume`: what a claim without ReadWriteMany is made of; `shared`: every claim is mounted everywhere."""
+    """`volume`: what a claim without ReadWriteMany is made of; `shared`: every claim is mounted
+    everywhere.
+    """
 
     nodes: list[Node]
     volume: Literal["network", "local"] = "network"
@@ -215,7 +219,9 @@ def terms(spec: dict[str, Any], kind: str) -> list[dict[str, Any]]:
 
 
 def orders(objects: Iterable[dict[str, Any]], most: int = 60) -> Iterator[list[Pod]]:
-    """Fresh pods in every order in which the scheduler may see them: all orders of a few, else a fixed sample."""
+    """Fresh pods in every order in which the scheduler may see them: all orders of a few, else a
+    fixed sample.
+    """
     listed = list(objects)
     count = len(pods(listed))
     few: Iterable[Iterable[int]] = itertools.permutations(range(count))

@@ -1,4 +1,6 @@
-"""The chart: rendered by Helm's own library, held against Kubernetes' schemas, and its engine file against lint."""
+"""The chart: rendered by Helm's own library, held against Kubernetes' schemas, and its engine file
+against lint.
+"""
 
 import dataclasses
 import functools
@@ -71,10 +73,16 @@ def test_scaling_one_part_restarts_no_other() -> None:
     values["disaggregated"]["context"]["replicas"] += 1
     before, after = objects(load(named("disaggregated"))), objects(values)
     checksums = [
-        {item["metadata"]["name"]: json.dumps(item["spec"]["template"]["metadata"]["annotations"]) for item in found
-         if "template" in item.get("spec", {}) and "annotations" in item["spec"]["template"]["metadata"]}
+        {
+            item["metadata"]["name"]: json.dumps(
+                item["spec"]["template"]["metadata"]["annotations"]
+            )
+            for item in found
+            if "template" in item.get("spec", {})
+            and "annotations" in item["spec"]["template"]["metadata"]
+        }
         for found in (before, after)
-    ]  # fmt: skip
+    ]
     changed = {name for name in checksums[0] if checksums[0][name] != checksums[1][name]}
     assert (
         len(checksums[0]) == 3
@@ -102,7 +110,9 @@ def test_helm_lint_and_the_values_schema_agree(path: Path) -> None:
 
 @functools.cache
 def custom_schema(kind: str) -> dict[str, Any] | None:
-    """Of a custom resource: ours, which has what the chart uses, or with TRTSPEC_CRDS=DIR the project's own."""
+    """Of a custom resource: ours, which has what the chart uses, or with TRTSPEC_CRDS=DIR the
+    project's own.
+    """
     if directory := os.environ.get("TRTSPEC_CRDS"):
         for path in Path(directory).glob("*.yaml"):
             resource = yaml.load(path.read_text(), Loader=LOADER)["spec"]
@@ -211,7 +221,9 @@ def container_grace(path: Path) -> int:
 
 
 def test_the_front_names_every_server_and_nothing_else(tmp_path: Path) -> None:
-    """Its file says what `build-config --role front` writes for these addresses; the addresses are those of pods."""
+    """Its file says what `build-config --role front` writes for these addresses; the addresses are
+    those of pods.
+    """
     for name, context in (("disaggregated", 3), ("disaggregated-nodes", 1)):
         found = objects_of(named(name))
         (config,) = (item for item in found if item["kind"] == "ConfigMap")

@@ -1,4 +1,6 @@
-"""The scripts of the chart, run: the leader of several nodes, the liveness probe, the drain before a stop."""
+"""The scripts of the chart, run: the leader of several nodes, the liveness probe, the drain before
+a stop.
+"""
 
 import os
 import socket
@@ -22,7 +24,9 @@ def test_scripts_parse(name: str) -> None:
 
 
 def test_the_leader_waits_for_its_workers_and_hands_on_what_belongs_to_all(tmp_path: Path) -> None:
-    """leader.sh for real, with an ssh that fails at first, and trtspec and mpirun that print what they are given."""
+    """leader.sh for real, with an ssh that fails at first, and trtspec and mpirun that print what
+    they are given.
+    """
     programs = tmp_path / "bin"
     once = f"[ -e {tmp_path}/tried ] || {{ touch {tmp_path}/tried; exit 1; }}"
     bodies = {"ssh": once, "sleep": "true", "mpirun": "true", "trtspec": 'printf "%s\\n" "$@"'}
@@ -30,10 +34,16 @@ def test_the_leader_waits_for_its_workers_and_hands_on_what_belongs_to_all(tmp_p
         program(programs / name, body)
     (tmp_path / "id_ed25519").write_text("key\n")
     environ = {
-        "PATH": f"{programs}:/usr/bin:/bin", "HOME": str(tmp_path), "TRTSPEC_SSH_KEYS": str(tmp_path),
-        "LWS_LEADER_ADDRESS": "kimi-0.kimi.serving", "LWS_GROUP_SIZE": "3", "PYTHONUNBUFFERED": "1",
-        "NCCL_DEBUG": "WARN", "HOSTNAME": "kimi-0", "KUBERNETES_SERVICE_HOST": "10.0.0.1",
-    }  # fmt: skip
+        "PATH": f"{programs}:/usr/bin:/bin",
+        "HOME": str(tmp_path),
+        "TRTSPEC_SSH_KEYS": str(tmp_path),
+        "LWS_LEADER_ADDRESS": "kimi-0.kimi.serving",
+        "LWS_GROUP_SIZE": "3",
+        "PYTHONUNBUFFERED": "1",
+        "NCCL_DEBUG": "WARN",
+        "HOSTNAME": "kimi-0",
+        "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    }
     command = [
         "bash",
         str(SCRIPTS / "leader.sh"),

@@ -1,5 +1,6 @@
-"""The CPU and the quantize image, really built and run: by Debian's buildah, over a Debian base that stands in for the
-public one."""
+"""The CPU and the quantize image, really built and run: by Debian's buildah, over a Debian base
+that stands in for the public one.
+"""
 
 import ast
 import contextlib

@@ -1,4 +1,6 @@
-"""Dockerfiles and compose files: linted, pinned, without root, and naming only files that are there."""
+"""Dockerfiles and compose files: linted, pinned, without root, and naming only files that are
+there.
+"""
 
 import re
 import shutil

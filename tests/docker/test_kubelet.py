@@ -1,7 +1,9 @@
-"""A kubelet in small runs the pods of a rendered server: real processes, a read-only root, their probes and preStop.
+"""A kubelet in small runs the pods of a rendered server: real processes, a read-only root, their
+probes and preStop.
 
-Engine and checkpoint are the stand-in and kimi-nano. Clients ask through a Service of the ready pods while the server
-is scaled out and upgraded: nothing is killed for a probe and no request is lost.
+Engine and checkpoint are the stand-in and kimi-nano. Clients ask through a Service of the ready
+pods while the server is scaled out and upgraded: nothing is killed for a probe and no request is
+lost.
 """
 
 import json
@@ -45,7 +47,8 @@ VALUES = {
     "cache": {"accessMode": "ReadWriteMany"},
     "update": {"strategy": "RollingUpdate", "maxSurge": 1, "maxUnavailable": 0},
 }  # fmt: skip
-# the pod's volumes over a read-only view of this machine: /tmp is empty and /models holds the checkpoint
+# the pod's volumes over a read-only view of this machine: /tmp is empty and /models holds the
+# checkpoint
 ROOT = """
 set -e; mount --make-rprivate /; mount -t tmpfs none $POD/layer; mkdir $POD/layer/up $POD/layer/work
 mount -t overlay none -o lowerdir=/,upperdir=$POD/layer/up,workdir=$POD/layer/work $POD/root
@@ -136,7 +139,9 @@ class Pod:
         os.killpg(self.process.pid, signal.SIGKILL)
 
     def stop(self, grace: float) -> int:
-        """As a kubelet ends a pod: out of the Service, preStop, SIGTERM, and SIGKILL after the grace period."""
+        """As a kubelet ends a pod: out of the Service, preStop, SIGTERM, and SIGKILL after the
+        grace period.
+        """
         self.ready, self.stopping = False, True
         ends = time.monotonic() + grace
         hook = self.spec["lifecycle"]["preStop"]["exec"]["command"]
@@ -159,7 +164,10 @@ class Node:
         shutil.copytree(DATA / "kimi-nano-eagle3", self.models / "head")
 
     def apply(self, values: dict[str, Any]) -> list[int]:
-        """Statuses of the pods that an update or fewer replicas ended. New ones are ready before old ones go."""
+        """Statuses of the pods that an update or fewer replicas ended.
+
+        New ones are ready before old ones go.
+        """
         found = objects(merged(IMAGE, VALUES, values))
         deployment = next(item for item in found if item["kind"] == "Deployment")
         config = next(

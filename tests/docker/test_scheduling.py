@@ -1,4 +1,6 @@
-"""Whether a release comes up at all: the chart's pods on small clusters, in every order in which they may be placed."""
+"""Whether a release comes up at all: the chart's pods on small clusters, in every order in which
+they may be placed.
+"""
 
 from collections.abc import Callable
 

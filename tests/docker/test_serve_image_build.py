@@ -1,7 +1,8 @@
-"""The serving image, really built over a base for each tag that docs/hardware.md lists, and what runs in it.
+"""The serving image, really built over a base for each tag that docs/hardware.md lists, and what
+runs in it.
 
-The bases carry what the release publishes as its requirements, as far as trtspec meets it, and a package in the
-engine's name that imports them as the engine does.
+The bases carry what the release publishes as its requirements, as far as trtspec meets it, and a
+package in the engine's name that imports them as the engine does.
 """
 
 import json
@@ -69,9 +70,15 @@ def test_the_image_works_beside_the_engine_of_the_tag(
     buildah.build(str(dockerfile), base, context=str(ROOT / "tests" / "trtllm"))
     before = buildah.run(base, "python3", "-c", FREEZE, user="0")
     buildah.build(
-        "docker/serve.Dockerfile", image, "--build-arg", f"TRTLLM_VERSION={tag}", "--build-arg", f"BASE={base}",
-        "--build-arg", "REVISION=abc123",
-    )  # fmt: skip
+        "docker/serve.Dockerfile",
+        image,
+        "--build-arg",
+        f"TRTLLM_VERSION={tag}",
+        "--build-arg",
+        f"BASE={base}",
+        "--build-arg",
+        "REVISION=abc123",
+    )
     try:
         built = time.monotonic() - started
         check(buildah, image, tag, before)

@@ -1,5 +1,6 @@
-"""`helm upgrade` between what users change: rendered before and after, no object changes a field that Kubernetes or its
-controller keeps as it was created."""
+"""`helm upgrade` between what users change: rendered before and after, no object changes a field
+that Kubernetes or its controller keeps as it was created.
+"""
 
 import itertools
 import json
@@ -13,10 +14,16 @@ pytest.importorskip("helm_python")
 
 # what an update of a kind may change in spec; everything, where a kind is not listed
 MUTABLE = {
-    "Job": {"parallelism", "suspend", "ttlSecondsAfterFinished", "backoffLimit", "activeDeadlineSeconds"},
+    "Job": {
+        "parallelism",
+        "suspend",
+        "ttlSecondsAfterFinished",
+        "backoffLimit",
+        "activeDeadlineSeconds",
+    },
     "StatefulSet": {"replicas", "ordinals", "template", "updateStrategy", "minReadySeconds"},
     "ComputeDomain": set(),
-}  # fmt: skip
+}
 KEPT = {  # paths in spec that stay, of kinds whose other fields may change
     "Deployment": ["selector"],
     "DaemonSet": ["selector"],

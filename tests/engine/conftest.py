@@ -1,4 +1,6 @@
-"""A tiny float32 target, heads of every kind for it, its tokenizer, requests of mixed lengths, and a server."""
+"""A tiny float32 target, heads of every kind for it, its tokenizer, requests of mixed lengths, and
+a server.
+"""
 
 import atexit
 import contextlib
@@ -77,7 +79,9 @@ def head_of(
 
 @pytest.fixture(scope="session")
 def requests() -> list[GenerationRequest]:
-    """20 greedy requests, prompts of 3 to 60 tokens, 1 to 24 new ones: rows start and end at different times."""
+    """20 greedy requests, prompts of 3 to 60 tokens, 1 to 24 new ones: rows start and end at
+    different times.
+    """
     random = torch.Generator().manual_seed(7)
 
     def integer(low: int, high: int) -> int:
@@ -96,7 +100,9 @@ def requests() -> list[GenerationRequest]:
 
 @torch.inference_mode()
 def greedy_by_definition(target: KimiModel, request: GenerationRequest) -> list[int]:
-    """Greedy tokens by running the whole text through the model for each one: no cache, no batch, no engine."""
+    """Greedy tokens by running the whole text through the model for each one: no cache, no batch,
+    no engine.
+    """
     tokens = list(request.prompt_ids)
     produced: list[int] = []
     ends = set() if request.ignore_eos else set(target.spec.eos_token_ids)
@@ -140,7 +146,10 @@ class Running:
 
 
 def launch(target: Path, head: str, *options: str) -> Running:
-    """Starts a server on a free port and waits for the line that says it is ready. Its other lines are in `log`."""
+    """Starts a server on a free port and waits for the line that says it is ready.
+
+    Its other lines are in `log`.
+    """
     command = [*SERVER, str(target), head, "0", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     atexit.register(process.kill)  # where a test fails before it ends the server

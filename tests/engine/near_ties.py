@@ -1,11 +1,12 @@
 """Judging a difference between two greedy runs: rounding at a near-tie, or a real one.
 
-Two correct runs can only part where rounding turns the order of the two tokens around. How far rounding moves them is
-measured at that very position: the same context is computed again in the shapes that plain and speculative decoding
-use (rows together, tokens per call, place in both; prefill alone, in two calls, beside other prompts), and the margin
-between the two tokens, one logit minus the other, is compared. Its largest change is what rounding does there, at least
-one spacing of the numbers that the logits are (a smaller change does not show); a near-tie must stay within SAFETY
-times that, both in the runs and in the computations without a drafter.
+Two correct runs can only part where rounding turns the order of the two tokens around. How far
+rounding moves them is measured at that very position: the same context is computed again in the
+shapes that plain and speculative decoding use (rows together, tokens per call, place in both;
+prefill alone, in two calls, beside other prompts), and the margin between the two tokens, one logit
+minus the other, is compared. Its largest change is what rounding does there, at least one spacing
+of the numbers that the logits are (a smaller change does not show); a near-tie must stay within
+SAFETY times that, both in the runs and in the computations without a drafter.
 """
 
 import math
@@ -20,15 +21,17 @@ from trtspec.models.k2 import KimiModel
 from trtspec.models.state import State, TextPiece
 from trtspec.quant import nvfp4
 
-# The largest change between a few dozen computations is not the largest there is: the runs may have used shapes and
-# neighbours that were not tried. What a wrong engine does is far larger (tests/engine/test_near_ties.py).
+# The largest change between a few dozen computations is not the largest there is: the runs may have
+# used shapes and neighbours that were not tried. What a wrong engine does is far larger
+# (tests/engine/test_near_ties.py).
 SAFETY = 2.0
 # (rows, tokens per call, place of the judged position in its call)
 SHAPES = (
     *((1, 1, 0), (1, 2, 0), (1, 3, 2), (1, 4, 0), (1, 4, 1), (1, 4, 3)),
     *((4, 1, 0), (4, 4, 2), (16, 1, 0), (16, 4, 3)),
 )
-# (calls that a prompt is computed in, how many times it lies in each: other prompts are computed in the same pass)
+# (calls that a prompt is computed in, how many times it lies in each: other prompts are computed in
+# the same pass)
 PREFILLS = ((1, 1), (2, 1), (1, 4), (1, 16))
 NOISE, DRAWS = (
     1e-6,
@@ -42,9 +45,11 @@ LONGER = 24  # positions by which the last of several rows is ahead of the other
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first token at which two runs differ; `gap` is the larger lead of best over second logit in the two runs.
+    """The first token at which two runs differ; `gap` is the larger lead of best over second logit
+    in the two runs.
 
-    Where one run ends and the other does not, the tokens are -1 and the gap is infinite: no rounding does that.
+    Where one run ends and the other does not, the tokens are -1 and the gap is infinite: no
+    rounding does that.
     """
 
     index: int
@@ -57,20 +62,24 @@ class Divergence:
 class Rounding:
     """What clean computations of one context say about two tokens.
 
-    `change`: largest minus smallest margin between them, at least one spacing of their type. `behind`: how far the
-    worse of the two is behind the best logit of all at most.
+    `change`: largest minus smallest margin between them, at least one spacing of their type.
+    `behind`: how far the worse of the two is behind the best logit of all at most.
     """
 
     change: float
     behind: float
 
     def explains(self, divergence: Divergence) -> bool:
-        """True for a near-tie: the gap in the runs, and the clean lead over either token, are within rounding."""
+        """True for a near-tie: the gap in the runs, and the clean lead over either token, are
+        within rounding.
+        """
         return max(divergence.gap, self.behind) <= SAFETY * self.change
 
 
 def first_divergence(plain: Output, other: Output) -> Divergence | None:
-    """Compares two completions of the same greedy request, both recorded with `record_gaps`; None: the same tokens."""
+    """Compares two completions of the same greedy request, both recorded with `record_gaps`; None:
+    the same tokens.
+    """
     for index, (left, right) in enumerate(zip(plain.token_ids, other.token_ids, strict=False)):
         if left != right:
             return Divergence(index, left, right, max(plain.gaps[index], other.gaps[index]))
@@ -85,7 +94,9 @@ def first_divergence(plain: Output, other: Output) -> Divergence | None:
 def rounding_at(
     target: KimiModel, prompt: list[int], plain: Output, divergence: Divergence
 ) -> Rounding:
-    """Computes the context of a divergence again, in SHAPES and after PREFILLS, with the target alone."""
+    """Computes the context of a divergence again, in SHAPES and after PREFILLS, with the target
+    alone.
+    """
     if divergence.token < 0:
         return Rounding(0.0, float("inf"))
     emitted = plain.token_ids[: divergence.index]
@@ -98,8 +109,10 @@ def rounding_at(
 def leads_and_bounds(
     target: KimiModel, prompt: list[int], plain: Output, other: Output, divergence: Divergence
 ) -> dict[str, tuple[float, float]]:
-    """What may have parted two runs, each with the lead that rounding would have turned around and the bound below
-    which it can: the two logits, and the experts chosen where the runs first computed something else."""
+    """What may have parted two runs, each with the lead that rounding would have turned around and
+    the bound below which it can: the two logits, and the experts chosen where the runs first
+    computed something else.
+    """
     if divergence.token < 0:
         return {}
     logits = rounding_at(target, prompt, plain, divergence)
@@ -118,8 +131,10 @@ def explained(leads: dict[str, tuple[float, float]]) -> bool:
 def router_tie(
     target: KimiModel, prompt: list[int], plain: Output, other: Output, index: int
 ) -> tuple[float, float]:
-    """Of float32 runs that part at token `index`. What differs from the first answered token on may come from any token
-    of the prompt."""
+    """Of float32 runs that part at token `index`.
+
+    What differs from the first answered token on may come from any token of the prompt.
+    """
     gaps = zip(plain.gaps[:index], other.gaps, strict=False)
     visible = [place for place, (left, right) in enumerate(gaps) if abs(left - right) > VISIBLE]
     emitted = plain.token_ids[: min([*visible, index])]
@@ -133,9 +148,11 @@ def router_tie(
 def quantized_rounding_at(
     target: KimiModel, prompt: list[int], plain: Output, divergence: Divergence
 ) -> Rounding:
-    """As `rounding_at`, for a target that quantizes its activations and another implementation of it: sums in another
-    order move an activation by about NOISE, which takes some of them to the next of NVFP4's few values. The context is
-    computed DRAWS times with that much noise before each quantization."""
+    """As `rounding_at`, for a target that quantizes its activations and another implementation of
+    it: sums in another order move an activation by about NOISE, which takes some of them to the
+    next of NVFP4's few values. The context is computed DRAWS times with that much noise before each
+    quantization.
+    """
     if divergence.token < 0:
         return Rounding(0.0, float("inf"))
     quantize, numbers = nvfp4.fake_quantize_activation, torch.Generator().manual_seed(1)
@@ -165,8 +182,9 @@ def spacing(value: float, dtype: torch.dtype) -> float:
 
 @torch.inference_mode()
 def clean(target: KimiModel, prompt: list[int], emitted: list[int]) -> tuple[Tensor, Tensor]:
-    """Logits [N, V] and margins of the experts [N] after prompt and emitted tokens, one row per computation, after each
-    of PREFILLS in all SHAPES."""
+    """Logits [N, V] and margins of the experts [N] after prompt and emitted tokens, one row per
+    computation, after each of PREFILLS in all SHAPES.
+    """
     text = prompt + emitted
     begin = max(len(prompt), len(text) - RECENT)
     prompt, emitted = text[:begin], text[begin:]
@@ -211,10 +229,11 @@ def _decode(
     width: int,
     place: int,
 ) -> tuple[Tensor, Tensor]:
-    """Feeds `emitted` to all rows, `width` tokens a call, so that the last one has `place` in its call; logits [N, V],
-    margins [N].
+    """Feeds `emitted` to all rows, `width` tokens a call, so that the last one has `place` in its
+    call; logits [N, V], margins [N].
 
-    Tokens behind it stand for drafts. Of several rows the last is LONGER positions ahead and is not looked at.
+    Tokens behind it stand for drafts. Of several rows the last is LONGER positions ahead and is not
+    looked at.
     """
     device = target.embed.weight.device
     ahead = torch.zeros(rows, dtype=torch.int64, device=device)

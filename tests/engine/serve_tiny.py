@@ -1,4 +1,5 @@
-"""Runs the reference server for the tests as a process of its own: TARGET HEAD PORT [option=value ...].
+"""Runs the reference server for the tests as a process of its own: TARGET HEAD PORT [option=value
+...].
 
 SIGUSR1 kills its engine thread.
 """

@@ -1,6 +1,7 @@
-"""The engine on a CUDA device that computes nothing (tests/fake_cuda.py): no tensor strays to the CPU, nothing reads a
-number back, but for the one transfer of a round. Routed experts read the sizes of their groups, so that they are
-replaced here."""
+"""The engine on a CUDA device that computes nothing (tests/fake_cuda.py): no tensor strays to the
+CPU, nothing reads a number back, but for the one transfer of a round. Routed experts read the sizes
+of their groups, so that they are replaced here.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,7 +57,9 @@ def models(specs: tuple[ModelSpec, HeadSpec], dtype: torch.dtype) -> tuple[KimiM
 
 
 def in_nvfp4(target: KimiModel, dtype: torch.dtype) -> None:
-    """Replaces what NVIDIA's policy quantizes, the MLPs and all experts, by NVFP4 modules of the same shapes."""
+    """Replaces what NVIDIA's policy quantizes, the MLPs and all experts, by NVFP4 modules of the
+    same shapes.
+    """
 
     def linear(out_features: int, in_features: int) -> NVFP4Linear:
         return NVFP4Linear(
@@ -75,7 +78,10 @@ def in_nvfp4(target: KimiModel, dtype: torch.dtype) -> None:
 
 
 class Rounds:
-    """Stands for the transfer of a round: says which tokens stand, and counts. Every third row accepts all drafts."""
+    """Stands for the transfer of a round: says which tokens stand, and counts.
+
+    Every third row accepts all drafts.
+    """
 
     engine: Engine
 

@@ -1,4 +1,6 @@
-"""Odd, rude and broken clients of the reference server: each gets its own refusal, and nobody else notices."""
+"""Odd, rude and broken clients of the reference server: each gets its own refusal, and nobody else
+notices.
+"""
 
 import contextlib
 import json

@@ -1,7 +1,8 @@
-"""Grammars that would stop a server, beside innocent requests: who waits how long, what it takes, and how it ends.
+"""Grammars that would stop a server, beside innocent requests: who waits how long, what it takes,
+and how it ends.
 
-TRTSPEC_HOSTILE_GRAMMARS (1000) is their number, TRTSPEC_SEED (1) chooses them, TRTSPEC_ROUNDS (5) how often all of it
-is done; what is printed and held to are medians over the rounds.
+TRTSPEC_HOSTILE_GRAMMARS (1000) is their number, TRTSPEC_SEED (1) chooses them, TRTSPEC_ROUNDS (5)
+how often all of it is done; what is printed and held to are medians over the rounds.
 """
 
 import asyncio
@@ -59,8 +60,12 @@ def schema(draw: random.Random, depth: int = 0) -> Any:
     )
     if kind == "object":
         names = [f"p{number}" for number in range(draw.choice((1, 5, 200)))]
-        return {"type": "object", "properties": {name: schema(draw, depth + 1) for name in names[:9]} |
-                dict.fromkeys(names[9:], {"type": "integer"}), "required": names[::2]}  # fmt: skip
+        return {
+            "type": "object",
+            "properties": {name: schema(draw, depth + 1) for name in names[:9]}
+            | dict.fromkeys(names[9:], {"type": "integer"}),
+            "required": names[::2],
+        }
     if kind == "array":
         return {
             "type": "array",
@@ -99,7 +104,9 @@ class Seen:
 
 
 async def bystanders(url: str, begun: Event, done: Event) -> Seen:
-    """Victims stream without a grammar, innocents ask for short answers, one after the other until `done`."""
+    """Victims stream without a grammar, innocents ask for short answers, one after the other until
+    `done`.
+    """
     seen = Seen()
 
     async def victim(client: httpx.AsyncClient) -> None:
@@ -183,7 +190,9 @@ def watched(url: str, begun: Event, done: Event) -> Seen:
 
 
 def one_round(url: str, number: int, count: int) -> Seen:
-    """The others are a process of their own: what they wait for is the server, not the attackers' client."""
+    """The others are a process of their own: what they wait for is the server, not the attackers'
+    client.
+    """
     context = multiprocessing.get_context("fork")
     with context.Manager() as manager, ProcessPoolExecutor(1, context) as pool:
         begun, done = manager.Event(), manager.Event()
@@ -199,7 +208,9 @@ def one_round(url: str, number: int, count: int) -> Seen:
 
 
 def run(target_dir: Path, count: int, rounds: int) -> tuple[list[Seen], float, float]:
-    """What the rounds saw, how much memory grew (share of what the process had), and seconds until SIGTERM ended it."""
+    """What the rounds saw, how much memory grew (share of what the process had), and seconds until
+    SIGTERM ended it.
+    """
     running = launch(target_dir, "-", "max_batch_size=16", "max_seq_len=256", "prefix_bytes=0")
     process = psutil.Process(running.process.pid)
     try:

@@ -1,4 +1,6 @@
-"""Greedy speculative output equals greedy output by definition, token for token, whatever the batch does."""
+"""Greedy speculative output equals greedy output by definition, token for token, whatever the batch
+does.
+"""
 
 import pytest
 
@@ -88,7 +90,9 @@ def test_drafts_are_those_of_a_head_without_cache(
     requests: list[GenerationRequest],
     expected: dict[str, list[int]],
 ) -> None:
-    """After accepted and rejected drafts, moved rows and chunked prefill, the head proposes from the true text."""
+    """After accepted and rejected drafts, moved rows and chunked prefill, the head proposes from
+    the true text.
+    """
     head = head_of(kind)
     engine = Engine(
         target, head, EngineOptions(max_batch_size=4, max_seq_len=128, prefill_tokens=16)
@@ -121,7 +125,9 @@ def test_context_end(drafting: bool, target: KimiModel, head_of: HeadOf) -> None
 
 
 def test_end_token_inside_the_drafts(target: KimiModel, head_of: HeadOf) -> None:
-    """Tokens after an accepted end token are dropped, and counted neither as output nor as accepted."""
+    """Tokens after an accepted end token are dropped, and counted neither as output nor as
+    accepted.
+    """
     free = greedy_by_definition(target, GenerationRequest("e", list(range(9)), 12, ignore_eos=True))
     end = free[4]
     cut = free[: free.index(end) + 1]
@@ -141,7 +147,9 @@ def test_end_token_inside_the_drafts(target: KimiModel, head_of: HeadOf) -> None
 def test_stop_strings(
     drafting: bool, target: KimiModel, head_of: HeadOf, tokenizer: KimiTokenizer
 ) -> None:
-    """A stop string that begins in one step and ends in the next cuts tokens and text where plain decoding would."""
+    """A stop string that begins in one step and ends in the next cuts tokens and text where plain
+    decoding would.
+    """
     prompt = tokenizer.encode("stop here please")
     free = greedy_by_definition(target, GenerationRequest("s", prompt, 40, ignore_eos=True))
     text = tokenizer.decode(free, skip_special=True)
@@ -178,7 +186,9 @@ def test_stop_strings(
 def test_cancel_and_refill(
     target: KimiModel, requests: list[GenerationRequest], expected: dict[str, list[int]]
 ) -> None:
-    """Cancelling a waiting, a prefilling and a decoding request leaves the others' tokens as they are."""
+    """Cancelling a waiting, a prefilling and a decoding request leaves the others' tokens as they
+    are.
+    """
     engine = Engine(target, options=EngineOptions(max_batch_size=3, prefill_tokens=8))
     for request in requests:
         engine.submit(request)
@@ -212,7 +222,8 @@ def test_statistics_add_up(
             == stats.accepted
             <= stats.drafted
         )
-        # the prefill gives one token, each step its accepted drafts and one more; an end token may be a draft itself
+        # the prefill gives one token, each step its accepted drafts and one more; an end token may
+        # be a draft itself
         tokens = 1 + stats.steps + stats.accepted
         assert tokens - len(completion.token_ids) in (
             (0, 1) if completion.finish_reason == "stop" else (0,)

@@ -1,4 +1,6 @@
-"""Near-ties: bf16 divergences are explained by measured rounding, and what a wrong engine emits is not."""
+"""Near-ties: bf16 divergences are explained by measured rounding, and what a wrong engine emits is
+not.
+"""
 
 import copy
 from dataclasses import replace
@@ -202,7 +204,9 @@ def test_logprobs_are_the_models(
     requests: list[GenerationRequest],
     expected: dict[str, list[int]],
 ) -> None:
-    """Each emitted token's log-probability equals the one from running its whole prefix through the model."""
+    """Each emitted token's log-probability equals the one from running its whole prefix through the
+    model.
+    """
     wanted = [request.model_copy(update={"logprobs": 3}) for request in requests[:6]]
     engine = Engine(
         target, head_of(("mla", "3", None)), EngineOptions(max_batch_size=4, max_seq_len=128)

@@ -1,4 +1,6 @@
-"""Prompts that wait together are computed in one pass: the same numbers, and nobody pays for a neighbour."""
+"""Prompts that wait together are computed in one pass: the same numbers, and nobody pays for a
+neighbour.
+"""
 
 import itertools
 from typing import Any
@@ -45,7 +47,9 @@ def test_pieces_of_several_texts_give_what_each_gives_alone(
 
 
 def check_pieces(target: KimiModel, head: Eagle3Head, layers: tuple[int, ...]) -> None:
-    """Target and head, from different positions, against the batched forward that has one text only."""
+    """Target and head, from different positions, against the batched forward that has one text
+    only.
+    """
     texts = [
         torch.randint(0, 100, (1, n), generator=torch.Generator().manual_seed(n))
         for n in (40, 7, 23)
@@ -125,7 +129,9 @@ def test_what_fails_ends_its_request_alone(
     step: str,
     calls: set,
 ) -> None:
-    """What is kept of computed texts stays right, too: the same requests again give the same answers."""
+    """What is kept of computed texts stays right, too: the same requests again give the same
+    answers.
+    """
     prompts = [list(range(n, n + 40)) for n in range(4)]
     requests = [
         GenerationRequest(str(n), p, (1, 9, 5, 7)[n], ignore_eos=True)

@@ -1,4 +1,6 @@
-"""Prefix reuse: what is taken from the cache is what would have been computed, for the target and for its head."""
+"""Prefix reuse: what is taken from the cache is what would have been computed, for the target and
+for its head.
+"""
 
 import random
 from dataclasses import replace
@@ -35,8 +37,11 @@ def entry(text: list[int], tokens: int, word: int) -> int:
     st.integers(1, 9),
 )
 def test_loaded_entries_are_those_of_the_text(texts: list[list[int]], blocks: int) -> None:
-    """Two-letter texts share beginnings often, and few blocks are evicted often. Every entry says which text made it:
-    a target's at t depends on the tokens up to t, a head's on those up to t+1."""
+    """Two-letter texts share beginnings often, and few blocks are evicted often.
+
+    Every entry says which text made it: a target's at t depends on the tokens up to t, a head's on
+    those up to t+1.
+    """
     target = LatentCache(1, 2, 16, TARGET_WORDS, torch.uint8, "cpu")
     head = LatentCache(1, 2, 16, HEAD_WORDS, torch.uint8, "cpu")
     prefix = PrefixCache(target, head, blocks * 2 * (TARGET_WORDS + HEAD_WORDS), 2)
@@ -74,7 +79,9 @@ def test_the_least_recently_used_text_leaves_first() -> None:
 
 
 def conversations(count: int, turns: int) -> list[list[GenerationRequest]]:
-    """Per conversation its turns, each of which begins with the one before; all begin with the same 10 tokens."""
+    """Per conversation its turns, each of which begins with the one before; all begin with the same
+    10 tokens.
+    """
     numbers = random.Random(5)
     system = [numbers.randrange(256) for _ in range(10)]
     made = []
@@ -97,7 +104,9 @@ def serial(target: KimiModel, requests: list[GenerationRequest]) -> dict[str, li
 def test_lossless_with_chunks_cancels_and_eviction(
     kind: Kind, target: KimiModel, head_of: HeadOf
 ) -> None:
-    """A turn is sent when the one before has ended or was cancelled; 40 blocks of 4 tokens hold a part of it all."""
+    """A turn is sent when the one before has ended or was cancelled; 40 blocks of 4 tokens hold a
+    part of it all.
+    """
     left = conversations(8, 4)
     expected = serial(target, [request for one in left for request in one])
     block_bytes = sum(model.new_cache(1, 1).bytes(4) for model in (target, head_of(kind)))

@@ -1,4 +1,6 @@
-"""Requests that are more than a server takes are refused before they cost anything; big answers block nobody."""
+"""Requests that are more than a server takes are refused before they cost anything; big answers
+block nobody.
+"""
 
 import asyncio
 import contextlib
@@ -45,7 +47,9 @@ async def until(happened: Callable[[], bool]) -> None:
 def test_a_burst_finds_a_bounded_queue(
     target: KimiModel, tokenizer: KimiTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 200 requests at once 8 are taken, the others refused while none of the 8 has moved; later there is room."""
+    """Of 200 requests at once 8 are taken, the others refused while none of the 8 has moved; later
+    there is room.
+    """
     engine = Engine(
         target, options=EngineOptions(max_batch_size=2, max_seq_len=64), tokenizer=tokenizer
     )
@@ -77,7 +81,9 @@ def test_a_burst_finds_a_bounded_queue(
 def test_the_role_comes_with_the_first_token(
     target: KimiModel, tokenizer: KimiTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of a stream is sent before the engine has made a token: its first piece has the role and that token."""
+    """Nothing of a stream is sent before the engine has made a token: its first piece has the role
+    and that token.
+    """
     engine = Engine(
         target, options=EngineOptions(max_batch_size=1, max_seq_len=128), tokenizer=tokenizer
     )
@@ -117,7 +123,9 @@ def test_the_role_comes_with_the_first_token(
 
 
 def test_scores_of_a_request_are_limited(target: KimiModel, tokenizer: KimiTokenizer) -> None:
-    """16 choices of 4,000 tokens with 20 alternatives each are taken; what could be more than the limit is not."""
+    """16 choices of 4,000 tokens with 20 alternatives each are taken; what could be more than the
+    limit is not.
+    """
     engine = Engine(
         target, options=EngineOptions(max_batch_size=1, max_seq_len=8192), tokenizer=tokenizer
     )
@@ -179,7 +187,9 @@ BIG = {
 @pytest.mark.clock
 @pytest.mark.alone
 def test_a_big_answer_blocks_nobody(target_dir: Path, kind: str) -> None:
-    """/health answers within a second while log-probabilities of 64,000 tokens, 20 alternatives each, are written."""
+    """/health answers within a second while log-probabilities of 64,000 tokens, 20 alternatives
+    each, are written.
+    """
     found: list[httpx.Response] = []
     with served(target_dir, "-", "max_batch_size=16", "max_seq_len=4160") as running:
         url = f"{running.url}/v1/{'chat/completions' if kind == 'chat' else 'completions'}"

@@ -1,4 +1,6 @@
-"""Sampled requests: the target's distribution with and without drafts, whatever else is in the batch."""
+"""Sampled requests: the target's distribution with and without drafts, whatever else is in the
+batch.
+"""
 
 import copy
 from collections import Counter
@@ -32,7 +34,9 @@ RUNS = 800
 
 @pytest.fixture(scope="module")
 def small(target: KimiModel) -> KimiModel:
-    """The tiny target cut to 5 tokens and 4 layers, so that all outcomes of three tokens can be counted."""
+    """The tiny target cut to 5 tokens and 4 layers, so that all outcomes of three tokens can be
+    counted.
+    """
     small = copy.deepcopy(target)
     small.spec = replace(target.spec, vocab_size=VOCAB, num_hidden_layers=4, eos_token_ids=())
     del small.layers[4:]
@@ -120,15 +124,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "presence": {"presence_penalty": 1.5},
     "repetition": {"repetition_penalty": 3.0},
     "logit_bias": {"logit_bias": {2: 0.8, 4: -1.0}},
-    "all": {"temperature": 0.9, "top_k": 4, "top_p": 0.9, "frequency_penalty": 0.4, "presence_penalty": 0.3,
-            "repetition_penalty": 1.5, "logit_bias": {2: 0.8}},
-}  # fmt: skip
+    "all": {
+        "temperature": 0.9,
+        "top_k": 4,
+        "top_p": 0.9,
+        "frequency_penalty": 0.4,
+        "presence_penalty": 0.3,
+        "repetition_penalty": 1.5,
+        "logit_bias": {2: 0.8},
+    },
+}
 
 
 @torch.inference_mode()
 def exact(small: KimiModel, **fields: Any) -> dict[tuple[int, ...], float]:
-    """Probability of each outcome by the chain rule with transformers' processors, in the documented order: bans,
-    biases, penalties, temperature, top_k, top_p. OpenAI's two penalties by their formula."""
+    """Probability of each outcome by the chain rule with transformers' processors, in the
+    documented order: bans, biases, penalties, temperature, top_k, top_p. OpenAI's two penalties by
+    their formula.
+    """
     constraints = GenerationRequest("", PROMPT, 3, **{"temperature": 1.2, **fields})
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
@@ -175,8 +188,9 @@ def warpers(asked: GenerationRequest) -> list[LogitsProcessor]:
 def test_every_option_has_transformers_distribution(
     option: str, draft_sampling: str, small: KimiModel, head_of: HeadOf
 ) -> None:
-    """With and without drafts, against probabilities of transformers' own processors; without the option they would
-    differ."""
+    """With and without drafts, against probabilities of transformers' own processors; without the
+    option they would differ.
+    """
     head = head_for(small, head_of(("mla", "3.1", None)), [0, 2, 3])
     counts = outcomes(small, head, 7, draft_sampling, **OPTIONS[option])
     expected = exact(small, **OPTIONS[option])
@@ -204,7 +218,9 @@ def fits(counts: Counter, probabilities: dict[tuple[int, ...], float]) -> bool:
 def test_a_seed_decides_alone(
     draft_sampling: str, drafting: bool, target: KimiModel, head_of: HeadOf
 ) -> None:
-    """The same seeded request alone, among greedy and sampled mates, and in another order of arrival."""
+    """The same seeded request alone, among greedy and sampled mates, and in another order of
+    arrival.
+    """
     head = head_of(("mha", "3", None)) if drafting else None
     seeded = [
         GenerationRequest(

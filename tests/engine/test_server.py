@@ -1,4 +1,6 @@
-"""The unmodified openai client against the reference server in its own process, and the server's manners."""
+"""The unmodified openai client against the reference server in its own process, and the server's
+manners.
+"""
 
 import json
 import re

@@ -1,4 +1,6 @@
-"""Commodity GPUs without one: for a card's memory and compute capability, what the preflight says of a target."""
+"""Commodity GPUs without one: for a card's memory and compute capability, what the preflight says
+of a target.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,10 +41,16 @@ class Card:
 
 
 CARDS = [
-    Card("GTX 1080 (Pascal)", 8, (6, 1)), Card("Tesla P100 (Pascal)", 16, (6, 0)), Card("RTX 2070 (Turing)", 8, (7, 5)),
-    Card("T4 (Turing)", 16, (7, 5)), Card("RTX 3060 (Ampere)", 12, (8, 6)), Card("RTX 3090 (Ampere)", 24, (8, 6)),
-    Card("RTX 4060 (Ada)", 8, (8, 9)), Card("RTX 4080 (Ada)", 16, (8, 9)), Card("RTX 4090 (Ada)", 24, (8, 9)),
-]  # fmt: skip
+    Card("GTX 1080 (Pascal)", 8, (6, 1)),
+    Card("Tesla P100 (Pascal)", 16, (6, 0)),
+    Card("RTX 2070 (Turing)", 8, (7, 5)),
+    Card("T4 (Turing)", 16, (7, 5)),
+    Card("RTX 3060 (Ampere)", 12, (8, 6)),
+    Card("RTX 3090 (Ampere)", 24, (8, 6)),
+    Card("RTX 4060 (Ada)", 8, (8, 9)),
+    Card("RTX 4080 (Ada)", 16, (8, 9)),
+    Card("RTX 4090 (Ada)", 24, (8, 9)),
+]
 ROWS, LENGTH = 4, 4096
 
 
@@ -57,7 +65,9 @@ def nano() -> ModelSpec:
 
 @pytest.fixture(scope="module")
 def medium(nano: ModelSpec) -> ModelSpec:
-    """The sizes of Moonlight-16B-A3B, the small published model of this architecture, with Kimi-K2's query latents."""
+    """The sizes of Moonlight-16B-A3B, the small published model of this architecture, with
+    Kimi-K2's query latents.
+    """
     sizes = {
         "hidden_size": 2048,
         "num_hidden_layers": 27,

@@ -1,4 +1,5 @@
-"""check against servers of a target with a recurrent state, in float32: its faults are named, honest ones pass.
+"""check against servers of a target with a recurrent state, in float32: its faults are named,
+honest ones pass.
 
 TRTSPEC_HONEST_CHECKS (3) checks of an honest server, each with questions of its own.
 """
@@ -17,8 +18,13 @@ from tests.tiny import make_head, make_target
 from trtspec.data_files import kimi_nano_dir
 
 CHECKS = int(os.environ.get("TRTSPEC_HONEST_CHECKS", "3"))
-FAULTS = ("window_forgotten", "rejected_drafts_kept", "snapshot_of_another_block", "state_of_another_row",
-          "state_in_bfloat16")  # fmt: skip
+FAULTS = (
+    "window_forgotten",
+    "rejected_drafts_kept",
+    "snapshot_of_another_block",
+    "state_of_another_row",
+    "state_in_bfloat16",
+)
 SMALL = ("--samples", 8, "--max-tokens", 64, "--context-tokens", 256)
 
 

@@ -1,4 +1,6 @@
-"""Penalties, biases, bans, lengths, grammars: transformers' own processors as the oracle, with and without drafts."""
+"""Penalties, biases, bans, lengths, grammars: transformers' own processors as the oracle, with and
+without drafts.
+"""
 
 import asyncio
 import json
@@ -28,14 +30,21 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
     "presence": {"presence_penalty": 1.5},
     "repetition": {"repetition_penalty": 1.4},
     "bias": {"logit_bias": {7: 3.0, 9: -100.0}},
-    "all": {"frequency_penalty": 0.3, "presence_penalty": 0.4, "repetition_penalty": 1.2, "min_tokens": 6,
-            "logit_bias": {7: 1.0, 200: 2.0}},
-}  # fmt: skip
+    "all": {
+        "frequency_penalty": 0.3,
+        "presence_penalty": 0.4,
+        "repetition_penalty": 1.2,
+        "min_tokens": 6,
+        "logit_bias": {7: 1.0, 200: 2.0},
+    },
+}
 
 
 @torch.inference_mode()
 def by_definition(target: KimiModel, wish: dict[str, Any], count: int) -> list[int]:
-    """Greedy tokens: the whole text through the model for each, transformers' processors, OpenAI's penalty formula."""
+    """Greedy tokens: the whole text through the model for each, transformers' processors, OpenAI's
+    penalty formula.
+    """
     constraints = GenerationRequest("", PROMPT, count, **wish)
     processors = LogitsProcessorList(before_penalties(constraints))
     if constraints.min_tokens:
@@ -181,10 +190,17 @@ def test_a_demanded_tool_is_called(
     }  # ends the reasoning of a random model at once
     for choice, names in (("required", {"get_weather", "set_alarm"}), (named, {"set_alarm"})):
         answer = client.chat.completions.create(
-            model="tiny-kimi", messages=ASK, tools=TOOLS, tool_choice=choice, stream=stream, parallel_tool_calls=False,
-            temperature=0, max_tokens=400, extra_body={"chat_template_kwargs": {"thinking": thinking}},
+            model="tiny-kimi",
+            messages=ASK,
+            tools=TOOLS,
+            tool_choice=choice,
+            stream=stream,
+            parallel_tool_calls=False,
+            temperature=0,
+            max_tokens=400,
+            extra_body={"chat_template_kwargs": {"thinking": thinking}},
             logit_bias=think_end if thinking else {},
-        )  # fmt: skip
+        )
         if stream:
             parts = list(answer)
             calls = [call for part in parts for call in choice_of(part).delta.tool_calls or []]
@@ -231,7 +247,9 @@ class Lookup(BaseModel):
 def test_a_strict_function_is_called_as_it_says(
     client: openai.OpenAI, tokenizer: KimiTokenizer
 ) -> None:
-    """openai's parse sends strict functions and leaves the choice to the model: when that opens a call, it is one."""
+    """openai's parse sends strict functions and leaves the choice to the model: when that opens a
+    call, it is one.
+    """
     tools = [openai.pydantic_function_tool(Lookup)]
     asked: dict[str, Any] = {"model": "tiny-kimi", "messages": ASK, "tools": tools}
     begin = str(tokenizer.special_id("<|tool_calls_section_begin|>"))

@@ -1,7 +1,8 @@
-"""1,000 prompts of conversations on kimi-nano with its head, float32: everything at once against serial decoding.
+"""1,000 prompts of conversations on kimi-nano with its head, float32: everything at once against
+serial decoding.
 
-Prefix reuse with eviction, chunked prefill, aborts, a draft length by batch size. Half an hour of one quiet core; fewer
-prompts by TRTSPEC_TEST_PROMPTS.
+Prefix reuse with eviction, chunked prefill, aborts, a draft length by batch size. Half an hour of
+one quiet core; fewer prompts by TRTSPEC_TEST_PROMPTS.
 """
 
 import json
@@ -32,7 +33,9 @@ SYSTEMS = [
 
 @dataclass
 class Conversation:
-    """What its user says, and its requests; each one's prompt has the serial answer to the one before."""
+    """What its user says, and its requests; each one's prompt has the serial answer to the one
+    before.
+    """
 
     messages: list[dict[str, str]]
     says: list[str]
@@ -47,7 +50,9 @@ def target() -> KimiModel:
 
 @pytest.fixture(scope="module")
 def conversations(target: KimiModel) -> tuple[list[Conversation], dict[str, list[int]]]:
-    """The requests by conversation, and what serial decoding answers: one request at a time, no drafts, no reuse."""
+    """The requests by conversation, and what serial decoding answers: one request at a time, no
+    drafts, no reuse.
+    """
     tokenizer, numbers = KimiTokenizer(kimi_nano_dir()), random.Random(11)
     texts = [
         json.loads(line)["messages"][0]["content"]

@@ -1,8 +1,8 @@
 """Small heads of every kind that really draft for kimi-nano.
 
-The shipped head is MLA and EAGLE-3.1; the others begin with what they share with it and are trained within a minute or
-two by the plainest loop there is: cross entropy against the target's choices on the first two drafts. A pruned head
-keeps the rows of lm_head that are used most.
+The shipped head is MLA and EAGLE-3.1; the others begin with what they share with it and are trained
+within a minute or two by the plainest loop there is: cross entropy against the target's choices on
+the first two drafts. A pruned head keeps the rows of lm_head that are used most.
 """
 
 import json
@@ -32,8 +32,10 @@ Head = tuple[HeadSpec, HeadTensors]
 
 @dataclass(frozen=True)
 class Text:
-    """Row t of each tensor belongs to position t. tokens int64 [S]; choices int64 [S]: the target's likeliest token
-    after each position; states: layer outputs [S, n * H], those of the default layers side by side."""
+    """Row t of each tensor belongs to position t. tokens int64 [S]; choices int64 [S]: the target's
+    likeliest token after each position; states: layer outputs [S, n * H], those of the default
+    layers side by side.
+    """
 
     tokens: Tensor
     choices: Tensor

@@ -82,10 +82,15 @@ def test_the_other_commands_on_a_small_pair(tmp_path, target_dir, monkeypatch):
     )
     load = datasets.load_dataset
     monkeypatch.setattr(  # the hub's set lies here
-        datasets, "load_dataset",
-        lambda name, config, split, revision, streaming: load("json", data_files={split: str(tmp_path / "split.jsonl")},
-                                                    split=split, streaming=streaming),
-    )  # fmt: skip
+        datasets,
+        "load_dataset",
+        lambda name, config, split, revision, streaming: load(
+            "json",
+            data_files={split: str(tmp_path / "split.jsonl")},
+            split=split,
+            streaming=streaming,
+        ),
+    )
     for line in of("synthesize"):
         done = succeeded(*line, "--dry-run", "--json")
         assert done.json["prompts"] == 5

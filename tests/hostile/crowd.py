@@ -1,4 +1,6 @@
-"""Clients of a server under attack: good streams with their right answers, a crowd of attackers, a watch on health."""
+"""Clients of a server under attack: good streams with their right answers, a crowd of attackers, a
+watch on health.
+"""
 
 import asyncio
 import json
@@ -80,7 +82,9 @@ def streamed_text(answer: bytes) -> str | None:
 
 @dataclass
 class Watch:
-    """Watches /health and the memory of a process (bytes) from a process of its own, until it is ended."""
+    """Watches /health and the memory of a process (bytes) from a process of its own, until it is
+    ended.
+    """
 
     host: str
     port: int
@@ -110,7 +114,10 @@ class Watch:
 
 @dataclass
 class Crowd:
-    """Attackers of one server, `width` at once. `statuses` counts the answers, None where there was none."""
+    """Attackers of one server, `width` at once.
+
+    `statuses` counts the answers, None where there was none.
+    """
 
     host: str
     port: int
@@ -179,7 +186,9 @@ class Crowd:
 
 @dataclass
 class Soak:
-    """Many requests, many at once: a tenth malformed, a third of clients that leave; the others want the truth."""
+    """Many requests, many at once: a tenth malformed, a third of clients that leave; the others
+    want the truth.
+    """
 
     crowd: Crowd
     known: Right

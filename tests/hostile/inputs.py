@@ -1,7 +1,8 @@
-"""Malformed inputs for every command that reads files, from a seed: what is wrong, the command line and the files.
+"""Malformed inputs for every command that reads files, from a seed: what is wrong, the command line
+and the files.
 
-Each case stands in a directory of its own, a copy of a small valid target, head, engine YAML, prompts, results and
-recording, of which one is spoilt.
+Each case stands in a directory of its own, a copy of a small valid target, head, engine YAML,
+prompts, results and recording, of which one is spoilt.
 """
 
 import json
@@ -114,10 +115,41 @@ YAMLS: dict[str, bytes] = {
     "half a front": b"hostname: [1]\nport: nowhere\ncontext_servers: {num_instances: many, urls: [1, null]}\n",
 }
 ODD: list[Any] = [
-    None, True, False, 0, -1, 1, 2, 7, 10**18, 10**40, -(10**40), 0.5, -0.0, 1e308, float("inf"), float("nan"), "", "x",
-    "\ud800", "\x00", "../../etc/passwd", "8", "é" * 40, [], [None], [[]], [1, 2, 3], ["x"], [{}], {}, {"a": None},
-    {"": []}, [0] * 3000, {str(i): i for i in range(300)},
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2,
+    7,
+    10**18,
+    10**40,
+    -(10**40),
+    0.5,
+    -0.0,
+    1e308,
+    float("inf"),
+    float("nan"),
+    "",
+    "x",
+    "\ud800",
+    "\x00",
+    "../../etc/passwd",
+    "8",
+    "é" * 40,
+    [],
+    [None],
+    [[]],
+    [1, 2, 3],
+    ["x"],
+    [{}],
+    {},
+    {"a": None},
+    {"": []},
+    [0] * 3000,
+    {str(i): i for i in range(300)},
+]
 NAMES = [
     "",
     ".",
@@ -306,7 +338,10 @@ class Damage:
 
 
 class Inputs(Damage):
-    """Makes cases below `room`, from the valid `target` and `head` directories. `url` is a server that answers."""
+    """Makes cases below `room`, from the valid `target` and `head` directories.
+
+    `url` is a server that answers.
+    """
 
     def __init__(self, room: Path, target: Path, head: Path, url: str, seed: int) -> None:
         super().__init__(random.Random(seed))

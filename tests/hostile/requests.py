@@ -1,6 +1,8 @@
-"""Requests that no server wants: bodies with odd values, bytes that are no HTTP, and clients without manners.
+"""Requests that no server wants: bodies with odd values, bytes that are no HTTP, and clients
+without manners.
 
-`Attacks(seed)` gives an endless, reproducible sequence. Each attack is bytes to send and how to behave while sending.
+`Attacks(seed)` gives an endless, reproducible sequence. Each attack is bytes to send and how to
+behave while sending.
 """
 
 import json
@@ -190,7 +192,9 @@ class Attacks:
         return Attack("tokens", post_json(COMPLETIONS, body))
 
     def _scores(self) -> Attack:
-        """More log-probabilities than fit into memory: many prompts that want those of all their tokens."""
+        """More log-probabilities than fit into memory: many prompts that want those of all their
+        tokens.
+        """
         count = self.pick(4, 300, 1000)
         body = {"prompt": [[1] * 500] * count, "max_tokens": 0, "echo": True, "logprobs": 20}
         return Attack("scores", post_json(COMPLETIONS, body))
@@ -217,7 +221,9 @@ class Attacks:
         return Attack("ignored", post_json(CHAT, body))
 
     def _marks(self) -> Attack:
-        """Characters and names with which a server could tell a text's special tokens from the template's."""
+        """Characters and names with which a server could tell a text's special tokens from the
+        template's.
+        """
         texts = [
             PRIVATE_USE,
             PRIVATE_USE[:3000],

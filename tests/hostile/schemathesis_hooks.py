@@ -1,4 +1,6 @@
-"""Loaded by schemathesis (SCHEMATHESIS_HOOKS): what it makes up may ask for millions of tokens; four are enough."""
+"""Loaded by schemathesis (SCHEMATHESIS_HOOKS): what it makes up may ask for millions of tokens;
+four are enough.
+"""
 
 from typing import Any
 

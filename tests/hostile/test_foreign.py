@@ -1,7 +1,8 @@
 """Names, links and texts that somebody else wrote, in every field where a command reads one.
 
-Nothing outside the output changes, each is refused by name or harmless, and nothing reaches the terminal raw. An audit
-hook stops whatever would be removed or renamed outside the test's directory, so that a fault costs the machine nothing.
+Nothing outside the output changes, each is refused by name or harmless, and nothing reaches the
+terminal raw. An audit hook stops whatever would be removed or renamed outside the test's directory,
+so that a fault costs the machine nothing.
 """
 
 import hashlib
@@ -49,7 +50,10 @@ guarded: list[Path] = []  # the directory in which files may be removed, while a
 
 
 def guard(event: str, arguments: tuple[Any, ...]) -> None:
-    """An audit hook. `rmtree` is judged at its top: what it removes below has a directory's descriptor."""
+    """An audit hook.
+
+    `rmtree` is judged at its top: what it removes below has a directory's descriptor.
+    """
     if (
         not guarded
         or event not in REMOVALS

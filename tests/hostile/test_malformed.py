@@ -1,6 +1,8 @@
-"""Every command ends by itself, with one of its own statuses and a named reason, whatever its input files are.
+"""Every command ends by itself, with one of its own statuses and a named reason, whatever its input
+files are.
 
-TRTSPEC_SEED chooses other inputs for the slow test (1 without), TRTSPEC_KEEP_MALFORMED=1 keeps the files of all cases.
+TRTSPEC_SEED chooses other inputs for the slow test (1 without), TRTSPEC_KEEP_MALFORMED=1 keeps the
+files of all cases.
 """
 
 import json
@@ -43,7 +45,10 @@ def server(stand_in) -> str:  # type: ignore[no-untyped-def]  # noqa: F811
 
 
 class Runner:
-    """Runs cases through a worker, and keeps how they ended. Each bad end is printed when it is found."""
+    """Runs cases through a worker, and keeps how they ended.
+
+    Each bad end is printed when it is found.
+    """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -85,7 +90,9 @@ class Runner:
         return json.loads(self.process.stdout.readline())  # type: ignore[no-any-return]
 
     def ended(self, place: Path, *words: object) -> tuple[int | None, str]:
-        """The status of a command, and what is wrong with how it ended; `place` gets its stdout and stderr."""
+        """The status of a command, and what is wrong with how it ended; `place` gets its stdout and
+        stderr.
+        """
         case = Case(place.name, [str(word) for word in words], place)
         answer = self.answer(case, False)
         return answer["status"], complaint(case, answer)

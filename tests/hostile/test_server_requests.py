@@ -1,9 +1,10 @@
-"""Hostile requests by the thousand, and a soak, against the reference server with kimi-nano and its head.
+"""Hostile requests by the thousand, and a soak, against the reference server with kimi-nano and its
+head.
 
 Sixteen greedy streams run all the while and must get what serial decoding without drafts gives.
-TRTSPEC_HOSTILE_REQUESTS (20000) and TRTSPEC_SOAK_REQUESTS (10000) set the numbers, TRTSPEC_SEED the sequence (1).
-TRTSPEC_SCHEMATHESIS_PYTHON names a Python with schemathesis (`make test-oracles` makes one); without it that part is
-skipped, and the other generators send all of the requests.
+TRTSPEC_HOSTILE_REQUESTS (20000) and TRTSPEC_SOAK_REQUESTS (10000) set the numbers, TRTSPEC_SEED the
+sequence (1). TRTSPEC_SCHEMATHESIS_PYTHON names a Python with schemathesis (`make test-oracles`
+makes one); without it that part is skipped, and the other generators send all of the requests.
 """
 
 import asyncio
@@ -87,8 +88,10 @@ def place(server: Running) -> tuple[str, int]:
 
 
 def by_schemathesis(server: Running, count: int, folder: Path) -> tuple[int, str]:
-    """(requests sent, what it found) of an unmodified schemathesis, positive and negative, over our document. One
-    worker: hypothesis sets Python's recursion limit, which breaks what CPython 3.11 parses in another thread."""
+    """(requests sent, what it found) of an unmodified schemathesis, positive and negative, over our
+    document. One worker: hypothesis sets Python's recursion limit, which breaks what CPython 3.11
+    parses in another thread.
+    """
     operations = len(httpx.get(f"{server.url}/openapi.json").json()["paths"])
     command = [
         str(Path(SCHEMATHESIS).absolute()),
@@ -106,7 +109,8 @@ def by_schemathesis(server: Running, count: int, folder: Path) -> tuple[int, str
         "--workers",
         "1",
     ]
-    # what JSON Schema cannot say (a token outside the vocabulary, a grammar without an answer) is refused all the same
+    # what JSON Schema cannot say (a token outside the vocabulary, a grammar without an answer) is
+    # refused all the same
     command += [
         "--exclude-checks",
         "positive_data_acceptance",
@@ -148,7 +152,8 @@ def test_hostile_requests_cost_nobody_anything(
         for thread in threads:
             thread.join()
         watch.end()
-    # schemathesis comes first and asks for less: what the other kinds need for the first time is no leak
+    # schemathesis comes first and asks for less: what the other kinds need for the first time is no
+    # leak
     settled = watch.memory[len(watch.memory) // 2 :]
     grown = max(settled[-len(settled) // 5 :]) - max(settled[: len(settled) // 5])
     print(

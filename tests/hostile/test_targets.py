@@ -1,8 +1,10 @@
-"""A thousand damaged targets: every command ends in one clear message, nothing is half-written, nothing damaged passes.
+"""A thousand damaged targets: every command ends in one clear message, nothing is half-written,
+nothing damaged passes.
 
-A conversion may be refused, without an output that a loader would take for a checkpoint. It may succeed, if its output
-equals the clean one except in the tensor whose bytes were changed and the partner that shares its scale. A damaged
-value that is as plausible as the right one cannot be refused; it must not spread. TRTSPEC_SEED chooses other damage.
+A conversion may be refused, without an output that a loader would take for a checkpoint. It may
+succeed, if its output equals the clean one except in the tensor whose bytes were changed and the
+partner that shares its scale. A damaged value that is as plausible as the right one cannot be
+refused; it must not spread. TRTSPEC_SEED chooses other damage.
 """
 
 import json
@@ -49,7 +51,9 @@ def may_differ(tensor: str, damaged: str) -> bool:
 
 
 class Targets:
-    """Clean sources with their outputs, and a runner that gives damaged copies to inspect and quantize."""
+    """Clean sources with their outputs, and a runner that gives damaged copies to inspect and
+    quantize.
+    """
 
     def __init__(self, room: Path, run: Runner) -> None:
         self.room, self.run, self.said = room, run, room / "said"

@@ -1,11 +1,13 @@
-"""Runs command lines of `trtspec` one at a time, each in a process with its own limits, and says how each ended.
+"""Runs command lines of `trtspec` one at a time, each in a process with its own limits, and says
+how each ended.
 
     python -m tests.hostile.worker < requests > answers
 
-A request is one JSON line: {"argv": [...], "out": directory, "process": bool}; the answer has "status" and "signal"
-(int or null), "hung" (bool), and the seconds that it took, "cpu" and "wall". The command writes to stdout and stderr
-in `out`. With "process" it is a fresh interpreter; without, a forked child of this one, which has imported already:
-that makes thousands of runs affordable. Either can hang or die and takes nothing with it.
+A request is one JSON line: {"argv": [...], "out": directory, "process": bool}; the answer has
+"status" and "signal" (int or null), "hung" (bool), and the seconds that it took, "cpu" and "wall".
+The command writes to stdout and stderr in `out`. With "process" it is a fresh interpreter; without,
+a forked child of this one, which has imported already: that makes thousands of runs affordable.
+Either can hang or die and takes nothing with it.
 """
 
 import gc
@@ -34,7 +36,9 @@ LIBRARIES = (
 
 
 class Worker:
-    """`loading`: seconds of the processor that importing PyTorch takes, which a fresh process may spend besides."""
+    """`loading`: seconds of the processor that importing PyTorch takes, which a fresh process may
+    spend besides.
+    """
 
     def __init__(self) -> None:
         self.loading = 0.0

@@ -1,5 +1,8 @@
-"""A server of several processes: `ranks_server.py PORT`. Its ranks have sessions of their own, as Open MPI's have, and
-one is an orphan. It loads for a moment, prints all pids, serves, and ends with 1 when a rank has ended."""
+"""A server of several processes: `ranks_server.py PORT`.
+
+Its ranks have sessions of their own, as Open MPI's have, and one is an orphan. It loads for a
+moment, prints all pids, serves, and ends with 1 when a rank has ended.
+"""
 
 import http.server
 import os

@@ -44,9 +44,11 @@ def test_a_signal_ends_the_checks_before_a_launch(tmp_path: Path, number: int, s
     program(tmp_path / "trtllm-serve", f"touch {asked}\nexec sleep 600")
     words = [*TRTSPEC, "serve", "nvidia/Kimi-K2.6-NVFP4"]
     process = subprocess.Popen(
-        [*CONTAINER, *words], env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [*CONTAINER, *words],
+        env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         wait_for(lambda: asked.exists() or process.poll() is not None)
         (first,) = psutil.Process(process.pid).children()

@@ -1,4 +1,5 @@
-"""Random kills over the processes of a launch, in every phase: nothing survives, and status and message name the cause.
+"""Random kills over the processes of a launch, in every phase: nothing survives, and status and
+message name the cause.
 
 TRTSPEC_KILLS (20; the slow test: 1000) is their number, TRTSPEC_SEED (1) where the sequence begins.
 """
@@ -56,8 +57,11 @@ def kill_one(number: int, log: Path) -> str | None:
     own = launched(log)
     victim = draw.choice(("trtspec", "subreaper", "engine", "rank 0", "rank 1", "rank 2"))
     phase = draw.choice(("loading", "ready", "stopping"))
-    sent = draw.choice((signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT) if victim == "trtspec" else
-                       (signal.SIGKILL,))  # fmt: skip
+    sent = draw.choice(
+        (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+        if victim == "trtspec"
+        else (signal.SIGKILL,)
+    )
     seen = logged(log, "pids")
     pids = [
         int(word)

@@ -70,7 +70,9 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path, sent: signal.Signals) ->
 @pytest.mark.slow
 @pytest.mark.clock
 def test_interrupts_at_any_moment_leave_no_process(tmp_path: Path) -> None:
-    """A signal just before a blocking read was lost once in 250 times, another inside Popen once in 1,600."""
+    """A signal just before a blocking read was lost once in 250 times, another inside Popen once in
+    1,600.
+    """
     moments = random.Random(0)
     for trial in range(400):
         interrupt_a_chain(
@@ -81,8 +83,9 @@ def test_interrupts_at_any_moment_leave_no_process(tmp_path: Path) -> None:
 
 
 def interrupt_a_chain(directory: Path, sent: signal.Signals, delay: float) -> None:
-    """The chain waits for a command while a server runs in its own session; one signal ends all three. It comes
-    `delay` seconds after the command began."""
+    """The chain waits for a command while a server runs in its own session; one signal ends all
+    three. It comes `delay` seconds after the command began.
+    """
     script = textwrap.dedent(
         f"""
         import signal, subprocess, sys
@@ -126,7 +129,9 @@ def interrupt_a_chain(directory: Path, sent: signal.Signals, delay: float) -> No
 
 
 def children_of(pid: int) -> list[int]:
-    """From the kernel's own list where there is one: psutil reads all processes, too slow to come inside Popen."""
+    """From the kernel's own list where there is one: psutil reads all processes, too slow to come
+    inside Popen.
+    """
     listed = Path(f"/proc/{pid}/task/{pid}/children")
     if listed.is_file():
         return [int(child) for child in listed.read_text().split()]
@@ -138,7 +143,9 @@ def children_of(pid: int) -> list[int]:
 def test_an_interrupt_during_a_start_leaves_no_process(
     tmp_path: Path, sent: signal.Signals, started: str
 ) -> None:
-    """The signal comes when the child runs and Popen has not returned: the moment in which nobody knows the child."""
+    """The signal comes when the child runs and Popen has not returned: the moment in which nobody
+    knows the child.
+    """
     interrupt_inside(
         f"""
         def __init__(self, *arguments, **options):
@@ -150,7 +157,9 @@ def test_an_interrupt_during_a_start_leaves_no_process(
 
 
 def test_an_interrupt_inside_popen_leaves_no_lock() -> None:
-    """Raised where Popen holds its lock, the interrupt would leave it locked, and the process could not be ended."""
+    """Raised where Popen holds its lock, the interrupt would leave it locked, and the process could
+    not be ended.
+    """
     interrupt_inside(
         """
         polls = 0

@@ -1,6 +1,8 @@
-"""models/eagle3.py against the published computation, written out here from scratch, and against transformers' layers.
+"""models/eagle3.py against the published computation, written out here from scratch, and against
+transformers' layers.
 
-Gains scatter around one (tests/tiny.py), so a norm that is missing, doubled or in the wrong place shows.
+Gains scatter around one (tests/tiny.py), so a norm that is missing, doubled or in the wrong place
+shows.
 """
 
 import math
@@ -155,7 +157,9 @@ class Reference:
 
 @pytest.mark.parametrize(("attention", "eagle"), KINDS)
 def test_equals_the_published_computation(tmp_path, target_dir, target, attention, eagle):
-    """Prefill and four draft steps, from scratch in float64; then a rollback and another continuation."""
+    """Prefill and four draft steps, from scratch in float64; then a rollback and another
+    continuation.
+    """
     head, tensors, config = load(tmp_path, target_dir, target, attention, eagle)
     torch.manual_seed(1)
     aux = torch.randn(
@@ -187,7 +191,9 @@ def test_equals_the_published_computation(tmp_path, target_dir, target, attentio
 
 @pytest.mark.parametrize(("attention", "eagle"), KINDS)
 def test_cached_steps_equal_one_causal_forward(tmp_path, target_dir, target, attention, eagle):
-    """Rows of different lengths in one cache, fed in pieces, against plain causal forwards without a cache."""
+    """Rows of different lengths in one cache, fed in pieces, against plain causal forwards without
+    a cache.
+    """
     head, _, _ = load(tmp_path, target_dir, target, attention, eagle)
     torch.manual_seed(2)
     x = torch.randn(3, LENGTH, head.spec.hidden_size, dtype=torch.float64)
@@ -214,7 +220,9 @@ def test_cached_steps_equal_one_causal_forward(tmp_path, target_dir, target, att
 
 @pytest.mark.parametrize("attention", ["mla", "mha"])
 def test_attention_equals_transformers(tmp_path, target_dir, target, attention):
-    """A head's layer against transformers' DeepSeek-V3 or Llama attention on the same 2H-wide weights."""
+    """A head's layer against transformers' DeepSeek-V3 or Llama attention on the same 2H-wide
+    weights.
+    """
     from transformers import DeepseekV3Config, LlamaConfig
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
     from transformers.models.llama import modeling_llama as llama

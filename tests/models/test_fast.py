@@ -1,4 +1,6 @@
-"""The fast forms against the plain ones, and packed weights, of which the identity's product gives back every bit."""
+"""The fast forms against the plain ones, and packed weights, of which the identity's product gives
+back every bit.
+"""
 
 import copy
 from typing import Any

@@ -1,4 +1,6 @@
-"""Loading a head: both namings, what the target lends, and every misfit refused with its code in one message."""
+"""Loading a head: both namings, what the target lends, and every misfit refused with its code in
+one message.
+"""
 
 from pathlib import Path
 

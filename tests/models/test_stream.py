@@ -1,4 +1,6 @@
-"""The layer stream against the whole model: the same bits, from every format, with states in memory or on disk."""
+"""The layer stream against the whole model: the same bits, from every format, with states in memory
+or on disk.
+"""
 
 import pytest
 import torch

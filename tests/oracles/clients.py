@@ -1,4 +1,6 @@
-"""Clients as their makers published them, against one server: NAME URL [ARGUMENT ...]. Prints one JSON object.
+"""Clients as their makers published them, against one server: NAME URL [ARGUMENT ...].
+
+Prints one JSON object.
 
 Runs in the Python of the client, which does not have this project.
 """

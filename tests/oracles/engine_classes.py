@@ -1,14 +1,16 @@
-"""Runs TensorRT-LLM's own configuration classes, from a folder of its sources, as judges of engine YAML files.
+"""Runs TensorRT-LLM's own configuration classes, from a folder of its sources, as judges of engine
+YAML files.
 
     python -m tests.oracles.engine_classes SOURCES < requests > answers
 
-SOURCES holds `tensorrt_llm/llmapi/llm_args.py` and what it takes its classes from (`usage/config.py`, the LoRA
-configuration, the registry of KV connectors). Everything else that those files import is replaced by stand-ins, so that
-neither a GPU nor the engine's binaries are needed. A request is one JSON line, {"text": YAML}; its answer is
-{"accepts": bool, "why": str}. The first line that is written names the fields of the class, as {"fields": [...]}.
+SOURCES holds `tensorrt_llm/llmapi/llm_args.py` and what it takes its classes from
+(`usage/config.py`, the LoRA configuration, the registry of KV connectors). Everything else that
+those files import is replaced by stand-ins, so that neither a GPU nor the engine's binaries are
+needed. A request is one JSON line, {"text": YAML}; its answer is {"accepts": bool, "why": str}. The
+first line that is written names the fields of the class, as {"fields": [...]}.
 
-A file is judged as trtllm-serve does: `yaml.safe_load`, merged over the options' defaults by the release's own
-`update_llm_args_with_extra_dict`, then handed to `TorchLlmArgs`.
+A file is judged as trtllm-serve does: `yaml.safe_load`, merged over the options' defaults by the
+release's own `update_llm_args_with_extra_dict`, then handed to `TorchLlmArgs`.
 """
 
 import enum
@@ -92,7 +94,9 @@ class AnyAttribute(type):
 
 
 class Anything(metaclass=AnyAttribute):
-    """Takes any argument and has any attribute: what a binding or a runtime class is while files are judged."""
+    """Takes any argument and has any attribute: what a binding or a runtime class is while files
+    are judged.
+    """
 
     __members__: dict[str, Any] = {}
 
@@ -171,7 +175,8 @@ class StandIn(types.ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Gives the real files of `real` and stand-ins for every other module of the packages in `replaced`.
+    """Gives the real files of `real` and stand-ins for every other module of the packages in
+    `replaced`.
 
     `known` gives the names of a stand-in that are not anything.
     """

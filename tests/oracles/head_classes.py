@@ -1,15 +1,18 @@
-"""Loads Eagle3 heads into the classes of other projects and drafts two steps with each, in a process of its own.
+"""Loads Eagle3 heads into the classes of other projects and drafts two steps with each, in a
+process of its own.
 
     python tests/oracles/head_classes.py < requests > answers
 
-A request is one JSON line, {"loader", "head": directory, "inputs": file, "output": file, "captured", "sources"}; its
-answer {"why": ""}, or the reason why the class did not load the head. `inputs` is a safetensors file: `states`
-[T, n * Ht], `tokens` and `again` int64 [T], the target's `embed_tokens.weight` and `lm_head.weight`. `output` gets
-`first` and `second`, the logits [T, Vd] of the two steps, and `ids` int64 [Vd]. All in float32.
+A request is one JSON line, {"loader", "head": directory, "inputs": file, "output": file,
+"captured", "sources"}; its answer {"why": ""}, or the reason why the class did not load the head.
+`inputs` is a safetensors file: `states` [T, n * Ht], `tokens` and `again` int64 [T], the target's
+`embed_tokens.weight` and `lm_head.weight`. `output` gets `first` and `second`, the logits [T, Vd]
+of the two steps, and `ids` int64 [Vd]. All in float32.
 
-`sources` is a folder with checkouts of TorchSpec, SpecForge and EAGLE, or one with TensorRT-LLM's sources. vLLM and
-speculators are packages of the Python that runs this. Attention kernels of vLLM are replaced by plain ones: what is
-judged is how its classes read, name, fuse, norm, rotate and scale.
+`sources` is a folder with checkouts of TorchSpec, SpecForge and EAGLE, or one with TensorRT-LLM's
+sources. vLLM and speculators are packages of the Python that runs this. Attention kernels of vLLM
+are replaced by plain ones: what is judged is how its classes read, name, fuse, norm, rotate and
+scale.
 """
 
 import contextlib
@@ -284,9 +287,14 @@ def _vllm_settings(target: str, head: str) -> Any:
 
     speculative = {"model": head, "method": "eagle3", "num_speculative_tokens": 3}
     arguments = EngineArgs(
-        model=target, dtype="float32", enforce_eager=True, skip_tokenizer_init=True, speculative_config=speculative,
-        max_model_len=512, trust_remote_code=False,
-    )  # fmt: skip
+        model=target,
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        speculative_config=speculative,
+        max_model_len=512,
+        trust_remote_code=False,
+    )
     return arguments.create_engine_config()
 
 

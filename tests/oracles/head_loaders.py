@@ -1,9 +1,11 @@
-"""SGLang's loader of Eagle3 heads, written anew from what its files do, and the layers of such heads, in plain PyTorch.
+"""SGLang's loader of Eagle3 heads, written anew from what its files do, and the layers of such
+heads, in plain PyTorch.
 
-SGLang does not run on a CPU. What stands here are its rules (which tensor goes to which parameter, which key of
-config.json is read, with which default, and what fails), from llama_eagle3.py and kimi_k25_eagle3.py of 2026. Nothing
-is taken from trtspec, and nothing here was compared with a running engine. The config is read as transformers 4 hands
-it over: the keys of the file. engine_loaders.py puts the layers in place of TensorRT-LLM's.
+SGLang does not run on a CPU. What stands here are its rules (which tensor goes to which parameter,
+which key of config.json is read, with which default, and what fails), from llama_eagle3.py and
+kimi_k25_eagle3.py of 2026. Nothing is taken from trtspec, and nothing here was compared with a
+running engine. The config is read as transformers 4 hands it over: the keys of the file.
+engine_loaders.py puts the layers in place of TensorRT-LLM's.
 """
 
 import re
@@ -48,7 +50,10 @@ def paired(x: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention of [T, heads, dim]; k and v may have fewer heads. Returns [T, heads * dim of v]."""
+    """Causal attention of [T, heads, dim]; k and v may have fewer heads.
+
+    Returns [T, heads * dim of v].
+    """
     heads_first = [part.transpose(0, 1)[None] for part in (q, k, v)]
     attended = F.scaled_dot_product_attention(
         *heads_first, is_causal=True, scale=scale, enable_gqa=True
@@ -80,7 +85,9 @@ class GroupedAttention(nn.Module):
 
 
 class MultiLatentAttention(nn.Module):
-    """q_a and kv_a in one matrix over 2H, under the name that `fused` gives it; rope pairs are (2i, 2i + 1)."""
+    """q_a and kv_a in one matrix over 2H, under the name that `fused` gives it; rope pairs are (2i,
+    2i + 1).
+    """
 
     def __init__(
         self, config: Config, theta: float, scaling: Config, fused: str, make: Make = linear
@@ -148,7 +155,10 @@ class Layer(nn.Module):
 
 
 class Draft(nn.Module):
-    """A head as the engine holds it, with the target's id of each draft id. `captured` states come in."""
+    """A head as the engine holds it, with the target's id of each draft id.
+
+    `captured` states come in.
+    """
 
     def __init__(
         self, config: Config, layer: nn.Module, captured: int, norms: tuple[bool, bool, bool]
@@ -197,8 +207,11 @@ def _sglang_rope(config: Config) -> tuple[float, Config | None]:
 
 
 def load_sglang(config: Config, tensors: Tensors, target: Tensors, captured: int) -> Draft:
-    """The class by the architecture's name. Unknown names are dropped; nothing says which parameter was not filled.
-    `captured` is what the engine hands over: as many states as the config lists layers, else three."""
+    """The class by the architecture's name.
+
+    Unknown names are dropped; nothing says which parameter was not filled. `captured` is what the
+    engine hands over: as many states as the config lists layers, else three.
+    """
     mla = config["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]
     ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     states = len(ids) if ids else 3

@@ -1,4 +1,6 @@
-"""Engine YAML files to judge: real ones and made ones, each with a change that a hurried person could make."""
+"""Engine YAML files to judge: real ones and made ones, each with a change that a hurried person
+could make.
+"""
 
 import copy
 import random
@@ -15,7 +17,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def paths_ever() -> Iterator[tuple[str, Any]]:
-    """Every key of any release with what a source says of it, several times where sources or kinds differ."""
+    """Every key of any release with what a source says of it, several times where sources or kinds
+    differ.
+    """
     for owner, readings in classes().items():
         for reading in readings if owner != OPTIONS else ():
             yield from ((entry.path, entry) for entry in reading.entries.values())
@@ -54,10 +58,24 @@ class Mutator:
     def __iter__(self) -> Iterator[tuple[str, str]]:
         """Endless pairs of what was changed and the text."""
         ways = [
-            self._value_of_key, self._value_of_key, self._added_key, self._added_key, self._added_key, self._typo,
-            self._other_lines_key, self._moved_key, self._lost_key, self._speculation, self._speculation,
-            self._conflict, self._conflict, self._unknown_nested, self._good_key, self._good_key, self._nothing,
-        ]  # fmt: skip
+            self._value_of_key,
+            self._value_of_key,
+            self._added_key,
+            self._added_key,
+            self._added_key,
+            self._typo,
+            self._other_lines_key,
+            self._moved_key,
+            self._lost_key,
+            self._speculation,
+            self._speculation,
+            self._conflict,
+            self._conflict,
+            self._unknown_nested,
+            self._good_key,
+            self._good_key,
+            self._nothing,
+        ]
         while True:
             value = copy.deepcopy(self.rng.choice(self.bases))
             way = self.rng.choice(ways)
@@ -157,7 +175,9 @@ class Mutator:
         return path
 
     def _speculation(self, value: dict[str, Any]) -> str:
-        """Another way to speculate, often with one key changed or lost, or with another type on the same keys."""
+        """Another way to speculate, often with one key changed or lost, or with another type on the
+        same keys.
+        """
         chosen = copy.deepcopy(self.rng.choice(SPECULATION))
         what = self.rng.choice(["whole", "odd", "lost", "other type", "extra"])
         if what == "odd":
@@ -210,9 +230,16 @@ def misspelt(word: str, rng: random.Random) -> str:
     at = rng.randrange(len(word))
     letter = rng.choice(string.ascii_lowercase)
     return rng.choice(
-        [word[:at] + word[at + 1 :], word[: at + 1] + word[at:], word[:at] + letter + word[at + 1 :], word.upper(),
-         word.replace("_", "-"), word + "s", word.replace("_", "")]
-    )  # fmt: skip
+        [
+            word[:at] + word[at + 1 :],
+            word[: at + 1] + word[at:],
+            word[:at] + letter + word[at + 1 :],
+            word.upper(),
+            word.replace("_", "-"),
+            word + "s",
+            word.replace("_", ""),
+        ]
+    )
 
 
 def _get(value: dict[str, Any], path: str) -> Any:

@@ -1,8 +1,9 @@
-"""Clients that others published, unmodified, against the reference server with kimi-nano and its head.
+"""Clients that others published, unmodified, against the reference server with kimi-nano and its
+head.
 
 Each runs in the environment where it installs: TRTSPEC_LITELLM_PYTHON, TRTSPEC_LANGCHAIN_PYTHON,
-TRTSPEC_LM_EVAL_PYTHON, TRTSPEC_GUIDELLM_PYTHON and TRTSPEC_AIPERF_PYTHON name their Pythons (`make test-oracles` makes
-them); one that is not named is skipped. openai is in the project's own.
+TRTSPEC_LM_EVAL_PYTHON, TRTSPEC_GUIDELLM_PYTHON and TRTSPEC_AIPERF_PYTHON name their Pythons (`make
+test-oracles` makes them); one that is not named is skipped. openai is in the project's own.
 """
 
 import json
@@ -52,7 +53,9 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """kimi-nano's tokenizer as transformers converts it, which gives the same ids: these clients read no tiktoken."""
+    """kimi-nano's tokenizer as transformers converts it, which gives the same ids: these clients
+    read no tiktoken.
+    """
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
@@ -115,8 +118,9 @@ def test_chat_streams_tools_and_structure(server: Running, name: str) -> None:
 
 @torch.inference_mode()
 def log_likelihood(target: KimiModel, context: list[int], text: list[int]) -> tuple[float, bool]:
-    """Log-probability of `text` after `context`, and whether it is what greedy decoding says: the whole text through
-    the model, without cache and engine."""
+    """Log-probability of `text` after `context`, and whether it is what greedy decoding says: the
+    whole text through the model, without cache and engine.
+    """
     logits = (
         target(torch.tensor([context + text]))
         .logits[0]

@@ -1,7 +1,7 @@
 """Files with a mistake in them, judged by lint and by TensorRT-LLM's own classes.
 
-TRTSPEC_TRTLLM_SOURCES names a folder with one folder of sources for each release, called like it (1.4.0rc1); without it
-these tests are skipped. Upstream's sources are never part of the project.
+TRTSPEC_TRTLLM_SOURCES names a folder with one folder of sources for each release, called like it
+(1.4.0rc1); without it these tests are skipped. Upstream's sources are never part of the project.
 """
 
 import itertools

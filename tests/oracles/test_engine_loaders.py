@@ -146,7 +146,10 @@ def of_each_kind(all_faults: Iterable[Any]) -> list[Any]:
 
 
 def missed(who: str, rows: list[tuple[Any, str, set[str]]]) -> set[str]:
-    """Prints what the engine says of each fault, and our codes. Returns the kinds of faults without a code."""
+    """Prints what the engine says of each fault, and our codes.
+
+    Returns the kinds of faults without a code.
+    """
     for fault, theirs, codes in rows:
         what = getattr(fault, "what", None) or fault.name
         print(f"{who}, {fault.kind}, {what}: {theirs or 'passes'}; {sorted(codes) or 'passes'}")

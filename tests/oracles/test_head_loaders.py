@@ -1,13 +1,16 @@
-"""Kinds of heads x loaders of others: converted by trtspec, loaded by their class from the files, two draft steps each.
+"""Kinds of heads x loaders of others: converted by trtspec, loaded by their class from the files,
+two draft steps each.
 
-Printed is the largest difference of the logits from those of our reference, or the code of the refusal. What a class
-does not load must be refused by `trtspec convert` first, or announced as needing a newer version.
+Printed is the largest difference of the logits from those of our reference, or the code of the
+refusal. What a class does not load must be refused by `trtspec convert` first, or announced as
+needing a newer version.
 
-TRTSPEC_ORACLE_SOURCES names a folder with checkouts of TorchSpec, SpecForge and EAGLE; TRTSPEC_ORACLE_PYTHON a Python
-with transformers 4 (`make test-oracles` makes one), which the three were written for; TRTSPEC_SPECULATORS_PYTHON and
-TRTSPEC_VLLM_PYTHON Pythons with these packages; TRTSPEC_TRTLLM_LOADERS folders with TensorRT-LLM's sources, the newest
-first (engine_loaders.py says which files). A loader whose place is not named is skipped. SGLang is its rules, written
-anew: known by reading.
+TRTSPEC_ORACLE_SOURCES names a folder with checkouts of TorchSpec, SpecForge and EAGLE;
+TRTSPEC_ORACLE_PYTHON a Python with transformers 4 (`make test-oracles` makes one), which the three
+were written for; TRTSPEC_SPECULATORS_PYTHON and TRTSPEC_VLLM_PYTHON Pythons with these packages;
+TRTSPEC_TRTLLM_LOADERS folders with TensorRT-LLM's sources, the newest first (engine_loaders.py says
+which files). A loader whose place is not named is skipped. SGLang is its rules, written anew: known
+by reading.
 """
 
 import itertools
@@ -103,15 +106,27 @@ class Room:
         path = self.directory / "source" / kind.name
         if path.is_dir():
             return path
-        make_head(path, self.target, attention=kind.attention, eagle=kind.eagle, draft_vocab=kind.draft_vocab,
-                  aux_layers=kind.layers)  # fmt: skip
+        make_head(
+            path,
+            self.target,
+            attention=kind.attention,
+            eagle=kind.eagle,
+            draft_vocab=kind.draft_vocab,
+            aux_layers=kind.layers,
+        )
         config, tensors = stored(path)
         config["rope_theta"] = 50000.0
         if kind.yarn:
             config["rope_scaling"] = {
-                "rope_type": "yarn", "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512,
-                "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-            }  # fmt: skip
+                "rope_type": "yarn",
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 512,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            }
         if kind.norm_before_fc:
             config["eagle_config"]["norm_before_fc"] = config["norm_before_fc"] = True
             width = tensors["fc.weight"].shape[1]
@@ -155,7 +170,9 @@ def room() -> Iterator[Room]:
 
 
 def converted(room: Room, kind: HeadKind, loader: str) -> HeadConversion:
-    """TorchSpec's MLA layer turns with base 10000 whatever the file says, so that base is written for it."""
+    """TorchSpec's MLA layer turns with base 10000 whatever the file says, so that base is written
+    for it.
+    """
     theta = 10000.0 if loader == "torchspec" and kind.attention == "mla" else None
     output = room.directory / loader / kind.name
     output.parent.mkdir(exist_ok=True)
@@ -171,15 +188,25 @@ def request_for(
     place.mkdir(parents=True, exist_ok=True)
     save_file(room.inputs(kind), place / "inputs.safetensors")
     return {
-        "loader": loader, "head": str(head), "inputs": str(place / "inputs.safetensors"),
-        "output": str(place / "outputs.safetensors"), "sources": sources, "target": str(room.target),
+        "loader": loader,
+        "head": str(head),
+        "inputs": str(place / "inputs.safetensors"),
+        "output": str(place / "outputs.safetensors"),
+        "sources": sources,
+        "target": str(room.target),
         "captured": len(kind.layers or (1, 2, 3)),
-    }  # fmt: skip
+    }
 
 
 def ask(loader: str, requests: list[dict[str, Any]], python: str = "") -> list[dict[str, str]]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1",
-                   "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": ""}  # fmt: skip
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "PYTHONPATH": "",
+    }
     text = "".join(json.dumps(request) + "\n" for request in requests)
     done = ran(python or python_of(loader), CLASSES, input=text, env=environment)
     answers = [json.loads(line) for line in done.stdout.splitlines()]
@@ -235,7 +262,9 @@ def compared(request: dict[str, Any], ours: dict[str, torch.Tensor]) -> str:
 
 
 def test_torchspec_s_llama_layer_needs_transformers_4(room: Room) -> None:
-    """Under transformers 5 it raises for plain rope, and silently turns YaRN with another base; convert says so."""
+    """Under transformers 5 it raises for plain rope, and silently turns YaRN with another base;
+    convert says so.
+    """
     python_of("torchspec")
     for kind, why in (("mha 3 full", "Unknown RoPE scaling type default"), ("mha, YaRN", "")):
         kind = next(one for one in KINDS if one.name == kind)

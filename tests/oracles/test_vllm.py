@@ -1,10 +1,10 @@
-"""A real vLLM on this CPU, launched, asked and stopped by `trtspec serve --backend vllm`: the same tokens as the
-reference engine, the same number of verification steps, no process left.
+"""A real vLLM on this CPU, launched, asked and stopped by `trtspec serve --backend vllm`: the same
+tokens as the reference engine, the same number of verification steps, no process left.
 
-TRTSPEC_VLLM_PYTHON names a Python with vLLM (`make test-oracles` makes one); skipped without. TRTSPEC_VLLM_STARTS is
-the number of starts and stops of the last test, 30 in `make test-oracles`; TRTSPEC_VLLM_PROMPTS that of prompts, 60.
-What the CPU wheel lacks is in vllm_on_a_cpu.py. Steps are compared, accepted drafts are not: vLLM counts drafts behind
-the end of an answer as accepted.
+TRTSPEC_VLLM_PYTHON names a Python with vLLM (`make test-oracles` makes one); skipped without.
+TRTSPEC_VLLM_STARTS is the number of starts and stops of the last test, 30 in `make test-oracles`;
+TRTSPEC_VLLM_PROMPTS that of prompts, 60. What the CPU wheel lacks is in vllm_on_a_cpu.py. Steps are
+compared, accepted drafts are not: vLLM counts drafts behind the end of an answer as accepted.
 """
 
 import contextlib
@@ -55,7 +55,9 @@ pytestmark = [
 
 @dataclass
 class Launched:
-    """A `trtspec serve` that runs, what it has said so far, and every process below it that was seen."""
+    """A `trtspec serve` that runs, what it has said so far, and every process below it that was
+    seen.
+    """
 
     process: subprocess.Popen[str]
     url: str
@@ -85,7 +87,9 @@ class Launched:
             }
 
     def nothing_left(self) -> None:
-        """Waits until no process that was below this one is there; a zombie waits for its parent alone."""
+        """Waits until no process that was below this one is there; a zombie waits for its parent
+        alone.
+        """
         wait_for(lambda: not any(map(alive, self.below)), GONE)
 
 
@@ -142,13 +146,16 @@ def serving(
 
 @pytest.fixture(scope="module")
 def prompts() -> list[GenerationRequest]:
-    """Held-out prompts, and LONG documents of others, longer than the context before YaRN stretches it: there the head
-    accepts a quarter to half of what it does on short prompts, and a wrong rope would look the same."""
+    """Held-out prompts, and LONG documents of others, longer than the context before YaRN stretches
+    it: there the head accepts a quarter to half of what it does on short prompts, and a wrong rope
+    would look the same.
+    """
     tokenizer = KimiTokenizer(NANO)
     lines = (NANO / "prompts_heldout.jsonl").read_text(encoding="utf-8").splitlines()
     asked = [json.loads(line)["messages"] for line in lines]
     texts = [messages[-1]["content"] for messages in asked[PROMPTS:]]
-    # joined by spaces, no router chooses an expert by less than 2e-6: a tie of the router has two right answers
+    # joined by spaces, no router chooses an expert by less than 2e-6: a tie of the router has two
+    # right answers
     asked = asked[:PROMPTS] + [
         [{"role": "user", "content": " ".join(texts[n::LONG])[:2048]}] for n in range(LONG)
     ]
@@ -163,8 +170,15 @@ def ask(url: str, prompts: list[GenerationRequest]) -> dict[str, Any]:
     """The first choice of every prompt, by its id, greedy."""
 
     def one(prompt: GenerationRequest) -> Any:
-        body = {"model": "nano", "prompt": prompt.prompt_ids, "max_tokens": NEW_TOKENS, "temperature": 0,
-                "logprobs": 5, "return_token_ids": True, "return_tokens_as_token_ids": True}  # fmt: skip
+        body = {
+            "model": "nano",
+            "prompt": prompt.prompt_ids,
+            "max_tokens": NEW_TOKENS,
+            "temperature": 0,
+            "logprobs": 5,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=READY)
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]
@@ -251,7 +265,9 @@ def made(*words: object, **environment: str) -> None:
 
 @pytest.mark.timeout(14400)
 def test_honest_servers_pass_every_check(environment: dict[str, str], tmp_path: Path) -> None:
-    """TRTSPEC_HONEST_CHECKS (1) checks of vLLM with the head, each with its own questions; vLLM without it scores."""
+    """TRTSPEC_HONEST_CHECKS (1) checks of vLLM with the head, each with its own questions; vLLM
+    without it scores.
+    """
     head, lines = (
         tmp_path / "head",
         (Path(NANO) / "prompts_heldout.jsonl").read_text().splitlines(keepends=True),
@@ -282,16 +298,30 @@ def test_honest_servers_pass_every_check(environment: dict[str, str], tmp_path: 
 
 
 BENCH_ASKS, BENCH_TOKENS = 8, 32
-BENCH = ("--samples", BENCH_ASKS, "--max-tokens", BENCH_TOKENS, "--concurrency", 1, "--temperature", 0, "--warmup", 0,
-         "--thinking", "off")  # fmt: skip
+BENCH = (
+    "--samples",
+    BENCH_ASKS,
+    "--max-tokens",
+    BENCH_TOKENS,
+    "--concurrency",
+    1,
+    "--temperature",
+    0,
+    "--warmup",
+    0,
+    "--thinking",
+    "off",
+)
 
 
 def bench_tells_the_engines_counters(
     results: dict[str, Any], before: Counters, after: Counters
 ) -> None:
-    """bench asks its questions once for the level and once more by category, greedily: each pass takes the steps of the
-    reference engine, and both together are the growth of vLLM's own counters. vLLM counts drafts that it accepted past
-    the end of answers; they are the surplus, which no token of an answer accounts for."""
+    """bench asks its questions once for the level and once more by category, greedily: each pass
+    takes the steps of the reference engine, and both together are the growth of vLLM's own
+    counters. vLLM counts drafts that it accepted past the end of answers; they are the surplus,
+    which no token of an answer accounts for.
+    """
     tokenizer = KimiTokenizer(NANO)
     chosen = spread(list(load_dataset("nano").questions), BENCH_ASKS)
     rendered = [tokenizer.encode_chat(*question.first_request())[1] for question in chosen]
@@ -306,8 +336,10 @@ def bench_tells_the_engines_counters(
     grown = Counters(
         after.steps - before.steps, after.drafted - before.drafted, after.accepted - before.accepted
     )
-    print(f"\nbench: {results['steps']} steps, {results['tokens']} tokens, ours {ours.steps}, {received}; counters "
-          f"grew by {grown}, surplus {[one['surplus'] for one in passes]}")  # fmt: skip
+    print(
+        f"\nbench: {results['steps']} steps, {results['tokens']} tokens, ours {ours.steps}, {received}; counters "
+        f"grew by {grown}, surplus {[one['surplus'] for one in passes]}"
+    )
     assert results["source"] == FROM_COUNTERS and told["errors"] == 0
     assert told["prompt_tokens"]["mean"] == pytest.approx(sum(map(len, rendered)) / BENCH_ASKS)
     assert (results["steps"], results["tokens"], results["turns"]) == (
@@ -381,7 +413,9 @@ def test_a_pruned_head_takes_as_many_steps(
     environment: dict[str, str], prompts: list[GenerationRequest], pruned_head: Path, pruned: Reference,
     tmp_path: Path, dialect: str,
 ) -> None:  # fmt: skip
-    """vLLM drafts with its own attention, so the target's latent attention is off: it cannot mix the two on a CPU."""
+    """vLLM drafts with its own attention, so the target's latent attention is off: it cannot mix
+    the two on a CPU.
+    """
     converted = tmp_path / "head"
     made("convert", pruned_head, "-o", converted, "--to", dialect, "--target", NANO, **environment)
     with serving(environment, NANO, converted, VLLM_MLA_DISABLE="1") as url:
@@ -394,8 +428,10 @@ def test_a_pruned_head_takes_as_many_steps(
 def test_nvfp4_differs_at_near_ties_only(
     environment: dict[str, str], prompts: list[GenerationRequest], tmp_path: Path
 ) -> None:
-    """Quantized by the published policy of Kimi-K2.5; both round activations to NVFP4. Without its FP8 cache, which the
-    plug-in's latent attention does not read."""
+    """Quantized by the published policy of Kimi-K2.5; both round activations to NVFP4.
+
+    Without its FP8 cache, which the plug-in's latent attention does not read.
+    """
     target = tmp_path / "nvfp4"
     made("quantize", NANO, "-o", target, "--policy", "k2.5", "--kv-cache", "none", **environment)
     ours = reference(target, None, prompts)
@@ -442,7 +478,9 @@ def test_vllm_bench_serve_measures_the_reference_server(
 
 @pytest.mark.parametrize("start", range(STARTS))
 def test_a_start_and_stop_leaves_nothing(environment: dict[str, str], start: int) -> None:
-    """Asked to end when ready, interrupted, killed outright, or asked while it still loads, in turn."""
+    """Asked to end when ready, interrupted, killed outright, or asked while it still loads, in
+    turn.
+    """
     server = launched(environment, NANO, None)
     try:
         server.wait_for("loading weights" if start % 4 == 3 else "trtspec: ready on")

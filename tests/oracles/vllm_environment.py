@@ -18,8 +18,9 @@ IN_VLLM = (
 
 
 def vllm_environment(python: Path, place: Path, variables: Mapping[str, str]) -> dict[str, str]:
-    """These variables with vLLM's directory first on PATH, and the plug-in, which is written to `place`, where its
-    Python looks for entry points."""
+    """These variables with vLLM's directory first on PATH, and the plug-in, which is written to
+    `place`, where its Python looks for entry points.
+    """
     about = place / "trtspec_oracle-1.dist-info"
     about.mkdir(parents=True)
     shutil.copy(ORACLES / "vllm_on_a_cpu.py", place)
@@ -28,8 +29,12 @@ def vllm_environment(python: Path, place: Path, variables: Mapping[str, str]) ->
         "[vllm.general_plugins]\nnano = vllm_on_a_cpu:register\n"
     )
     return {
-        **variables, "PATH": f"{python.absolute().parent}{os.pathsep}{variables['PATH']}",
-        "PYTHONPATH": os.pathsep.join((str(place), str(ORACLES.parents[1]))), "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1",
+        **variables,
+        "PATH": f"{python.absolute().parent}{os.pathsep}{variables['PATH']}",
+        "PYTHONPATH": os.pathsep.join((str(place), str(ORACLES.parents[1]))),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
         "TRTSPEC_PROGRESS": "1",
-    }  # fmt: skip
+    }

@@ -1,6 +1,7 @@
-"""What vLLM's CPU wheel lacks for kimi-nano, as a plug-in of vLLM (group vllm.general_plugins): latent attention of its
-sizes, sampling with drafts, and, with TRTSPEC_ORACLE_NVFP4=1, NVFP4 in float32 by vLLM's own emulation. `register` is
-called in every process of the server."""
+"""What vLLM's CPU wheel lacks for kimi-nano, as a plug-in of vLLM (group vllm.general_plugins):
+latent attention of its sizes, sampling with drafts, and, with TRTSPEC_ORACLE_NVFP4=1, NVFP4 in
+float32 by vLLM's own emulation. `register` is called in every process of the server.
+"""
 
 import os
 from typing import Any
@@ -14,7 +15,9 @@ def register() -> None:
 
 
 def latent_attention() -> None:
-    """The CPU backend's decode is written for 512 + 64 latent elements; this one, in plain PyTorch, takes any."""
+    """The CPU backend's decode is written for 512 + 64 latent elements; this one, in plain PyTorch,
+    takes any.
+    """
     import torch
     from vllm.model_executor.layers.attention import mla_attention
     from vllm.v1.attention.backends.mla import cpu_mla
@@ -49,8 +52,9 @@ def latent_attention() -> None:
 
 
 def sampled_drafts() -> None:
-    """The wheel fills each draft's temperature, top_k and top_p into a copy, so that sampling reads memory that was
-    never written. Greedy answers in the same batch are damaged too."""
+    """The wheel fills each draft's temperature, top_k and top_p into a copy, so that sampling reads
+    memory that was never written. Greedy answers in the same batch are damaged too.
+    """
     from vllm.v1.sample import rejection_sampler
 
     def expand(
@@ -68,7 +72,9 @@ def sampled_drafts() -> None:
 
 
 def nvfp4_experts() -> None:
-    """There is no NVFP4 kernel for a CPU: experts and linear layers compute with vLLM's own reference functions."""
+    """There is no NVFP4 kernel for a CPU: experts and linear layers compute with vLLM's own
+    reference functions.
+    """
     import torch
     import torch.nn.functional as F
     from vllm.model_executor.kernels import linear

@@ -1,4 +1,6 @@
-"""What a new GPU and a new model take: done on a copy of the package, with the files counted that had to change."""
+"""What a new GPU and a new model take: done on a copy of the package, with the files counted that
+had to change.
+"""
 
 import json
 from pathlib import Path
@@ -83,10 +85,15 @@ def test_a_model_of_other_sizes_is_one_data_file(copy: Path) -> None:
     data = yaml.safe_load(path.read_text())
     row = json.loads(json.dumps(data["targets"][NVFP4]))
     row["config"]["text_config"] |= {
-        "hidden_size": 4096, "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 32,
-        "n_routed_experts": 128, "moe_intermediate_size": 1024, "intermediate_size": 8192,
+        "hidden_size": 4096,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "n_routed_experts": 128,
+        "moe_intermediate_size": 1024,
+        "intermediate_size": 8192,
         "max_position_embeddings": 131072,
-    }  # fmt: skip
+    }
     text = path.read_text()
     entry = yaml.safe_dump({SMALL: row}, sort_keys=False)
     indented = "".join(f"  {line}\n" for line in entry.splitlines())

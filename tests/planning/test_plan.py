@@ -1,4 +1,7 @@
-"""plan against what others published: sizes, what fits, cache capacities, speed-ups. Nothing here is fitted."""
+"""plan against what others published: sizes, what fits, cache capacities, speed-ups.
+
+Nothing here is fitted.
+"""
 
 import math
 from dataclasses import replace
@@ -51,7 +54,8 @@ def test_parameters_and_heads_have_the_published_size() -> None:
     )  # the card says 1.8 x 10^9
 
 
-# GPU, GPUs, attention DP -> KV tokens of the group, NVFP4 of K2.6 with the MLA head, FP8 cache, fraction 0.9
+# GPU, GPUs, attention DP -> KV tokens of the group, NVFP4 of K2.6 with the MLA head, FP8 cache,
+# fraction 0.9
 WORKED = {
     ("b200", 4, False): 786_720, ("b200", 4, True): 1_260_728, ("b200", 8, False): 2_663_323,
     ("b200", 8, True): 16_905_565, ("gb200", 4, False): 948_234, ("gb200", 8, True): 18_197_682,
@@ -127,7 +131,9 @@ def steps(
 
 @pytest.mark.parametrize(("concurrency", "published"), [(1, 2.03), (4, 1.71), (16, 1.66)])
 def test_published_speed_ups_within_ten_percent(concurrency: int, published: float) -> None:
-    """EAGLE 3.1 on 4 GB200, Kimi-K2.6-NVFP4, SPEED-Bench coding; 3.013 tokens per step at 3 drafts (the head's card)"""
+    """EAGLE 3.1 on 4 GB200, Kimi-K2.6-NVFP4, SPEED-Bench coding; 3.013 tokens per step at 3 drafts
+    (the head's card)
+    """
     for context in (512, 2048, 4096):
         model = steps("gb200", "lightseekorg/kimi-k2.6-eagle3.1-mla", context=context)
         assert 3.013 / model.cost_ratio(concurrency, 3) == pytest.approx(published, rel=0.10)

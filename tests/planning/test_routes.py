@@ -1,4 +1,6 @@
-"""What TensorRT-LLM can run where: every refusal names its reason, and the tables of GPUs agree with it."""
+"""What TensorRT-LLM can run where: every refusal names its reason, and the tables of GPUs agree
+with it.
+"""
 
 from dataclasses import replace
 

@@ -1,10 +1,13 @@
-"""ModelOpt's whole path on a tiny checkpoint, run as a script: one quantization per process is all it survives on CPU.
+"""ModelOpt's whole path on a tiny checkpoint, run as a script: one quantization per process is all
+it survives on CPU.
 
-python -m tests.quant.modelopt_oracle export SOURCE CONFIG OUT      mtq.quantize + export_hf_checkpoint
-python -m tests.quant.modelopt_oracle layerwise SOURCE CONFIG OUT   the same by 0.48's layerwise_export
-python -m tests.quant.modelopt_oracle forward SOURCE CONFIG OUT     fake-quant forward, linears' inputs and outputs
+python -m tests.quant.modelopt_oracle export SOURCE CONFIG OUT      mtq.quantize +
+export_hf_checkpoint python -m tests.quant.modelopt_oracle layerwise SOURCE CONFIG OUT   the same by
+0.48's layerwise_export python -m tests.quant.modelopt_oracle forward SOURCE CONFIG OUT
+fake-quant forward, linears' inputs and outputs
 
-CONFIG is one of mtq's dictionaries or a recipe's path; `,pinned` behind it pins every input amax to 2688.
+CONFIG is one of mtq's dictionaries or a recipe's path; `,pinned` behind it pins every input amax to
+2688.
 """
 
 import copy
@@ -24,7 +27,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 
 def load(source: Path, dtype: torch.dtype) -> Any:
-    """The native class of the checkpoint; `kimi_k2` has none of its own and is DeepSeek-V3 by another name."""
+    """The native class of the checkpoint; `kimi_k2` has none of its own and is DeepSeek-V3 by
+    another name.
+    """
     config = json.loads((source / "config.json").read_text())
     nested = "text_config" in config
     if not nested:
@@ -81,7 +86,9 @@ def quantize(source: Path, config: str, dtype: torch.dtype) -> Any:
 
 
 def export_layers(source: Path, config: str, out: Path) -> None:
-    """A shard per decoder layer while it is calibrated, then the rest: ModelOpt 0.48's layerwise_export."""
+    """A shard per decoder layer while it is calibrated, then the rest: ModelOpt 0.48's
+    layerwise_export.
+    """
     from modelopt.torch.export.layerwise_export import LayerwiseExporter
 
     tensor_quantizer.static_blockwise_fp4_fake_quant = static_block_quantize

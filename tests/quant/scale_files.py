@@ -12,7 +12,12 @@ from trtspec.checkpoint.identity import identity
 
 def write_scales(path: Path, source: Path, tensors: dict[str, torch.Tensor]) -> Path:
     """Scales that were measured on `source`, as their metadata says."""
-    metadata = {"command": "calibrate", "source": source.name, "fingerprint": identity(Checkpoint.open(source)),
-                "texts": 3, "tokens": 99}  # fmt: skip
+    metadata = {
+        "command": "calibrate",
+        "source": source.name,
+        "fingerprint": identity(Checkpoint.open(source)),
+        "texts": 3,
+        "tokens": 99,
+    }
     save_file(tensors, path, {"format": "pt", "trtspec": json.dumps(metadata)})
     return path

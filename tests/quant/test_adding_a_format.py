@@ -1,7 +1,9 @@
-"""Adding a weight format, really done on a copy of the package: MXFP4 as compressed-tensors packs it, as a source.
+"""Adding a weight format, really done on a copy of the package: MXFP4 as compressed-tensors packs
+it, as a source.
 
-Four bits in E2M1 and an E8M0 scale for 32 of them, under the suffixes of INT4: `weight_packed` uint8 [N, K/2], low
-nibble first, `weight_scale` uint8 [N, K/32], biased by 127."""
+Four bits in E2M1 and an E8M0 scale for 32 of them, under the suffixes of INT4: `weight_packed`
+uint8 [N, K/2], low nibble first, `weight_scale` uint8 [N, K/32], biased by 127.
+"""
 
 import json
 from collections.abc import Sequence
@@ -25,9 +27,15 @@ DETECTED = """    if method == "compressed-tensors" and block.get("format") == "
         return WeightFormat.MXFP4, 32, None
 """
 CONFIG = {
-    "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized",
-    "ignore": ["re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|down)_proj.*", "lm_head"],
-}  # fmt: skip
+    "quant_method": "compressed-tensors",
+    "format": "mxfp4-pack-quantized",
+    "ignore": [
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        r"re:.*mlp\.(gate|up|down)_proj.*",
+        "lm_head",
+    ],
+}
 DECODER = '''
 
 def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -53,8 +61,11 @@ def with_mxfp4(copy: Path) -> Path:
     edit(copy / "formats.py", '    NVFP4 = "nvfp4"\n', '    NVFP4 = "nvfp4"\n    MXFP4 = "mxfp4"\n')
     edit(copy / "formats.py", '    method = block.get("quant_method", "")\n',
          '    method = block.get("quant_method", "")\n' + DETECTED)  # fmt: skip
-    edit(copy / "quant/decode.py", "    WeightFormat.INT4:",
-         "    WeightFormat.MXFP4: lambda *parts: dequantize_mxfp4(*parts),\n    WeightFormat.INT4:")  # fmt: skip
+    edit(
+        copy / "quant/decode.py",
+        "    WeightFormat.INT4:",
+        "    WeightFormat.MXFP4: lambda *parts: dequantize_mxfp4(*parts),\n    WeightFormat.INT4:",
+    )
     edit(copy / "quant/decode.py", "\n\ndef dequantize_int4(", DECODER + "\n\ndef dequantize_int4(")
     return copy
 
@@ -100,7 +111,9 @@ def mxfp4_target(directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 
 @pytest.mark.slow
 def test_mxfp4_is_two_files(copied: Path, tmp_path: Path, out: Path) -> None:
-    """Then it is detected, inspected, converted to the values that ModelOpt's rule gives, and decoded for reference."""
+    """Then it is detected, inspected, converted to the values that ModelOpt's rule gives, and
+    decoded for reference.
+    """
     assert touched(copied) == ["formats.py", "quant/decode.py"]
     source, plain = mxfp4_target(tmp_path / "in")
     found = json.loads(run_copy(copied, "-m", "trtspec", "inspect", source, "--json"))

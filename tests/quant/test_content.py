@@ -1,4 +1,6 @@
-"""What quantize says of a damaged source: each kind of damage, seeded, on four families; clean sources say nothing."""
+"""What quantize says of a damaged source: each kind of damage, seeded, on four families; clean
+sources say nothing.
+"""
 
 import random
 import shutil
@@ -236,7 +238,9 @@ def test_a_thousand_damages(sources: Sources) -> None:
 
 
 def test_what_is_found_is_named_again_and_ends_with_3(sources: Sources) -> None:
-    """By quantize on stdout, in JSON and in provenance.json; by inspect; serve refuses the checkpoint."""
+    """By quantize on stdout, in JSON and in provenance.json; by inspect; serve refuses the
+    checkpoint.
+    """
     sources.record_hashes("BF16", False)
     sources.damage("BF16", flip((1,)), 3)
     out = sources.room / "named"

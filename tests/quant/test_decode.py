@@ -1,4 +1,6 @@
-"""INT4 against compressed-tensors, FP8 blocks against the plain definition, and every format by plain names."""
+"""INT4 against compressed-tensors, FP8 blocks against the plain definition, and every format by
+plain names.
+"""
 
 import pytest
 import torch

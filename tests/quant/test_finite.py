@@ -1,4 +1,6 @@
-"""NaN and infinity in every tensor of a source, converted or copied: refused with its name, its file and its place."""
+"""NaN and infinity in every tensor of a source, converted or copied: refused with its name, its
+file and its place.
+"""
 
 import random
 import re
@@ -28,7 +30,9 @@ BAD = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
     ids=lambda kind: CODES[kind],
 )
 def test_the_bits_of_every_float(dtype):
-    """Every pattern of eight and sixteen bits, and the edges of the wider ones, as torch judges them."""
+    """Every pattern of eight and sixteen bits, and the edges of the wider ones, as torch judges
+    them.
+    """
     width = torch.empty(0, dtype=dtype).element_size()
     if width <= 2:
         raw = np.arange(2 ** (8 * width), dtype=f"u{width}").view("u1")
@@ -68,7 +72,9 @@ def spoiled(source: Path, name: str, value: float) -> tuple[str, list[int]]:
 
 @pytest.mark.parametrize("format", ["bf16", "int4", "fp8-block"])
 def test_every_floating_tensor_is_looked_at(tmp_path, format, new_target):
-    """One fault in each kind of tensor: embedding, norms, router, attention, experts, scales, head, vision tower."""
+    """One fault in each kind of tensor: embedding, norms, router, attention, experts, scales, head,
+    vision tower.
+    """
     source = new_target(format=format, layers=2, experts=2, shards=3, vision=True)
     stored = read_tensors(source)
     kinds = {re.sub(r"\d+", "N", name): name for name, t in stored.items() if t.is_floating_point()}

@@ -1,5 +1,6 @@
-"""Who can load what `quantize` writes: ModelOpt's and compressed-tensors' dequantization of every tensor, transformers
-logits beside the reference model's."""
+"""Who can load what `quantize` writes: ModelOpt's and compressed-tensors' dequantization of every
+tensor, transformers logits beside the reference model's.
+"""
 
 from pathlib import Path
 
@@ -33,7 +34,9 @@ def ours(tensors: Tensors, module: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 def as_compressed_tensors(tensors: Tensors, module: str) -> Tensors:
-    """Its names: the packed bytes and block scales are the same, both tensor scales are reciprocals there."""
+    """Its names: the packed bytes and block scales are the same, both tensor scales are reciprocals
+    there.
+    """
     return {
         "weight_packed": tensors[f"{module}.weight"],
         "weight_scale": tensors[f"{module}.weight_scale"],
@@ -66,7 +69,9 @@ def test_modelopt_and_compressed_tensors_dequantize_every_tensor_alike(format, o
 
 
 def test_transformers_computes_what_the_reference_model_computes(tmp_path, out, new_target):
-    """From the decoded weights: transformers knows `quant_method: modelopt` no more than it knows NVFP4 of its own."""
+    """From the decoded weights: transformers knows `quant_method: modelopt` no more than it knows
+    NVFP4 of its own.
+    """
     from transformers.quantizers import AutoHfQuantizer
 
     source = new_target(format="int4", nested=False, layers=3)

@@ -1,4 +1,6 @@
-"""NVFP4 bytes against ModelOpt's NVFP4QTensor, the oracle; every pattern that rounding could get wrong."""
+"""NVFP4 bytes against ModelOpt's NVFP4QTensor, the oracle; every pattern that rounding could get
+wrong.
+"""
 
 import pytest
 import torch
@@ -50,7 +52,9 @@ def test_random_weights(dtype, spread):
 
 
 def around_the_bounds(steps: int) -> torch.Tensor:
-    """All float32 within `steps` of each rounding bound and code, both signs: [n, 16] with a 6 in each block."""
+    """All float32 within `steps` of each rounding bound and code, both signs: [n, 16] with a 6 in
+    each block.
+    """
     points = torch.tensor(sorted({*nvfp4.E2M1_BOUNDS, *nvfp4.E2M1_VALUES[1:], 5.999999, 2.0**-20}))
     bits = points.view(torch.int32).unsqueeze(1) + torch.arange(
         -steps, steps + 1, dtype=torch.int32
@@ -62,7 +66,8 @@ def around_the_bounds(steps: int) -> torch.Tensor:
 
 
 def test_every_float_beside_a_tie():
-    # amax 2688 makes scale_2 exactly 1 and the block scales 1, so that the quotients are these very floats
+    # amax 2688 makes scale_2 exactly 1 and the block scales 1, so that the quotients are these very
+    # floats
     blocks = around_the_bounds(40)
     for weight in (blocks, torch.cat([blocks, torch.zeros(1, 16)])):
         assert_modelopts(weight, torch.tensor(2688.0))
@@ -167,7 +172,9 @@ def test_codes_times_scale_is_exact_and_splits_off_scale_2():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("calibrated", [1.0, 0.05, 3.0])
 def test_activations_equal_modelopts_blocks(dtype, calibrated):
-    """The dynamic block quantization: NVFP4QTensor there and back with amax = input_scale * 2688 (in float32)."""
+    """The dynamic block quantization: NVFP4QTensor there and back with amax = input_scale * 2688
+    (in float32).
+    """
     torch.manual_seed(7)
     x = torch.randn(3, 5, 64).to(dtype)
     x[0, 0, :16] = 0

@@ -1,4 +1,6 @@
-"""Block scales of least squared error against ModelOpt's own calibrator: its candidates, its sum, its choice."""
+"""Block scales of least squared error against ModelOpt's own calibrator: its candidates, its sum,
+its choice.
+"""
 
 import warnings
 

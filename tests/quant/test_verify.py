@@ -1,4 +1,6 @@
-"""`compare` finds what can be wrong with a converted checkpoint, each kind on a checkpoint damaged that way."""
+"""`compare` finds what can be wrong with a converted checkpoint, each kind on a checkpoint damaged
+that way.
+"""
 
 import random
 import shutil
@@ -130,7 +132,9 @@ def flipped(good: Path, directory: Path, name: str, bit: int) -> Path:
 
 @pytest.mark.parametrize("weight_scales", ["max", slow("mse")])
 def test_one_flipped_bit_is_found_in_every_tensor(tmp_path, weight_scales, out, new_target):
-    """Against the source, but for input_scale, which follows from no weight; by the recorded hashes, all."""
+    """Against the source, but for input_scale, which follows from no weight; by the recorded
+    hashes, all.
+    """
     source = new_target(format="int4", layers=2, experts=2, shards=1, vision=True)
     good, draw, unseen = out, random.Random(0), []
     quantize_checkpoint(

@@ -1,4 +1,6 @@
-"""`--workers`: any number of threads writes the same bytes and the same journal; how many a run starts by itself."""
+"""`--workers`: any number of threads writes the same bytes and the same journal; how many a run
+starts by itself.
+"""
 
 import pytest
 from safetensors.torch import load_file, save_file

@@ -1,4 +1,6 @@
-"""What build-config refuses because it could not run or would be changed on the way, by the command itself."""
+"""What build-config refuses because it could not run or would be changed on the way, by the command
+itself.
+"""
 
 import itertools
 import json
@@ -65,18 +67,26 @@ PRODUCT = CASES["product"]
 
 @pytest.mark.parametrize("step", [23, slow(1)])
 def test_what_is_written_carries_no_finding_of_our_own_linter(step: int) -> None:
-    """The product of version, pair, goal, role, GPU and length (every 11th by default): refused with a reason, or clean
-    as `lint FILE` judges it, which knows no more than the file. Facts (severity info), and what is wrong with a head
-    itself, are no finding about the file."""
+    """The product of version, pair, goal, role, GPU and length (every 11th by default): refused
+    with a reason, or clean as `lint FILE` judges it, which knows no more than the file. Facts
+    (severity info), and what is wrong with a head itself, are no finding about the file.
+    """
     accepted, tried, found, specs = 0, 0, [], {}
     for version, (target, head), goal, role, (gpu, tp), length in list(
         itertools.product(*PRODUCT.values())
     )[::step]:
         tried += 1
         intent = Intent(
-            target=target, version=version, head=head, goal=goal, role=role, gpu=gpu, tp_size=tp, max_seq_len=length,
+            target=target,
+            version=version,
+            head=head,
+            goal=goal,
+            role=role,
+            gpu=gpu,
+            tp_size=tp,
+            max_seq_len=length,
             trust_remote_code=True,
-        )  # fmt: skip
+        )
         for name, load in ((target, find_target), (head, load_head)):
             if name and name not in specs:
                 specs[name] = load(name).spec

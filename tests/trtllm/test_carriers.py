@@ -1,4 +1,6 @@
-"""Engine files in Helm values, manifests and scripts: found, judged at their place, corrected there."""
+"""Engine files in Helm values, manifests and scripts: found, judged at their place, corrected
+there.
+"""
 
 import json
 import shlex

@@ -42,9 +42,13 @@ def command(
     version: str = "1.3.0rc20",
 ) -> list[str]:
     return build_command(
-        Intent(target=TARGET, version=version, trust_remote_code=True), find_target(TARGET).spec, Document.parse(text),
-        "c", sizes=explicit, passed=passed,
-    )  # fmt: skip
+        Intent(target=TARGET, version=version, trust_remote_code=True),
+        find_target(TARGET).spec,
+        Document.parse(text),
+        "c",
+        sizes=explicit,
+        passed=passed,
+    )
 
 
 def test_a_passed_option_replaces_ours() -> None:

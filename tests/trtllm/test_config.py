@@ -1,4 +1,6 @@
-"""build-config: what the model cards ask for, one version at a time, and back from the first line byte for byte."""
+"""build-config: what the model cards ask for, one version at a time, and back from the first line
+byte for byte.
+"""
 
 import subprocess
 import sys
@@ -94,7 +96,9 @@ def test_a_recipe_regenerates_byte_for_byte(path: Path) -> None:
 
 @pytest.mark.parametrize("script", ["recipes.py", "public_recipes.py"])
 def test_what_is_written_from_the_recipes_is_up_to_date(script: str) -> None:
-    """configs/, the chart's values, and the table that explains every difference from public recipes."""
+    """configs/, the chart's values, and the table that explains every difference from public
+    recipes.
+    """
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / script), "--check"], capture_output=True, text=True
     )
@@ -194,9 +198,16 @@ def test_one_server_over_several_nodes() -> None:
 
 def test_the_parts_of_a_disaggregated_deployment() -> None:
     intent = an_intent(
-        "nvidia/Kimi-K2.6-NVFP4", "1.3.0rc20", "nvidia/Kimi-K2.6-Eagle3", gpu="gb200", isl=8192, osl=1024,
-        concurrency=128, context_urls=("a:1", "b:1"), generation_urls=("c:2",),
-    )  # fmt: skip
+        "nvidia/Kimi-K2.6-NVFP4",
+        "1.3.0rc20",
+        "nvidia/Kimi-K2.6-Eagle3",
+        gpu="gb200",
+        isl=8192,
+        osl=1024,
+        concurrency=128,
+        context_urls=("a:1", "b:1"),
+        generation_urls=("c:2",),
+    )
     texts = {name: build_named(item).text for name, item in disaggregated(intent).items()}
     prefill, decode, front = (
         yaml.safe_load(texts[name]) for name in ("context.yml", "generation.yml", "front.yml")

@@ -78,7 +78,8 @@ def test_an_assumed_release_is_told_once(
 
 
 MODELS = load_yaml("models.yaml")
-# what four GPUs can serve: the native weights are not loaded, and a head without a config is refused
+# what four GPUs can serve: the native weights are not loaded, and a head without a config is
+# refused
 PAIRS = [
     (target, head)
     for head, entry in MODELS["heads"].items()

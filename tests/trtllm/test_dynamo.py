@@ -1,4 +1,6 @@
-"""The Dynamo form: the objects of Dynamo's own recipes, around exactly the engine YAML that build-config writes."""
+"""The Dynamo form: the objects of Dynamo's own recipes, around exactly the engine YAML that
+build-config writes.
+"""
 
 import json
 from pathlib import Path
@@ -18,7 +20,8 @@ from trtspec.trtllm.lint import lint
 PAIR = ["nvidia/Kimi-K2.5-NVFP4", "--head", "nvidia/Kimi-K2.5-Eagle3", "--trust-remote-code"]
 CODE = ["--trust-remote-code"]
 RELEASE = ["--trtllm-version", "1.3.0rc22"]
-# keys of each level of ai-dynamo/dynamo recipes/kimi-k2.5/trtllm/{agg,agg-eagle-round-robin,disagg-eagle-kv-router,
+# keys of each level of ai-dynamo/dynamo
+# recipes/kimi-k2.5/trtllm/{agg,agg-eagle-round-robin,disagg-eagle-kv-router,
 # disagg/wide_ep/gb200}/deploy.yaml that a service may have
 SERVICE = {
     "componentType",
@@ -52,7 +55,9 @@ def options(service: dict[str, Any]) -> dict[str, str]:
 
 
 def check_deployment(objects: dict[str, list[Any]]) -> dict[str, Any]:
-    """The services; every reference between the objects resolves, and nothing is in them that no recipe has."""
+    """The services; every reference between the objects resolves, and nothing is in them that no
+    recipe has.
+    """
     (graph,), (config,) = objects["DynamoGraphDeployment"], objects["ConfigMap"]
     assert graph["apiVersion"] == "nvidia.com/v1alpha1" and set(graph["spec"]) == {
         "backendFramework",

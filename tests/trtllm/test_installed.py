@@ -1,4 +1,6 @@
-"""Where the engine is importable its own classes judge, and a schema is read from them; here by a stand-in package."""
+"""Where the engine is importable its own classes judge, and a schema is read from them; here by a
+stand-in package.
+"""
 
 import json
 import os
@@ -82,7 +84,10 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_schema_read_from_the_classes_judges_as_they_do(
     read: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every field with every sample; the class itself is the oracle. A validator is code and cannot be read."""
+    """Every field with every sample; the class itself is the oracle.
+
+    A validator is code and cannot be read.
+    """
     monkeypatch.syspath_prepend(str(ENGINE))
     from tensorrt_llm.llmapi.llm_args import TorchLlmArgs
 

@@ -1,4 +1,6 @@
-"""Real launches of the stand-in over loopback: readiness, signals, statuses, causes, and nothing left behind."""
+"""Real launches of the stand-in over loopback: readiness, signals, statuses, causes, and nothing
+left behind.
+"""
 
 import contextlib
 import json
@@ -27,7 +29,9 @@ Start = Callable[..., subprocess.Popen[str]]
 def start(
     standin_path: Path, tmp_path: Path, free_port: int, target_dir: Path, tiny_head: Path
 ) -> Iterator[Start]:
-    """Starts `trtspec serve` on the tiny pair; `record` under tmp_path tells what the stand-in was given."""
+    """Starts `trtspec serve` on the tiny pair; `record` under tmp_path tells what the stand-in was
+    given.
+    """
     running: list[subprocess.Popen[str]] = []
 
     def run(
@@ -42,8 +46,11 @@ def start(
             command += ["--port", str(free_port), "--tp-size", "1", "--max-seq-len", "128"]
         command += [*(["--head", str(head)] if head else []), *words]
         environment = {
-            **os.environ, "STANDIN_RECORD": str(tmp_path / "record"), "TRTSPEC_PROGRESS": "1", **env,
-        }  # fmt: skip
+            **os.environ,
+            "STANDIN_RECORD": str(tmp_path / "record"),
+            "TRTSPEC_PROGRESS": "1",
+            **env,
+        }
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, text=True)
         running.append(process)
         return process
@@ -116,7 +123,9 @@ def test_a_signal_leaves_no_process_behind(
     statuses: tuple[int, ...],
     says: str,
 ) -> None:
-    """Nor one that does not want to end, nor ranks in sessions and process groups of their own, as Open MPI's are."""
+    """Nor one that does not want to end, nor ranks in sessions and process groups of their own, as
+    Open MPI's are.
+    """
     process = start("--stop-grace", grace, STANDIN_MODE=mode)
     until_ready(process)
     pids = recorded(tmp_path)["pids"]  # server, daemon, rank
@@ -241,7 +250,9 @@ def test_argv_and_environment_are_what_the_dry_run_said(start: Start, tmp_path: 
 def test_the_installed_version_decides(
     start: Start, tmp_path: Path, words: tuple[str, ...], installed: str, says: str
 ) -> None:
-    """Refused before the launch: an engine that cannot run this model, and another one than was judged."""
+    """Refused before the launch: an engine that cannot run this model, and another one than was
+    judged.
+    """
     process = start(*words, STANDIN_VERSION=installed)
     _, log = process.communicate(timeout=300)
     assert process.returncode == 3 and re.search(says, log), log
@@ -282,7 +293,9 @@ def test_a_taken_port_and_forced_acceptance_are_refused(
 def test_a_hundred_starts_and_stops_leak_nothing(
     start: Start, tmp_path: Path, free_port: int
 ) -> None:
-    """Counted over the whole machine's processes by a mark in their environment, and over the temporary directory."""
+    """Counted over the whole machine's processes by a mark in their environment, and over the
+    temporary directory.
+    """
     mark = f"{os.getpid()}-{tmp_path.name}"
 
     def marked() -> list[int]:
@@ -353,9 +366,21 @@ def test_two_ranks_under_open_mpi_start_and_end_together(
         "LWS_LEADER_ADDRESS": "localhost", "LWS_GROUP_SIZE": "1",
     }  # fmt: skip
     process = start(
-        "--config", str(config), "--launcher", "lws", "--nodes", "1", "--gpus-per-node", "2", "--tp-size", "2",
-        "--launcher-args", "--oversubscribe", head=None, **more,
-    )  # fmt: skip
+        "--config",
+        str(config),
+        "--launcher",
+        "lws",
+        "--nodes",
+        "1",
+        "--gpus-per-node",
+        "2",
+        "--tp-size",
+        "2",
+        "--launcher-args",
+        "--oversubscribe",
+        head=None,
+        **more,
+    )
     until_ready(process)
     assert sorted((tmp_path / "record.ranks").read_text().split()) == ["0", "1"]
     assert recorded(tmp_path)["argv"][-1] == str(config)

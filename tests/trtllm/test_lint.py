@@ -1,4 +1,6 @@
-"""Findings come at once with their lines, corrections keep the rest, and public files raise no false alarm."""
+"""Findings come at once with their lines, corrections keep the rest, and public files raise no
+false alarm.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -160,7 +162,8 @@ speculative_config:
 """
 
 
-# ai-dynamo's disaggregated Kimi-K2.5 recipe on GB200, restated: prefill and decode; and a user's 4 x B300 server
+# ai-dynamo's disaggregated Kimi-K2.5 recipe on GB200, restated: prefill and decode; and a user's 4
+# x B300 server
 DYNAMO_PREFILL = """\
 enable_attention_dp: true
 max_seq_len: 200000

@@ -1,4 +1,6 @@
-"""Mistakes as people make them: those that the engine refuses are errors, and nothing harmless is one."""
+"""Mistakes as people make them: those that the engine refuses are errors, and nothing harmless is
+one.
+"""
 
 import shlex
 from collections.abc import Iterator

@@ -1,4 +1,6 @@
-"""What it takes to add a release of TensorRT-LLM, or a way to speculate: done on a copy of the package, and counted."""
+"""What it takes to add a release of TensorRT-LLM, or a way to speculate: done on a copy of the
+package, and counted.
+"""
 
 import json
 from pathlib import Path
@@ -58,7 +60,9 @@ def copy(tmp_path: Path) -> Path:
 
 
 def add_release(copy: Path) -> list[str]:
-    """The newest commit's classes with two keys under new names, what they were called, and what the release does."""
+    """The newest commit's classes with two keys under new names, what they were called, and what
+    the release does.
+    """
     folder = copy / "trtllm"
     snapshot = json.loads((folder / "snapshots" / f"{BASE}.json").read_text()) | {
         "release": RELEASE
@@ -107,9 +111,14 @@ def test_a_release_is_data_and_its_findings_follow(copy: Path) -> None:
         yaml.safe_dump({"speculative_config": eagle(draft_len_schedule=s)})
         for s in ({1: 3, 64: 1}, {4: 3})
     ]
-    bad = ["moe_config: {backend: WIDEEP}\n", "max_batch_sise: 1\n", "sampler_type: auto\n", "max_seq_len: x\n",
-           "max_batch_size: 64\nmax_num_tokens: 64\n" + schedules[0],
-           yaml.safe_dump({"speculative_config": eagle(max_draft_len=0, eagle3_one_model=False)})]  # fmt: skip
+    bad = [
+        "moe_config: {backend: WIDEEP}\n",
+        "max_batch_sise: 1\n",
+        "sampler_type: auto\n",
+        "max_seq_len: x\n",
+        "max_batch_size: 64\nmax_num_tokens: 64\n" + schedules[0],
+        yaml.safe_dump({"speculative_config": eagle(max_draft_len=0, eagle3_one_model=False)}),
+    ]
     changed = [
         "stream_interval: 4\n",
         *schedules,

@@ -1,4 +1,6 @@
-"""An engine's YAML ends in a value or in one named error, whatever the text is; the oracle is yaml.safe_load."""
+"""An engine's YAML ends in a value or in one named error, whatever the text is; the oracle is
+yaml.safe_load.
+"""
 
 import random
 import time
@@ -71,12 +73,24 @@ def test_every_malformed_text_is_a_named_error_at_once(text: str, tmp_path: Path
 
 
 GOOD = [
-    "", "# only a comment\n", "a: 1e400\n", "a: 1.0e+400\n", "a: &x {b: 1}\nc: {<<: *x, d: 2, b: 3}\n",
-    "<<: [{a: 1}, {a: 2, b: 3}]\nc: 1\n", "~: 1\ntrue: 2\n1: 3\n1.5: 4\n", "=: 3\n", "a: 0x1F\n",
-    "%YAML 1.1\n---\na: 1\n...\n", "&k a: &v b\nc: *v\n*k : 3\n", "a: 190:20:30\n",
-    "é: \"ü\" # 𝒳\nb: 𝒳\n", "a: b\u2028c: 2\n", "a: |\n  text\n\n# c\nb: >-\n  x\n  y\n",
-    "a:\nb: ''\n", "{a, b: [c]}\n",
-]  # fmt: skip
+    "",
+    "# only a comment\n",
+    "a: 1e400\n",
+    "a: 1.0e+400\n",
+    "a: &x {b: 1}\nc: {<<: *x, d: 2, b: 3}\n",
+    "<<: [{a: 1}, {a: 2, b: 3}]\nc: 1\n",
+    "~: 1\ntrue: 2\n1: 3\n1.5: 4\n",
+    "=: 3\n",
+    "a: 0x1F\n",
+    "%YAML 1.1\n---\na: 1\n...\n",
+    "&k a: &v b\nc: *v\n*k : 3\n",
+    "a: 190:20:30\n",
+    'é: "ü" # 𝒳\nb: 𝒳\n',
+    "a: b\u2028c: 2\n",
+    "a: |\n  text\n\n# c\nb: >-\n  x\n  y\n",
+    "a:\nb: ''\n",
+    "{a, b: [c]}\n",
+]
 
 
 @pytest.mark.parametrize("text", GOOD)
@@ -85,10 +99,32 @@ def test_values_are_those_of_safe_load(text: str) -> None:
 
 
 def test_mutated_texts_agree_with_safe_load() -> None:
-    """Every text that safe_load takes has the same value here, and what it refuses is refused here too."""
+    """Every text that safe_load takes has the same value here, and what it refuses is refused here
+    too.
+    """
     rng, agreed = random.Random(0), 0
-    pieces = ["a: ", "- ", "[", "]", "{", "}", ", ", "\n", "  ", "&x ", "*x", "<<: ", "!!str ", "1", "yes", "# c",
-              '"', "'", "|\n", "? "]  # fmt: skip
+    pieces = [
+        "a: ",
+        "- ",
+        "[",
+        "]",
+        "{",
+        "}",
+        ", ",
+        "\n",
+        "  ",
+        "&x ",
+        "*x",
+        "<<: ",
+        "!!str ",
+        "1",
+        "yes",
+        "# c",
+        '"',
+        "'",
+        "|\n",
+        "? ",
+    ]
     for _ in range(3000):
         text = "".join(rng.choice(pieces) for _ in range(rng.randint(1, 12)))
         try:

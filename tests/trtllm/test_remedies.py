@@ -1,4 +1,6 @@
-"""Keys that a release lacks, drawn from the snapshots and from vLLM's options, each with the key that was meant."""
+"""Keys that a release lacks, drawn from the snapshots and from vLLM's options, each with the key
+that was meant.
+"""
 
 import random
 import re

@@ -1,4 +1,6 @@
-"""What the sources around a release say of a key, which releases are known, and what the files must hold."""
+"""What the sources around a release say of a key, which releases are known, and what the files must
+hold.
+"""
 
 import json
 import re

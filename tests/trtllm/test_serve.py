@@ -1,4 +1,6 @@
-"""`trtspec serve`, `lint` and `build-config` as commands: statuses, streams, and what a dry run promises."""
+"""`trtspec serve`, `lint` and `build-config` as commands: statuses, streams, and what a dry run
+promises.
+"""
 
 import json
 import os

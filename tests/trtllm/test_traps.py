@@ -1,4 +1,6 @@
-"""The traps of TensorRT-LLM with Kimi and Eagle3: what lint says of one file for one release, and for a pair."""
+"""The traps of TensorRT-LLM with Kimi and Eagle3: what lint says of one file for one release, and
+for a pair.
+"""
 
 import tomllib
 from collections.abc import Mapping

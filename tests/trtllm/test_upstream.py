@@ -1,4 +1,6 @@
-"""The engine's word, not ours: the schemas against TensorRT-LLM's own manifests, judged by pydantic itself."""
+"""The engine's word, not ours: the schemas against TensorRT-LLM's own manifests, judged by pydantic
+itself.
+"""
 
 import itertools
 import json
@@ -24,8 +26,15 @@ SAMPLES: list[Any] = [
     None, 0, 1, -1, 2, 7.0, 0.5, 1e6, True, False, "abc", "5", "-5", "true", "1.5", "",
     [], [1, 2], [-1], ["abc"], [[1], [2]], {}, {"a": 1}, {1: 2},
 ]  # fmt: skip
-KEY_CODES = {"TS-LINT-UNKNOWN-KEY", "TS-LINT-RENAMED-KEY", "TS-LINT-REMOVED-KEY", "TS-LINT-WRONG-TYPE",
-             "TS-LINT-BAD-VALUE", "TS-LINT-OUT-OF-RANGE", "TS-LINT-WRONG-VARIANT"}  # fmt: skip
+KEY_CODES = {
+    "TS-LINT-UNKNOWN-KEY",
+    "TS-LINT-RENAMED-KEY",
+    "TS-LINT-REMOVED-KEY",
+    "TS-LINT-WRONG-TYPE",
+    "TS-LINT-BAD-VALUE",
+    "TS-LINT-OUT-OF-RANGE",
+    "TS-LINT-WRONG-VARIANT",
+}
 # Keys that the class of the manifest's own commit takes and the manifest leaves out, so that it cannot judge them. The
 # text is tensorrt_llm/llmapi/llm_args.py at 0004396720054fd8e205cbf616f21f0b57c6b412:
 # - KvCacheConfig: `mamba_state_cache_interval: Optional[NonNegativeInt] = Field(default=None, status="deprecated",
@@ -34,8 +43,9 @@ KEY_CODES = {"TS-LINT-UNKNOWN-KEY", "TS-LINT-RENAMED-KEY", "TS-LINT-REMOVED-KEY"
 # - MoeConfig: `load_balancer: Optional[Union[object, str]]`, in its schema "Union[MoeLoadBalancerConfig, dict, str]";
 #   MoeLoadBalancerConfig has `num_slots: Optional[int]`, `layer_updates_per_iter: int`, `initial_global_assignments`
 NOT_LISTED = ("kv_cache_config.mamba_state_cache_interval", "moe_config.load_balancer")
-# Keys for which the serve reference's `Choice(...)` counts beside the manifest's values: TorchLlmArgs is the class of
-# the PyTorch backend alone, and an allowlist is what telemetry may report of a text
+# Keys for which the serve reference's `Choice(...)` counts beside the manifest's values:
+# TorchLlmArgs is the class of the PyTorch backend alone, and an allowlist is what telemetry may
+# report of a text
 SERVED_CHOICES = ("backend", "reasoning_parser")
 LISTED_TYPES = {
     "int",
@@ -59,7 +69,9 @@ def serve_options(manifests: Path, which: str) -> dict[str, Any]:
 
 
 def adapter(leaf: dict[str, Any]) -> TypeAdapter[Any]:
-    """The field's annotation as a pydantic type; an enum or a documented choice counts by its listed values."""
+    """The field's annotation as a pydantic type; an enum or a documented choice counts by its
+    listed values.
+    """
     text = leaf["annotation"]
     text = re.sub(r"<class '(\w+)'>", r"\1", text).replace("NoneType", "None")
     listed = leaf["allowed_values"]
@@ -97,8 +109,11 @@ def test_every_leaf_is_known_to_the_newest_line(manifests: Path) -> None:
 
 
 def test_values_are_judged_as_pydantic_judges_them(manifests: Path) -> None:
-    """Every leaf, every sample and every listed value. A limit that only a validator states is ours to add: where the
-    annotation states one, values around it are judged too."""
+    """Every leaf, every sample and every listed value.
+
+    A limit that only a validator states is ours to add: where the annotation states one, values
+    around it are judged too.
+    """
     schema, wrong, judged = schema_for(NEWEST), [], 0
     for leaf in leaves(manifests):
         field, judge = schema.fields[leaf["path"]], adapter(leaf)
@@ -121,7 +136,8 @@ def test_values_are_judged_as_pydantic_judges_them(manifests: Path) -> None:
     assert not unexplained, unexplained
 
 
-# the facts allow a file name for a static tree; the annotation of dtype is str, and its validator returns any text
+# the facts allow a file name for a static tree; the annotation of dtype is str, and its validator
+# returns any text
 STATED_DIFFERENCES = {"speculative_config.eagle_choices", "dtype"}
 
 
@@ -173,7 +189,10 @@ def test_every_key_is_taken_and_its_misspelling_is_not(manifests: Path) -> None:
 def test_keys_and_values_of_other_lines_are_judged_as_the_manifest_judges_them(
     manifests: Path,
 ) -> None:
-    """Numbers, flags and listed words only, which a manifest would list. Each of them beside upstream's own recipe."""
+    """Numbers, flags and listed words only, which a manifest would list.
+
+    Each of them beside upstream's own recipe.
+    """
     judges = {leaf["path"]: adapter(leaf) for leaf in leaves(manifests)}
     served = serve_options(manifests, "main")
     recipe = yaml.safe_load(
@@ -210,7 +229,9 @@ def not_listed(path: str) -> bool:
 def test_options_that_are_passed_are_judged_as_the_reference_lists_them(
     manifests: Path, which: str, version: str
 ) -> None:
-    """Every option with a value of either release, right and misspelt, with words and numbers for values."""
+    """Every option with a value of either release, right and misspelt, with words and numbers for
+    values.
+    """
     known, schema = serve_options(manifests, which), schema_for(version)
     flags = {flag: option for option in known.values() for flag in option["flags"]}
     for option in [

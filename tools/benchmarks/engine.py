@@ -1,9 +1,11 @@
-"""Output tokens per second with and without speculation, side by side, and against transformers' generate.
+"""Output tokens per second with and without speculation, side by side, and against transformers'
+generate.
 
     python -m tools.benchmarks.engine --target DIR --head DIR [--temperature 0 1] [--rounds 5]
 
-Variants take turns on the same held-out prompts of the target, slots are refilled, prefill is included; figures are
-medians over the turns and every ratio is taken inside one turn. transformers decodes batch 1 only.
+Variants take turns on the same held-out prompts of the target, slots are refilled, prefill is
+included; figures are medians over the turns and every ratio is taken inside one turn. transformers
+decodes batch 1 only.
 """
 
 from __future__ import annotations

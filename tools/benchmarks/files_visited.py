@@ -51,8 +51,8 @@ COMMANDS = {
     "-o proof",
     "bench": "bench {url} --samples 1 --max-tokens 16 --concurrency 1 -o measured",
 }
-# The parts of a command that belong to a walk: each begins with the first call of a function and ends before that of
-# another.
+# The parts of a command that belong to a walk: each begins with the first call of a function and
+# ends before that of another.
 WINDOWS = {
     "plan to shard": {"plan_conversion": "carried_names", "convert_shards": "summed"},
     "to its record": {"record": "second"},
@@ -109,7 +109,9 @@ def serving() -> Iterator[None]:
 
 
 def visited(name: str) -> tuple[int, list[tuple[str, list[str]]]]:
-    """The exit status of a command, and its stays: a file, and the functions that are taken up there."""
+    """The exit status of a command, and its stays: a file, and the functions that are taken up
+    there.
+    """
     with tempfile.TemporaryDirectory() as room:
         (Path(room) / "engine.yml").write_bytes(ENGINE_YAML.read_bytes())
         (Path(room) / "data.jsonl").write_text(

@@ -33,7 +33,8 @@ COMMANDS = {
     NVFP4: ("inspect PATH", "serve PATH --trtllm-version 1.4.0rc1 --trust-remote-code --dry-run"),
     INT4: ("inspect PATH", "quantize PATH -o OUT --dry-run"),  # ends with: no room for the output
 }
-# a small process in between, because Linux counts the memory of the process that starts another as the other's
+# a small process in between, because Linux counts the memory of the process that starts another as
+# the other's
 RUN = """\
 import resource, subprocess, sys
 status = subprocess.run([sys.executable, "-m", "trtspec", *sys.argv[1:]], stdout=sys.stderr).returncode
@@ -117,7 +118,9 @@ def write_holes(file: Path, layout: dict[str, Entry], spec: ModelSpec) -> None:
 
 
 def write_tokenizer(path: Path, vocab_size: int) -> None:
-    """As many ranks as the model needs, and kimi-nano's special tokens at the end of its vocabulary."""
+    """As many ranks as the model needs, and kimi-nano's special tokens at the end of its
+    vocabulary.
+    """
     nano = DATA / "kimi-nano"
     shutil.copy(nano / "chat_template.jinja", path)
     config = read_object(nano / "tokenizer_config.json")

@@ -45,7 +45,9 @@ def stored(
 
 
 def varied(parts: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
-    """Other rows first, so that no two experts are alike; drawing each one would take longer than converting it."""
+    """Other rows first, so that no two experts are alike; drawing each one would take longer than
+    converting it.
+    """
     return {name: part.roll(number, 0) if part.dim() == 2 else part for name, part in parts.items()}
 
 
@@ -64,7 +66,9 @@ def _rest(text: dict[str, Any], format: str) -> dict[str, torch.Tensor]:
 
 
 def make_layer(directory: Path, format: str, experts: int, shards: int) -> Path:
-    """One layer's routed experts at full size; everything else of the model as small as its config allows."""
+    """One layer's routed experts at full size; everything else of the model as small as its config
+    allows.
+    """
     directory.mkdir(parents=True)
     sizes = {"moe_intermediate_size": INNER, "intermediate_size": INNER}
     text = text_config(layers=2, hidden=HIDDEN, experts=experts) | sizes

@@ -1,12 +1,14 @@
-"""What NVFP4 costs a real (small) model: perplexity, divergence from the source, acceptance of its Eagle3 head.
+"""What NVFP4 costs a real (small) model: perplexity, divergence from the source, acceptance of its
+Eagle3 head.
 
     python -m tools.benchmarks.quantization_quality [--texts 24] [--prompts 12] [--tokens 48]
 
-kimi-nano, once from its BF16 checkpoint and once with its routed experts stored as INT4, is calibrated on its training
-prompts and quantized with `trtspec`'s own commands' code (policy k2.5, every MLP). Each row is measured on the same
-held-out answers: perplexity of a token given its prompt, mean KL divergence of the next-token distribution from the
-source's in nats with its standard error over texts, and the acceptance length of greedy drafting (3 drafts a step). A
-wrong input scale is wrong by the same factor in every linear. Compute type float32 throughout.
+kimi-nano, once from its BF16 checkpoint and once with its routed experts stored as INT4, is
+calibrated on its training prompts and quantized with `trtspec`'s own commands' code (policy k2.5,
+every MLP). Each row is measured on the same held-out answers: perplexity of a token given its
+prompt, mean KL divergence of the next-token distribution from the source's in nats with its
+standard error over texts, and the acceptance length of greedy drafting (3 drafts a step). A wrong
+input scale is wrong by the same factor in every linear. Compute type float32 throughout.
 """
 
 from __future__ import annotations
@@ -167,7 +169,9 @@ def answer_logits(model: KimiModel, text: Text) -> torch.Tensor:
 
 
 def compare(logits: torch.Tensor, text: Text, expected: torch.Tensor) -> tuple[float, float]:
-    """(cross-entropy of the answer, KL from the source's distributions), both summed over tokens, in nats."""
+    """(cross-entropy of the answer, KL from the source's distributions), both summed over tokens,
+    in nats.
+    """
     ours, theirs = logits.log_softmax(-1), expected.log_softmax(-1)
     loss = F.nll_loss(ours, torch.tensor(text[1]), reduction="sum").item()
     return loss, F.kl_div(ours, theirs, log_target=True, reduction="sum").item()

@@ -2,9 +2,10 @@
 
     python -m tools.benchmarks.quantize [--rounds 5] [--gb 3.5] [--directory DIR]
 
-Contestants alternate inside each round and medians are printed, because a shared machine's speed drifts from minute to
-minute: trust the ratios, not the seconds. A command is a fresh process, start-up included; `cp` ends with fsync, and
-`quantize` with its journal and checksums too. Bytecode is written to a folder of the benchmark's own and warm.
+Contestants alternate inside each round and medians are printed, because a shared machine's speed
+drifts from minute to minute: trust the ratios, not the seconds. A command is a fresh process,
+start-up included; `cp` ends with fsync, and `quantize` with its journal and checksums too. Bytecode
+is written to a folder of the benchmark's own and warm.
 """
 
 from __future__ import annotations

@@ -144,7 +144,10 @@ def peak_memory() -> int:
 
 
 def our_head(arguments: argparse.Namespace) -> tuple[Any, Any, TrainOptions]:
-    """(target, a fresh training module, its options). The others begin with the weights that this one saves."""
+    """(target, a fresh training module, its options).
+
+    The others begin with the weights that this one saves.
+    """
     from trtspec.heads.training import module as train
     from trtspec.models.weights import load_target
 
@@ -278,11 +281,17 @@ def specforge(arguments: argparse.Namespace, data: list[list[Sample]]) -> dict[s
     draft_class, model_class, padding = import_specforge(arguments.specforge)
     base = transformers_target(arguments).eval().requires_grad_(False)
     config = LlamaConfig(
-        hidden_size=target.hidden_size, intermediate_size=head.intermediate_size, num_hidden_layers=1,
-        num_attention_heads=head.num_attention_heads, num_key_value_heads=head.num_key_value_heads,
-        head_dim=head.head_dim, vocab_size=target.vocab_size, rms_norm_eps=target.rms_norm_eps, pad_token_id=0,
+        hidden_size=target.hidden_size,
+        intermediate_size=head.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=head.num_attention_heads,
+        num_key_value_heads=head.num_key_value_heads,
+        head_dim=head.head_dim,
+        vocab_size=target.vocab_size,
+        rms_norm_eps=target.rms_norm_eps,
+        pad_token_id=0,
         max_position_embeddings=2048,
-    )  # fmt: skip
+    )
     config.draft_vocab_size, config.target_hidden_size = target.vocab_size, target.hidden_size
     config.rope_theta, config.rope_scaling = target.rope.theta, None
     draft = draft_class(config, attention_backend="sdpa")
@@ -306,9 +315,12 @@ def specforge(arguments: argparse.Namespace, data: list[list[Sample]]) -> dict[s
             [states.hidden_states[layer + 1] for layer in target.default_aux_layers], -1
         )
         output = model(
-            input_ids=padding(ids, left=False), attention_mask=mask, target=padding(states.logits, left=False),
-            loss_mask=mask[..., None], hidden_states=aux,
-        )  # fmt: skip
+            input_ids=padding(ids, left=False),
+            attention_mask=mask,
+            target=padding(states.logits, left=False),
+            loss_mask=mask[..., None],
+            hidden_states=aux,
+        )
         losses = next(
             part
             for part in output
@@ -320,7 +332,9 @@ def specforge(arguments: argparse.Namespace, data: list[list[Sample]]) -> dict[s
 
 
 def import_specforge(directory: Path) -> tuple[Any, Any, Any]:
-    """(draft class, training class, padding) with Triton stubbed and the Triton loss replaced by the same formula."""
+    """(draft class, training class, padding) with Triton stubbed and the Triton loss replaced by
+    the same formula.
+    """
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     triton, language = types.ModuleType("triton"), types.ModuleType("triton.language")
     triton.jit, triton.next_power_of_2 = lambda kernel: kernel, lambda n: 1 << (n - 1).bit_length()  # type: ignore[attr-defined]

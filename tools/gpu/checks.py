@@ -70,7 +70,9 @@ class Sizes:
 
 
 class Models:
-    """The target and its head on the device in the type that is served and in float32, and in float32 on the CPU."""
+    """The target and its head on the device in the type that is served and in float32, and in
+    float32 on the CPU.
+    """
 
     def __init__(
         self, target: Path, head: Path, device: torch.device, dtype: torch.dtype, sizes: Sizes
@@ -170,7 +172,9 @@ def relative(got: Tensor, wanted: Tensor) -> float:
 
 
 def losslessness(models: Models) -> list[Row]:
-    """Greedy answers with and without drafts; each difference must be a near-tie within measured rounding."""
+    """Greedy answers with and without drafts; each difference must be a near-tie within measured
+    rounding.
+    """
     rows, requests = [], models.requests(models.sizes.answers)
     for dtype in models.dtypes:
         plain = models.engine(0, 1, dtype, record_gaps=True).generate(requests)
@@ -199,7 +203,9 @@ def compared(
 
 
 def distribution(models: Models) -> list[Row]:
-    """Tests tokens 2 to 4 of many sampled answers to one prompt, with and without drafts, for one distribution."""
+    """Tests tokens 2 to 4 of many sampled answers to one prompt, with and without drafts, for one
+    distribution.
+    """
     rows, count = [], models.sizes.samples
     plain = sampled(models.engine(0, 64), models, count, first_seed=0)
     samplings: tuple[DraftSampling, ...] = ("argmax", "probabilistic")
@@ -232,8 +238,10 @@ def sampled(engine: Engine, models: Models, count: int, first_seed: int) -> list
 
 
 def homogeneous(left: Counter[int], right: Counter[int]) -> float | None:
-    """p of both being drawn from one distribution, None where nothing can be compared. Tokens seen fewer than 10 times
-    are counted together, in groups by their ids."""
+    """p of both being drawn from one distribution, None where nothing can be compared.
+
+    Tokens seen fewer than 10 times are counted together, in groups by their ids.
+    """
     both = left + right
     groups: dict[int, list[int]] = {}
     for token, seen in both.items():
@@ -280,7 +288,9 @@ def timed(models: Models, engine: Engine, requests: list[GenerationRequest]) -> 
 
 @torch.inference_mode()
 def bandwidth(models: Models) -> list[Row]:
-    """Weights that one token must read, times plain steps per second at batch 1, over what a large copy reaches."""
+    """Weights that one token must read, times plain steps per second at batch 1, over what a large
+    copy reaches.
+    """
     target, _ = models.on(models.device, models.dtype)
     prepare_for_decoding(target)
     cache, start = target.new_cache(1, 512), torch.tensor([128], device=models.device)
@@ -317,7 +327,9 @@ def seconds(models: Models, step: Callable[[], object], runs: int = 20) -> float
 
 
 def weights_of_a_token(target: KimiModel) -> float:
-    """Bytes: all weights but the embedding, and of the routed experts only those that a token takes."""
+    """Bytes: all weights but the embedding, and of the routed experts only those that a token
+    takes.
+    """
     routed = sum(
         p.nbytes for m in target.modules() if isinstance(m, Experts) for p in m.parameters()
     )

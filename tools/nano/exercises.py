@@ -1,13 +1,15 @@
-"""Exercises with checkable answers, from which kimi-nano learns: `exercise(seed, heldout)` gives one, always the same.
+"""Exercises with checkable answers, from which kimi-nano learns: `exercise(seed, heldout)` gives
+one, always the same.
 
     python -m tools.nano.exercises -o FILE [--each 16] [--training]
 
-writes held-out ones, or with --training others of the training side, as JSON lines: the same number of each kind, in
-mixed order, for bench, check and the demo. LEFT_OUT names the kinds that evaluate asks and the files leave out.
+writes held-out ones, or with --training others of the training side, as JSON lines: the same number
+of each kind, in mixed order, for bench, check and the demo. LEFT_OUT names the kinds that evaluate
+asks and the files leave out.
 
-A kind is a function of a `Draw` that returns a `Task`: the question, the answer, and the steps to it, which are written
-before the answer or, where the conversation has a reasoning part, there. Steps name digits one by one, because a small
-model computes only what it has written down.
+A kind is a function of a `Draw` that returns a `Task`: the question, the answer, and the steps to
+it, which are written before the answer or, where the conversation has a reasoning part, there.
+Steps name digits one by one, because a small model computes only what it has written down.
 """
 
 from __future__ import annotations
@@ -32,14 +34,25 @@ LEFT_OUT = (
 LONGEST_DOCUMENT = 4400  # characters, about 1,500 tokens
 COPYING = ("repeat", "sorting", "spelling", "extraction", "table")  # taught first
 WEIGHTS = {  # long conversations come seldom: a few of them have as many tokens as all others
-    "repeat": 2.0, "sorting": 2.5, "extraction": 2.5, "schema": 1.5, "rewriting": 1.5, "turns": 1.5, "table": 1.2,
-    "tools": 0.7, "document": 0.5, "results": 0.5, "chat": 0.3,
-}  # fmt: skip
+    "repeat": 2.0,
+    "sorting": 2.5,
+    "extraction": 2.5,
+    "schema": 1.5,
+    "rewriting": 1.5,
+    "turns": 1.5,
+    "table": 1.2,
+    "tools": 0.7,
+    "document": 0.5,
+    "results": 0.5,
+    "chat": 0.3,
+}
 
 
 @dataclass(frozen=True)
 class Task:
-    """`check` is how an answer is judged (see `is_right`); `before` are turns that the question follows on."""
+    """`check` is how an answer is judged (see `is_right`); `before` are turns that the question
+    follows on.
+    """
 
     question: str
     answer: str
@@ -55,7 +68,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Exercise:
-    """One conversation, whose last message is the answer; the keys and phrasings that it was made of."""
+    """One conversation, whose last message is the answer; the keys and phrasings that it was made
+    of.
+    """
 
     kind: str
     messages: list[Message]
@@ -90,8 +105,9 @@ def exercise(
     kind: str | None = None,
     made_up: float = MADE_UP,
 ) -> Exercise:
-    """`copying` is how much more often the COPYING kinds come: 0 for not at all, 1 for almost always; `made_up` the
-    share of a training exercise's names and things that no list has."""
+    """`copying` is how much more often the COPYING kinds come: 0 for not at all, 1 for almost
+    always; `made_up` the share of a training exercise's names and things that no list has.
+    """
     draw = Draw(seed, heldout, made_up)
     weights = [
         WEIGHTS.get(name, 1.0) * (1.0 if name in COPYING else 1.0 - copying) for name in KINDS
@@ -118,8 +134,10 @@ def exercise(
 
 
 def is_right(check: str, reference: str, got: str) -> bool:
-    """`json` and `call`: the same value. `words:a|b`: these words occur. `last`: the last lines are the same.
-    `text`: the whole is."""
+    """`json` and `call`: the same value.
+
+    `words:a|b`: these words occur. `last`: the last lines are the same. `text`: the whole is.
+    """
     if check in ("json", "call"):
         try:
             return json.loads(got) == json.loads(reference)
@@ -305,10 +323,15 @@ def problems(d: Draw) -> Task:
 
 
 UNITS = [  # so many of the small one are a large one: a digit and its zeros
-    ("kilometers", "meters", 1, 3), ("kilograms", "grams", 1, 3), ("liters", "milliliters", 1, 3),
-    ("meters", "centimeters", 1, 2), ("centimeters", "millimeters", 1, 1), ("hours", "minutes", 6, 1),
-    ("minutes", "seconds", 6, 1), ("weeks", "days", 7, 0),
-]  # fmt: skip
+    ("kilometers", "meters", 1, 3),
+    ("kilograms", "grams", 1, 3),
+    ("liters", "milliliters", 1, 3),
+    ("meters", "centimeters", 1, 2),
+    ("centimeters", "millimeters", 1, 1),
+    ("hours", "minutes", 6, 1),
+    ("minutes", "seconds", 6, 1),
+    ("weeks", "days", 7, 0),
+]
 
 
 def units(d: Draw) -> Task:
@@ -543,11 +566,27 @@ def tool_facts(d: Draw, name: str) -> tuple[dict[str, str], Message, str]:
 
 
 KINDS: dict[str, Callable[[Draw], Task]] = {
-    "repeat": repeat, "sorting": sorting, "spelling": spelling, "extraction": extraction, "schema": schema,
-    "table": table, "document": document, "arithmetic": arithmetic, "problems": problems, "units": units,
-    "dates": dates, "counting": counting, "sequence": sequence, "code": code, "rewriting": rewriting, "story": story,
-    "turns": turns, "tools": tools, "results": results, "chat": chat,
-}  # fmt: skip
+    "repeat": repeat,
+    "sorting": sorting,
+    "spelling": spelling,
+    "extraction": extraction,
+    "schema": schema,
+    "table": table,
+    "document": document,
+    "arithmetic": arithmetic,
+    "problems": problems,
+    "units": units,
+    "dates": dates,
+    "counting": counting,
+    "sequence": sequence,
+    "code": code,
+    "rewriting": rewriting,
+    "story": story,
+    "turns": turns,
+    "tools": tools,
+    "results": results,
+    "chat": chat,
+}
 
 
 def prompts(each: int, seed: int = 0, heldout: bool = True) -> list[dict[str, Any]]:

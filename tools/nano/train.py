@@ -1,19 +1,22 @@
-"""Trains kimi-nano, the small Kimi-shaped target that ships with trtspec, on the exercises of exercises.py.
+"""Trains kimi-nano, the small Kimi-shaped target that ships with trtspec, on the exercises of
+exercises.py.
 
     python -m tools.nano.train -o DIR --tokens 12e6
     python -m tools.nano.train -o DIR --tokens 50e6 --batch 8192 --device cuda
 
-The first takes 3 to 4 hours of one core, the second minutes of a large GPU. Run the same command again after an
-interruption: it continues from DIR/state.pt and gives what an uninterrupted run would have given (on a GPU up to
-rounding). Run it again with fewer --tokens to end sooner: the learning rate is constant until the last fifth (warm-up,
-stable, decay), so with 1.25 times the tokens seen the decay begins at once.
+The first takes 3 to 4 hours of one core, the second minutes of a large GPU. Run the same command
+again after an interruption: it continues from DIR/state.pt and gives what an uninterrupted run
+would have given (on a GPU up to rounding). Run it again with fewer --tokens to end sooner: the
+learning rate is constant until the last fifth (warm-up, stable, decay), so with 1.25 times the
+tokens seen the decay begins at once.
 
     python -m tools.nano.train -o DIR --init trtspec/data/kimi-nano --seed 1 --tokens 6e6
 
 trains a checkpoint further, on exercises that seed 0 has not seen.
 
-The result depends on --tokens, --batch, --lr and --seed, not on the clock. DIR always holds a whole checkpoint, written
-every --minutes: `trtspec serve DIR --backend reference` or `python -m tools.nano.evaluate DIR` at any time.
+The result depends on --tokens, --batch, --lr and --seed, not on the clock. DIR always holds a whole
+checkpoint, written every --minutes: `trtspec serve DIR --backend reference` or `python -m
+tools.nano.evaluate DIR` at any time.
 """
 
 from __future__ import annotations
@@ -75,7 +78,10 @@ class Options:
 
 
 def train(output: Path, options: Options, config: dict[str, Any] | None = None) -> KimiModel:
-    """Trains until `options.tokens` are seen, from output/state.pt where that exists. A JSON line per 10 steps."""
+    """Trains until `options.tokens` are seen, from output/state.pt where that exists.
+
+    A JSON line per 10 steps.
+    """
     torch.manual_seed(options.seed)
     torch.set_num_threads(options.threads)
     if options.device != "cpu":
@@ -175,7 +181,9 @@ def prepare(output: Path) -> KimiTokenizer:
 
 
 def encode(tokenizer: KimiTokenizer, chat: exercises.Exercise) -> tuple[list[int], list[float]]:
-    """Token ids of a conversation, and the weight of each in the loss: 1 in answers and for the mark that ends them."""
+    """Token ids of a conversation, and the weight of each in the loss: 1 in answers and for the
+    mark that ends them.
+    """
     ids = tokenizer.encode_chat(
         chat.messages, list(chat.task.tools) or None, add_generation_prompt=False
     )[1]
@@ -188,8 +196,10 @@ def encode(tokenizer: KimiTokenizer, chat: exercises.Exercise) -> tuple[list[int
 
 
 class Batches(IterableDataset[tuple[Tensor, Tensor]]):
-    """Batches [rows, longest] of ids and weights, behind the first `after`: whole conversations of about equal length,
-    each from position 0 and seeing itself only; padding has weight 0. No exercise comes twice."""
+    """Batches [rows, longest] of ids and weights, behind the first `after`: whole conversations of
+    about equal length, each from position 0 and seeing itself only; padding has weight 0. No
+    exercise comes twice.
+    """
 
     def __init__(self, tokenizer: KimiTokenizer, options: Options, after: int = 0) -> None:
         self.tokenizer, self.options, self.after = tokenizer, options, after
@@ -234,8 +244,9 @@ class Batches(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalized by Newton-Schulz steps and scaled to the size of AdamW's steps (arXiv 2502.16982), for
-    matrices [out, in] and stacks of them. Kimi K2 was trained so."""
+    """Momentum, orthogonalized by Newton-Schulz steps and scaled to the size of AdamW's steps
+    (arXiv 2502.16982), for matrices [out, in] and stacks of them. Kimi K2 was trained so.
+    """
 
     def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": 0.95, "weight_decay": 0.1})
@@ -243,7 +254,8 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            # matrices of one shape are orthogonalized together: a GPU spends its time on starting kernels
+            # matrices of one shape are orthogonalized together: a GPU spends its time on starting
+            # kernels
             by_shape: dict[torch.Size, list[nn.Parameter]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -263,7 +275,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
-    """A matrix with the same singular vectors and values of about 1, by a quintic iteration; in bfloat16 if native."""
+    """A matrix with the same singular vectors and values of about 1, by a quintic iteration; in
+    bfloat16 if native.
+    """
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = (matrix.mT if tall else matrix).to(default_dtype(matrix.device))
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -311,7 +325,9 @@ class Balancer:
 
 
 def learning_rate(seen: float, options: Options) -> float:
-    """Linear warm-up, constant, then linear down to 2 % of the peak over the last fifth of the tokens."""
+    """Linear warm-up, constant, then linear down to 2 % of the peak over the last fifth of the
+    tokens.
+    """
     warm = min(1.0, (seen / options.batch + 1) / WARM_UP_BATCHES)
     cool = min(1.0, (options.tokens - seen) / (options.decay_share * options.tokens))
     return options.lr * warm * max(0.02, cool)
@@ -364,7 +380,9 @@ def keep(
 
 
 def checkpoint_tensors(model: KimiModel) -> dict[str, Tensor]:
-    """The model's parameters under their published names and shapes: the inverse of loading a BF16 checkpoint."""
+    """The model's parameters under their published names and shapes: the inverse of loading a BF16
+    checkpoint.
+    """
     state = model.state_dict()
     tensors: dict[str, Tensor] = {}
     for source in layout(model.spec):
@@ -378,7 +396,9 @@ def checkpoint_tensors(model: KimiModel) -> dict[str, Tensor]:
 
 
 def save(model: KimiModel, directory: Path, options: dict[str, Any]) -> None:
-    """Writes the checkpoint in bf16 (the correction bias in float32) with config, generation config and provenance."""
+    """Writes the checkpoint in bf16 (the correction bias in float32) with config, generation config
+    and provenance.
+    """
     tensors = {
         name: tensor if name.endswith("e_score_correction_bias") else tensor.to(torch.bfloat16)
         for name, tensor in checkpoint_tensors(model).items()

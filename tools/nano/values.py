@@ -1,6 +1,9 @@
-"""Values and phrasings of kimi-nano's exercises. Each belongs to training or to the held-out side, by its own hash.
+"""Values and phrasings of kimi-nano's exercises.
 
-A `Draw` hands out only those of its side, so no held-out name, word, date, sum or phrasing is ever trained on.
+Each belongs to training or to the held-out side, by its own hash.
+
+A `Draw` hands out only those of its side, so no held-out name, word, date, sum or phrasing is ever
+trained on.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ def plural(noun: str) -> str:
 
 
 class Draw:
-    """Random choices of one exercise. `keys` collects its values and `phrases` its phrasings, all of one side.
+    """Random choices of one exercise.
+
+    `keys` collects its values and `phrases` its phrasings, all of one side.
 
     `made_up` is the share of names and things that no list has; the held-out side has none.
     """
@@ -92,7 +97,9 @@ class Draw:
         return self.value(listed_or_made_up, again)
 
     def phrase(self, name: str, /, **values: object) -> str:
-        """A phrasing of text.yaml, or a pattern itself: one of each `{a|b}`, as a whole of this side, filled in."""
+        """A phrasing of text.yaml, or a pattern itself: one of each `{a|b}`, as a whole of this
+        side, filled in.
+        """
         pattern = TEXT["phrases"].get(name, name)
         if self.made_up and name in TEXT["more"] and self.chance(MORE_FORMS):
             pattern = TEXT["more"][name]
@@ -163,7 +170,9 @@ class Draw:
         return datetime.date(2024, 1, 1) + datetime.timedelta(self.number(0, 6 * 365))
 
     def pair(self, sign: str, high: int = 99) -> tuple[int, int]:
-        """Operands of a sum, a difference (not negative) or a product with one digit, each at least two digits else."""
+        """Operands of a sum, a difference (not negative) or a product with one digit, each at least
+        two digits else.
+        """
         while True:
             a, b = (
                 self.number(10, high),

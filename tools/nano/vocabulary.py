@@ -1,4 +1,6 @@
-"""kimi-nano's vocabulary: byte-pair merges learned on the exercises, written in Kimi's form (tiktoken.model)."""
+"""kimi-nano's vocabulary: byte-pair merges learned on the exercises, written in Kimi's form
+(tiktoken.model).
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ SPECIAL_TOKENS = {
 
 
 def learn_ranks(texts: Iterable[str], size: int) -> list[bytes]:
-    """`size` byte strings in rank order: the 256 bytes, then merges, learned with Kimi's split pattern.
+    """`size` byte strings in rank order: the 256 bytes, then merges, learned with Kimi's split
+    pattern.
 
     Digits are never merged: a number is copied, compared and computed digit by digit.
     """
@@ -75,7 +78,9 @@ def byte_characters() -> dict[int, str]:
 
 
 def write_tokenizer(directory: Path, ranks: list[bytes]) -> None:
-    """Writes tiktoken.model, tokenizer_config.json, preprocessor_config.json, chat_template.jinja as published."""
+    """Writes tiktoken.model, tokenizer_config.json, preprocessor_config.json, chat_template.jinja
+    as published.
+    """
     lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(ranks)]
     write_atomic(directory / "tiktoken.model", "\n".join(lines) + "\n")
     base = len(ranks)

@@ -1,7 +1,8 @@
 """`--choose-draft`: which of the draft lengths that were measured pays, at each load.
 
-The output tokens per second that a user sees are compared with the fastest length, question by question. A length
-whose interval reaches 1 may be as fast as the fastest: the shortest such length is proposed.
+The output tokens per second that a user sees are compared with the fastest length, question by
+question. A length whose interval reaches 1 may be as fast as the fastest: the shortest such length
+is proposed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ Served = Mapping[int, EndpointResult]  # by draft length
 
 
 def choose(served: Served) -> DraftChoice:
-    """Returns the proposed draft length. Raises UsageError if there is no choice, or if a speed is not known."""
+    """Returns the proposed draft length.
+
+    Raises UsageError if there is no choice, or if a speed is not known.
+    """
     if not any(served) or len(served) < 2:
         raise UsageError(f"{len(served)} draft length was measured, and a choice needs two", REMEDY)
     first = next(iter(served.values()))
@@ -64,7 +68,10 @@ def _choose_at(level: LevelResult, served: Served) -> LoadChoice:
 
 
 def _speeds(label: str, served: Served) -> dict[int, Ratio]:
-    """Speeds for a user at a level by draft length, the shortest first. Raises UsageError if one is not known."""
+    """Speeds for a user at a level by draft length, the shortest first.
+
+    Raises UsageError if one is not known.
+    """
     speeds = {}
     for drafts, endpoint in sorted(served.items()):
         speed = user_speed(endpoint, label)
@@ -96,7 +103,9 @@ def by_draft_len(
 
 
 def served_length(endpoint: EndpointResult) -> int | None:
-    """Returns the draft length that a server reported. 0 if it steps without drafts, None if it reports none."""
+    """Returns the draft length that a server reported. 0 if it steps without drafts, None if it
+    reports none.
+    """
     drafted = endpoint.drafted
     steps = endpoint.steps
     histogram = endpoint.histogram

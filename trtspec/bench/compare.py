@@ -1,10 +1,10 @@
 """Two runs of `bench` side by side: what changed, and how sure that is.
 
-Acceptance over all questions is paired by question. Speed differs from run to run of one server for reasons that all
-answers of a run share, and some servers report only totals: there MIN_EARLIER_RUNS earlier runs give a prediction
-interval for one more. A regression is an interval that lies wholly below 1 - `max_regression`. The judged figures share
-the chance of a false alarm (Bonferroni): two equal runs raise one in at most 5 % of comparisons. Other figures are only
-shown.
+Acceptance over all questions is paired by question. Speed differs from run to run of one server for
+reasons that all answers of a run share, and some servers report only totals: there MIN_EARLIER_RUNS
+earlier runs give a prediction interval for one more. A regression is an interval that lies wholly
+below 1 - `max_regression`. The judged figures share the chance of a false alarm (Bonferroni): two
+equal runs raise one in at most 5 % of comparisons. Other figures are only shown.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ ACCEPTANCE = "acceptance"  # the figure
 def compare(
     new: BenchResults, earlier: Sequence[BenchResults], max_regression: float | None = None
 ) -> Comparison:
-    """Returns this run over `earlier` ones of the same workload and model. Questions are paired with the first.
+    """Returns this run over `earlier` ones of the same workload and model.
+
+    Questions are paired with the first.
 
     With `max_regression` (0.05: 5 %) the comparison is a gate: nothing judged is an error.
     """
@@ -82,7 +84,8 @@ def _regression(figure: ComparedFigure, allowed: float) -> Problem:
 def refuse_different(workload: StatedWorkload, earlier: Mapping[str, BenchResults]) -> None:
     """Raises UsageError, before anything is sent, if an earlier run had another workload.
 
-    The ratio of the two would mix that difference with the change under test. `earlier`: by the option that names it.
+    The ratio of the two would mix that difference with the change under test. `earlier`: by the
+    option that names it.
     """
     for option, run in earlier.items():
         sides = (run.workload, workload)
@@ -98,8 +101,8 @@ def acceptance_figure(
 ) -> ComparedFigure | None:
     """Compares tokens per step, paired by the questions that both runs answered.
 
-    If the servers report only totals, the run is compared with several earlier ones. Degenerate output is not judged.
-    None if the run or the first earlier one reports no acceptance.
+    If the servers report only totals, the run is compared with several earlier ones. Degenerate
+    output is not judged. None if the run or the first earlier one reports no acceptance.
     """
     runs = [new, *earlier]
     lengths = [run.acceptance_length for run in runs]
@@ -181,7 +184,9 @@ def _verdict(test: Ratio, allowed: float, sound: bool) -> str:
 def not_judged(
     figures: Sequence[ComparedFigure], runs: Sequence[BenchResults], severity: Severity
 ) -> list[Problem]:
-    """Says why acceptance is not judged. [] if it is, or if no run reports it and a speed is judged."""
+    """Says why acceptance is not judged. [] if it is, or if no run reports it and a speed is
+    judged.
+    """
     judged = {figure.figure for figure in figures if figure.verdict != NOT_JUDGED}
     reports = [run.acceptance_length is not None for run in runs]
     if ACCEPTANCE in judged or (judged and not any(reports)):

@@ -1,9 +1,10 @@
-"""A proof of a target and its head: a script of plain trtspec commands, run and resumed; typed evidence; one page.
+"""A proof of a target and its head: a script of plain trtspec commands, run and resumed; typed
+evidence; one page.
 
-Where both servers fit at once, they are measured in alternating rounds. Else two launches follow each other on the
-same GPUs, once or several times. What the speculating server said is then scored by the target alone. A journal notes
-each step when its result is on the disk, so that the same command after a kill resumes with the first step that has
-none.
+Where both servers fit at once, they are measured in alternating rounds. Else two launches follow
+each other on the same GPUs, once or several times. What the speculating server said is then scored
+by the target alone. A journal notes each step when its result is on the disk, so that the same
+command after a kill resumes with the first step that has none.
 """
 
 from __future__ import annotations
@@ -48,8 +49,11 @@ LEFT_OVER = 180.0  # seconds that the server of a killed run gets to end
 
 @dataclass(frozen=True)
 class ProveSetup:
-    """What is proved, and with how much. `serve_words` go to all servers; without `gpu` there is no plan. `card`:
-    whether the head's published figures are shown beside the measured ones. `launches`: of either server."""
+    """What is proved, and with how much.
+
+    `serve_words` go to all servers; without `gpu` there is no plan. `card`: whether the head's
+    published figures are shown beside the measured ones. `launches`: of either server.
+    """
 
     target: str
     head: str
@@ -102,8 +106,11 @@ def has_head(server: str) -> bool:
 
 @dataclass(frozen=True)
 class Step:
-    """One command: `words` after `trtspec`, and why it runs. `servers`: names of all that run meanwhile. Its JSON is
-    `result`, a file of the proof; status 3 is a finding, not a failure."""
+    """One command: `words` after `trtspec`, and why it runs.
+
+    `servers`: names of all that run meanwhile. Its JSON is `result`, a file of the proof; status 3
+    is a finding, not a failure.
+    """
 
     name: str
     why: str
@@ -162,7 +169,10 @@ def _check(setup: ProveSetup, directory: Path, group: tuple[str, ...], server: s
 
 
 def serve_words(setup: ProveSetup, server: str) -> tuple[str, ...]:
-    """After `trtspec`. What the user passes comes last, since it may end in a `--` with options of the engine."""
+    """After `trtspec`.
+
+    What the user passes comes last, since it may end in a `--` with options of the engine.
+    """
     address = ("--host", "127.0.0.1", "--port", str(setup.port_of(server)))
     words: tuple[str, ...] = ("serve", setup.target, "--backend", setup.backend, *address)
     if setup.backend != "reference":
@@ -197,10 +207,14 @@ def prove(
     about: dict[str, Any],
     startup: float,
 ) -> ProofEvidence:
-    """Runs what is not done yet, then writes evidence.json and report.html. `about`: more that a resumed run must have
-    in common with this one. `startup`: seconds for a server to become ready.
+    """Runs what is not done yet, then writes evidence.json and report.html.
 
-    Raises UsageError where `directory` holds anything but this proof, and TrtspecError for a step that fails."""
+    `about`: more that a resumed run must have in common with this one. `startup`: seconds for a
+    server to become ready.
+
+    Raises UsageError where `directory` holds anything but this proof, and TrtspecError for a step
+    that fails.
+    """
     path = directory / "journal.jsonl"
     patience = LEFT_OVER if path.exists() else 0.0
     if (
@@ -256,7 +270,9 @@ def _launch(
 
 
 def _result(step: Step, directory: Path) -> dict[str, Any]:
-    """What a step left; {} where that cannot be read, as after a power loss: the step then runs again."""
+    """What a step left; {} where that cannot be read, as after a power loss: the step then runs
+    again.
+    """
     try:
         return files.read_object(directory / step.result)
     except (TrtspecError, OSError):
@@ -278,8 +294,10 @@ def _run(step: Step, journal: Journal, directory: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ProofEvidence:
-    """`setup` has `...` in place of the words for the servers, which may hold a key. `identities`: fingerprints of the
-    checkpoints; `planned`: points of plan."""
+    """`setup` has `...` in place of the words for the servers, which may hold a key.
+
+    `identities`: fingerprints of the checkpoints; `planned`: points of plan.
+    """
 
     verdict: str
     sentence: str
@@ -301,7 +319,10 @@ class ProofEvidence:
 
 
 def pooled_results(setup: ProveSetup, directory: Path) -> BenchResults:
-    """All launches as one run of bench, so that its sections show them beside each other. The first has the head."""
+    """All launches as one run of bench, so that its sections show them beside each other.
+
+    The first has the head.
+    """
     runs = [read_results(directory / group[0]) for group in setup.groups]
     endpoints = [endpoint for run in runs for endpoint in run.all]
     spec = [endpoint for endpoint in endpoints if has_head(endpoint.name)]
@@ -348,8 +369,10 @@ def slower(speedups: Sequence[SpeedUp]) -> list[str]:
 
 
 def sentence(verdict: str, message: str, speedups: Sequence[SpeedUp]) -> str:
-    """`SAFE: the same output, 1.40 times as fast (1.24 to 1.57) at concurrency 1, 1.28 (...) at concurrency 4`, or
-    `SAFE but slower at concurrency 4: the same output, ...`, and what the intervals are over."""
+    """`SAFE: the same output, 1.40 times as fast (1.24 to 1.57) at concurrency 1, 1.28 (...) at
+    concurrency 4`, or `SAFE but slower at concurrency 4: the same output, ...`, and what the
+    intervals are over.
+    """
     said = message
     if verdict == "SAFE":
         loads = " and ".join(slower(speedups))
@@ -374,8 +397,9 @@ def write_page(proof: Path, page: Path, more: Sequence[Section] = ()) -> None:
 def proof_html(
     evidence: ProofEvidence, results: BenchResults, proof: Path, more: Sequence[Section] = ()
 ) -> str:
-    """The page of a proof: its verdict in a sentence, up to three figures, then speed, acceptance, the rows of check,
-    its commands, and `more`. `results`: of all launches."""
+    """The page of a proof: its verdict in a sentence, up to three figures, then speed, acceptance,
+    the rows of check, its commands, and `more`. `results`: of all launches.
+    """
     speed, acceptance = bench.sections(results)[:2]
     rows = [
         [row.status, row.name, f"{row.seen} of {row.of}", (row.faults or [row.why])[0]]
@@ -411,7 +435,9 @@ def proof_html(
 
 
 def step_table(planned: Sequence[Mapping[str, Any]], results: BenchResults) -> Table:
-    """The time of a step, planned and measured: between tokens after the first, times the tokens of a step."""
+    """The time of a step, planned and measured: between tokens after the first, times the tokens of
+    a step.
+    """
     rows = []
     for point in planned:
         drafts, load = point["draft_len"], point["concurrency"]

@@ -1,7 +1,9 @@
-"""results.json of `bench`, as records. Tables, plots, the report and other commands read nothing else.
+"""results.json of `bench`, as records.
 
-The fields of a record are the keys of the JSON contract. A level, an endpoint and the whole run each repeat the
-acceptance of all their answers.
+Tables, plots, the report and other commands read nothing else.
+
+The fields of a record are the keys of the JSON contract. A level, an endpoint and the whole run
+each repeat the acceptance of all their answers.
 """
 
 from __future__ import annotations
@@ -59,7 +61,10 @@ class LatencySpread:
 
 
 def inter_token(answer: Answer) -> float | None:
-    """Returns TPOT: mean seconds between tokens after the first. None for fewer than two tokens or chunks."""
+    """Returns TPOT: mean seconds between tokens after the first.
+
+    None for fewer than two tokens or chunks.
+    """
     tokens = answer.completion_tokens
     times = [when for when, _ in answer.chunks]
     if tokens < 2 or len(times) < 2:
@@ -71,8 +76,8 @@ def inter_token(answer: Answer) -> float | None:
 class Throughput:
     """Rates over the rounds of one level.
 
-    `inter_token_s`: TPOT, the mean of an answer's tokens after the first. `itl_s`: between chunks as they arrive, of
-    several tokens each under speculation.
+    `inter_token_s`: TPOT, the mean of an answer's tokens after the first. `itl_s`: between chunks
+    as they arrive, of several tokens each under speculation.
     """
 
     requests: int
@@ -89,9 +94,9 @@ class Throughput:
 class StatedWorkload:
     """The questions and settings of a run. A figure without them is not a measurement.
 
-    `extra_body`: fields merged into every request. `recorded`: requests were sent as recorded, without this
-    `max_tokens`, `temperature` and `seed`. `recorded_times`: at the times of their rows. `system`: a message before
-    every question.
+    `extra_body`: fields merged into every request. `recorded`: requests were sent as recorded,
+    without this `max_tokens`, `temperature` and `seed`. `recorded_times`: at the times of their
+    rows. `system`: a message before every question.
     """
 
     dataset: str
@@ -158,7 +163,8 @@ class QuestionSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class LevelResult(AcceptanceSummary):
-    """One load: `concurrency` conversations in flight, or `rate` new ones per second with `concurrency` 0.
+    """One load: `concurrency` conversations in flight, or `rate` new ones per second with
+    `concurrency` 0.
 
     `rounds`: output tokens per second of each.
     """
@@ -249,8 +255,8 @@ class SpeedUp:
 class ComparedFigure:
     """One figure of this run over the same figure of an earlier run.
 
-    `low` and `high`: its interval. None if it has none. `units`: questions or runs. `verdict`: regression, improvement,
-    no change found, or not judged.
+    `low` and `high`: its interval. None if it has none. `units`: questions or runs. `verdict`:
+    regression, improvement, no change found, or not judged.
     """
 
     figure: str
@@ -264,7 +270,10 @@ class ComparedFigure:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """This run over `runs` earlier ones. `old`: name and URL of the first. `confidence`: of each interval."""
+    """This run over `runs` earlier ones.
+
+    `old`: name and URL of the first. `confidence`: of each interval.
+    """
 
     old: dict[str, Any]
     runs: int
@@ -276,7 +285,10 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthFigures:
-    """One draft length at one load. `of_best`: its speed over the fastest length. None for the fastest."""
+    """One draft length at one load.
+
+    `of_best`: its speed over the fastest length. None for the fastest.
+    """
 
     draft_len: int
     acceptance_length: float | None
@@ -286,7 +298,9 @@ class LengthFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadChoice:
-    """The lengths at one concurrency, shortest first, and the shortest that may be as fast as the fastest."""
+    """The lengths at one concurrency, shortest first, and the shortest that may be as fast as the
+    fastest.
+    """
 
     concurrency: int
     lengths: list[LengthFigures]
@@ -295,7 +309,9 @@ class LoadChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftChoice:
-    """The proposed draft length: the median over all loads, the shorter of two. 0: serve without the head."""
+    """The proposed draft length: the median over all loads, the shorter of two. 0: serve without
+    the head.
+    """
 
     loads: list[LoadChoice]
     draft_len: int
@@ -303,7 +319,8 @@ class DraftChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResults(EndpointResult):
-    """results.json: the figures of the first endpoint, the others under `endpoints`, their ratios under `speedups`.
+    """results.json: the figures of the first endpoint, the others under `endpoints`, their ratios
+    under `speedups`.
 
     `card`: the published head whose figures are shown beside the measured ones.
     """
@@ -339,7 +356,9 @@ def level_label(concurrency: int, rate: float | None) -> str:
 
 
 def user_speed(endpoint: EndpointResult, label: str) -> Ratio | None:
-    """Returns output tokens per second that a user sees at a level, over questions. The wait for the first counts.
+    """Returns output tokens per second that a user sees at a level, over questions.
+
+    The wait for the first counts.
 
     None for degenerate output, on which every drafter is fast.
     """
@@ -355,7 +374,9 @@ def user_speed(endpoint: EndpointResult, label: str) -> Ratio | None:
 def speed_up(
     of: Sequence[EndpointResult], over: Sequence[EndpointResult], label: str
 ) -> SpeedUp | None:
-    """Returns `user_speed` of one endpoint over another, paired by question. None if output is degenerate.
+    """Returns `user_speed` of one endpoint over another, paired by question.
+
+    None if output is degenerate.
 
     `of` and `over` hold each launch of either endpoint.
     """
@@ -397,7 +418,10 @@ def _speed_sums(speeds: Sequence[QuestionSpeed], by_round: bool) -> Units:
 
 
 def read_results(path: Path) -> BenchResults:
-    """Reads results.json, or the results.json of a directory. Raises UsageError if it is not a result of bench."""
+    """Reads results.json, or the results.json of a directory.
+
+    Raises UsageError if it is not a result of bench.
+    """
     file = path
     if path.is_dir():
         file = path / "results.json"

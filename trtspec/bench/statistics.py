@@ -40,8 +40,8 @@ Units = Mapping[Any, Sequence[float] | NDArray[np.float64]]  # (numerator, denom
 class AcceptanceSummary:
     """Acceptance in a group of answers. None if the server reports nothing. Intervals are of 95 %.
 
-    `steps`: verification steps, without prefills. `per_question_mean`: None if the server reports only totals.
-    `surplus`: accepted drafts past the end of answers, taken out of `accepted`.
+    `steps`: verification steps, without prefills. `per_question_mean`: None if the server reports
+    only totals. `surplus`: accepted drafts past the end of answers, taken out of `accepted`.
     """
 
     turns: Count
@@ -113,12 +113,18 @@ def by_category(turns: Sequence[TurnCounts]) -> dict[str, AcceptanceSummary]:
 
 
 def acceptance_length(steps: int, accepted: int) -> float | None:
-    """Returns 1 + accepted / steps: tokens per verification step, the bonus token included. None without steps."""
+    """Returns 1 + accepted / steps: tokens per verification step, the bonus token included.
+
+    None without steps.
+    """
     return 1.0 + accepted / steps if steps else None
 
 
 def most_tokens(steps: int | None, drafted: int | None) -> float:
-    """Returns the tokens of a step whose drafts are all accepted. Infinite if the number of drafts is unknown."""
+    """Returns the tokens of a step whose drafts are all accepted.
+
+    Infinite if the number of drafts is unknown.
+    """
     return 1 + math.ceil(drafted / steps) if drafted and steps else math.inf
 
 
@@ -136,7 +142,10 @@ def by_position(histogram: Sequence[int]) -> tuple[list[float], list[float | Non
 
 
 def add_histograms(histograms: Iterable[Sequence[int] | None]) -> list[int] | None:
-    """Sums histograms of possibly different draft lengths. None if one is unknown, or if there is none."""
+    """Sums histograms of possibly different draft lengths.
+
+    None if one is unknown, or if there is none.
+    """
     known = list(histograms)
     if not known or None in known:
         return None
@@ -144,7 +153,9 @@ def add_histograms(histograms: Iterable[Sequence[int] | None]) -> list[int] | No
 
 
 def per_question(turns: Sequence[TurnCounts]) -> dict[str, list[int]]:
-    """Returns [verification steps, accepted drafts, answers] by question. {} if answers were counted together."""
+    """Returns [verification steps, accepted drafts, answers] by question. {} if answers were
+    counted together.
+    """
     if any(turn.answers > 1 or turn.questions > 1 for turn in turns):
         return {}
     counts: dict[str, list[int]] = {}
@@ -158,9 +169,9 @@ def per_question(turns: Sequence[TurnCounts]) -> dict[str, list[int]]:
 def without_surplus(counts: TurnCounts, answers: int, questions: int) -> TurnCounts:
     """Takes out of a run's counters the drafts that were accepted past the end of answers.
 
-    Every token that somebody received is the first of its answer, the bonus token of a verification step, or an
-    accepted draft. So tokens - answers - steps drafts were received. If tokens came without drafts, that is more than
-    the server counted, and its counter decides.
+    Every token that somebody received is the first of its answer, the bonus token of a verification
+    step, or an accepted draft. So tokens - answers - steps drafts were received. If tokens came
+    without drafts, that is more than the server counted, and its counter decides.
     """
     received = counts.tokens - answers - counts.steps
     accepted = counts.accepted
@@ -192,7 +203,10 @@ class Ratio:
         return f"{self.low:.2f} to {self.high:.2f}"
 
     def within(self, least: float, most: float) -> Ratio:
-        """Cuts the interval at the least and the most that is possible. `most` below the value has no effect."""
+        """Cuts the interval at the least and the most that is possible.
+
+        `most` below the value has no effect.
+        """
         high = min(self.high, max(most, self.value))
         return replace(self, low=max(self.low, least), high=high)
 
@@ -209,7 +223,10 @@ def ratio(
 
 
 def length_ratio(turns: Sequence[TurnCounts]) -> Ratio | None:
-    """Returns the acceptance length over questions. None below MIN_UNITS questions, or if only totals are known."""
+    """Returns the acceptance length over questions.
+
+    None below MIN_UNITS questions, or if only totals are known.
+    """
     counts = list(per_question(turns).values())
     steps = [verified for verified, _, _ in counts]
     tokens = [verified + accepted for verified, accepted, _ in counts]
@@ -256,9 +273,11 @@ def paired_ratio(
 def next_ratio(
     new: float, earlier: Sequence[float], confidence: float = CONFIDENCE
 ) -> Ratio | None:
-    """Returns a run over the geometric mean of earlier runs, with Student's prediction interval of the logarithms.
+    """Returns a run over the geometric mean of earlier runs, with Student's prediction interval of
+    the logarithms.
 
-    The interval holds what runs of one setup differ by. None below MIN_EARLIER_RUNS, or if a run is zero.
+    The interval holds what runs of one setup differ by. None below MIN_EARLIER_RUNS, or if a run is
+    zero.
     """
     if len(earlier) < MIN_EARLIER_RUNS or min(new, *earlier) <= 0:
         return None
@@ -338,8 +357,9 @@ def _standard_error(influence: NDArray[np.float64]) -> tuple[float, int]:
 def _interval(value: float, confidence: float, *errors: tuple[float, int]) -> Ratio:
     """The ratio with its interval.
 
-    `errors`: independent standard errors of its logarithm with their degrees of freedom, the first over units. Each
-    widens the interval by its own quantile, so the interval holds whichever error is larger.
+    `errors`: independent standard errors of its logarithm with their degrees of freedom, the first
+    over units. Each widens the interval by its own quantile, so the interval holds whichever error
+    is larger.
     """
     probability = (1 + confidence) / 2
     widths = [t_quantile(probability, freedom) * error for error, freedom in errors]

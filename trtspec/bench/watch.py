@@ -1,4 +1,6 @@
-"""Acceptance of a live endpoint, from the counters that its server keeps. client/servers.py knows their names."""
+"""Acceptance of a live endpoint, from the counters that its server keeps. client/servers.py knows
+their names.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,9 @@ FIGURES = ("steps", "drafted", "accepted")
 class Watch:
     """The readings of the server at `url`.
 
-    `keeps`: the FIGURES that the server counts. `counted`: their sums, with those before the first reading.
-    `acceptance_length`: of the last interval. `failure`: why the last reading failed. "" if it succeeded, None before
-    the first one. `last`: the last counters of the server.
+    `keeps`: the FIGURES that the server counts. `counted`: their sums, with those before the first
+    reading. `acceptance_length`: of the last interval. `failure`: why the last reading failed. ""
+    if it succeeded, None before the first one. `last`: the last counters of the server.
     """
 
     url: str
@@ -59,8 +61,8 @@ class Watch:
     async def read(self, client: httpx.AsyncClient) -> None:
         """Reads the metrics once.
 
-        Raises TrtspecError if the server does not answer, with the code NO_METRICS if it never had metrics of
-        speculation.
+        Raises TrtspecError if the server does not answer, with the code NO_METRICS if it never had
+        metrics of speculation.
         """
         reasons = []
         absent = 0
@@ -96,7 +98,10 @@ class Watch:
         raise TrtspecError(failure, remedy, code)
 
     async def _read_path(self, client: httpx.AsyncClient, path: str) -> None:
-        """Counts the metrics at a path. Raises ValueError or RequestFailed if it has none of speculation."""
+        """Counts the metrics at a path.
+
+        Raises ValueError or RequestFailed if it has none of speculation.
+        """
         body = await fetch(client, path)
         self.take(body.decode("utf-8", "replace"))
         self.path = path
@@ -120,7 +125,9 @@ class Watch:
         self.counted = Counters(*sums)
 
     def _take_samples(self, samples: Samples) -> tuple[Counters, list[float]]:
-        """Returns the growth of the counters, and acceptance lengths that the server reports itself."""
+        """Returns the growth of the counters, and acceptance lengths that the server reports
+        itself.
+        """
         names = adapter_of(samples)
         if names is None:
             raise ValueError("has no metrics of a server that is known")
@@ -159,7 +166,9 @@ class Watch:
         }
 
     def line(self) -> str:
-        """Returns the last interval's acceptance length and all counts in words, or why the last reading failed."""
+        """Returns the last interval's acceptance length and all counts in words, or why the last
+        reading failed.
+        """
         if self.failure:
             return self.failure
         counts = [f"{getattr(self.counted, key):,} {key}" for key in self.keeps]
@@ -195,7 +204,8 @@ class Baseline:
 def read_baseline(path: Path) -> Baseline:
     """Reads the baseline of a results.json.
 
-    Raises UsageError if the file is not a result of bench, or if it says too little about acceptance.
+    Raises UsageError if the file is not a result of bench, or if it says too little about
+    acceptance.
     """
     run = read_results(path)
     steps_of = {}
@@ -217,10 +227,12 @@ def read_baseline(path: Path) -> Baseline:
         message = f"{path} has no accepted draft in {category}: no traffic can drop below that"
         raise UsageError(message, "trtspec inspect HEAD --against TARGET, then measure again")
     turns = [turn for turn in run.turns_detail if turn.category == category]
-    # a server that counts all answers together: a geometric distribution, with the effect of whole answers
+    # a server that counts all answers together: a geometric distribution, with the effect of whole
+    # answers
     variance = DESIGN_EFFECT * mean * (1 + mean)
     if len(turns) >= 2:
-        # ratio estimator with answers as clusters (Cochran, Sampling Techniques, 3rd ed., chapter 6)
+        # ratio estimator with answers as clusters (Cochran, Sampling Techniques, 3rd ed., chapter
+        # 6)
         squares = sum((turn.accepted - mean * turn.steps) ** 2 for turn in turns)
         variance = squares / steps * len(turns) / (len(turns) - 1)
     return Baseline(category, steps, mean, variance)
@@ -230,8 +242,9 @@ def read_baseline(path: Path) -> Baseline:
 class WatchVerdict:
     """The verdict against a baseline.
 
-    `drop`: of accepted drafts per step, as a share of the baseline. `significant_drop`: the smallest drop that chance
-    does not explain. Both are None if not measured. `why`: the reason if it did not pass.
+    `drop`: of accepted drafts per step, as a share of the baseline. `significant_drop`: the
+    smallest drop that chance does not explain. Both are None if not measured. `why`: the reason if
+    it did not pass.
     """
 
     status: Literal["pass", "fail", "unmeasured"]
@@ -241,7 +254,9 @@ class WatchVerdict:
 
 
 def judge(watch: Watch, baseline: Baseline, max_drop: float, min_steps: int) -> WatchVerdict:
-    """Fails a drop of accepted drafts per step that is larger than `max_drop` and significant at 1 %, one-sided."""
+    """Fails a drop of accepted drafts per step that is larger than `max_drop` and significant at 1
+    %, one-sided.
+    """
     if "steps" not in watch.keeps:
         why = f"{watch.source} do not count verification steps, the unit of the baseline"
         return WatchVerdict("unmeasured", why=why)
@@ -271,12 +286,22 @@ METRICS = (
     ("up", "up", GaugeMetricFamily, "1 if the last reading succeeded."),
     ("scrapes", "scrapes", CounterMetricFamily, "Readings that succeeded."),
     ("missed_scrapes", "missed_scrapes", CounterMetricFamily, "Readings that failed."),
-    ("restarts", "restarts", CounterMetricFamily, "Times that the server's counters went backwards."),
+    (
+        "restarts",
+        "restarts",
+        CounterMetricFamily,
+        "Times that the server's counters went backwards.",
+    ),
     ("steps", "steps", CounterMetricFamily, "Verification steps."),
     ("draft_tokens", "drafted", CounterMetricFamily, "Drafted tokens."),
     ("accepted_tokens", "accepted", CounterMetricFamily, "Accepted draft tokens."),
-    ("acceptance_length", "acceptance_length", GaugeMetricFamily, "1 + accepted / steps, last interval."),
-)  # fmt: skip
+    (
+        "acceptance_length",
+        "acceptance_length",
+        GaugeMetricFamily,
+        "1 + accepted / steps, last interval.",
+    ),
+)
 
 
 @dataclass(eq=False)
@@ -296,7 +321,8 @@ class WatchCollector(Collector):
 def start_exporter(listen: str, watch: Watch) -> str:
     """Serves the metrics until this process ends, and returns their URL.
 
-    `listen`: HOST:PORT, PORT or :PORT. The default host is localhost. Raises UsageError if it cannot be listened on.
+    `listen`: HOST:PORT, PORT or :PORT. The default host is localhost. Raises UsageError if it
+    cannot be listened on.
     """
     host, _, port = listen.rpartition(":")
     host = host.strip("[]") or "localhost"

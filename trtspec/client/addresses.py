@@ -1,7 +1,8 @@
-"""Addresses and keys of OpenAI-compatible servers, as a user gives them: checked before anything is sent or written.
+"""Addresses and keys of OpenAI-compatible servers, as a user gives them: checked before anything is
+sent or written.
 
-No password or key appears in a message, a result or a record. An address that may contain one is refused without being
-shown. A message about a key names its fault alone.
+No password or key appears in a message, a result or a record. An address that may contain one is
+refused without being shown. A message about a key names its fault alone.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ def shown(text: str) -> str:
 
 
 def server_url(text: str, option: str = "the URL") -> str:
-    """The base URL of a server: with a scheme (http if `text` has none), without /v1, request paths and slashes at its
-    end.
+    """The base URL of a server: with a scheme (http if `text` has none), without /v1, request paths
+    and slashes at its end.
 
-    Raises UsageError, which begins with `option`, if no request can be sent there, and for a user name, a password, a
-    query or a fragment, which every result would repeat."""
+    Raises UsageError, which begins with `option`, if no request can be sent there, and for a user
+    name, a password, a query or a fragment, which every result would repeat.
+    """
     import httpx
 
     remedy = f"write it as {EXAMPLE}"
@@ -66,8 +68,10 @@ def key_header() -> dict[str, str]:
 
 
 def bearer(key: str | None, option: str = "OPENAI_API_KEY") -> dict[str, str]:
-    """The header with the key. {} for an empty key. Raises UsageError with the fault, not the key, if no header can
-    carry it."""
+    """The header with the key. {} for an empty key.
+
+    Raises UsageError with the fault, not the key, if no header can carry it.
+    """
     if not key:
         return {}
     if not SENDABLE.fullmatch(key):

@@ -1,9 +1,9 @@
-"""An asynchronous client for any OpenAI-compatible server: requests, streamed answers with the time of every chunk, and
-waiting until a server is ready.
+"""An asynchronous client for any OpenAI-compatible server: requests, streamed answers with the time
+of every chunk, and waiting until a server is ready.
 
-A streamed request starts when its header has been sent and its body follows: name lookup, connecting, TLS and waiting
-for a free connection do not count. The time of a chunk is the network read of its last byte, without parsing: chunks
-that a proxy sends at once have the same time.
+A streamed request starts when its header has been sent and its body follows: name lookup,
+connecting, TLS and waiting for a free connection do not count. The time of a chunk is the network
+read of its last byte, without parsing: chunks that a proxy sends at once have the same time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from trtspec.errors import TrtspecError, UsageError, listed
 T = TypeVar("T")
 CHAT = "/v1/chat/completions"
 RAW = "/v1/completions"  # a prompt without a chat template
-# keys of a request that options set, and the remedy where `extra_body` has them; commands add their own
+# keys of a request that options set, and the remedy where `extra_body` has them; commands add their
+# own
 OWNED = {
     "model": "give `model`",
     "max_tokens": "give `max_tokens`",
@@ -37,8 +38,8 @@ OWNED = {
 MOST_CALLS = 127  # larger indices come from broken servers and are put together here
 MOST_LINE = 64 * 2**20  # bytes of one event
 SILENCE_S = 600.0  # without a byte from the server, if no limit is set
-# uvicorn, in front of vLLM, SGLang and trtllm-serve, closes a connection after 5 idle seconds; a request sent at that
-# moment fails with a ReadError, so the client closes it first
+# uvicorn, in front of vLLM, SGLang and trtllm-serve, closes a connection after 5 idle seconds; a
+# request sent at that moment fails with a ReadError, so the client closes it first
 KEPT_S = 2.0
 POLL_S = 0.2  # between two requests to a server that is not ready
 KEY = "set OPENAI_API_KEY to a key of the server"
@@ -52,7 +53,10 @@ LATE = ("not complete after", "no answer within")  # in the error of an answer t
 
 
 class RequestFailed(TrtspecError):
-    """A request without a usable answer, and why. `status`: HTTP status of the response, None without a response."""
+    """A request without a usable answer, and why.
+
+    `status`: HTTP status of the response, None without a response.
+    """
 
     def __init__(
         self, message: str, remedy: str = "look at the server's log", status: int | None = None
@@ -72,7 +76,10 @@ class RequestSampling:
 
 @dataclass
 class Answer:
-    """One answer as received. Times are seconds of time.perf_counter(). `chunks` contains (time, characters)."""
+    """One answer as received.
+
+    Times are seconds of time.perf_counter(). `chunks` contains (time, characters).
+    """
 
     question: str
     category: str
@@ -123,9 +130,12 @@ def new_client(
     headers: dict[str, str] | None = None,
     proxies: bool = False,
 ) -> httpx.AsyncClient:
-    """A client of the server at `url`, a base URL without /v1. `timeout`: seconds that the server may stay silent.
-    `headers`: by default the key of OPENAI_API_KEY. `proxies`: use the proxy variables of the environment. Raises
-    UsageError if no header can carry the key."""
+    """A client of the server at `url`, a base URL without /v1.
+
+    `timeout`: seconds that the server may stay silent. `headers`: by default the key of
+    OPENAI_API_KEY. `proxies`: use the proxy variables of the environment. Raises UsageError if no
+    header can carry the key.
+    """
     if headers is None:
         headers = key_header()
     most = concurrency + 4
@@ -143,8 +153,10 @@ def new_client(
 async def fetch(
     client: httpx.AsyncClient, path: str, body: Any = None, timeout: float | None = None
 ) -> bytes:
-    """The body of the 200 response to a GET of `path`, or to a POST of `body`. `timeout` as in `new_client`, for this
-    request. Raises RequestFailed."""
+    """The body of the 200 response to a GET of `path`, or to a POST of `body`.
+
+    `timeout` as in `new_client`, for this request. Raises RequestFailed.
+    """
     method = "GET" if body is None else "POST"
     times = timeout or httpx.USE_CLIENT_DEFAULT
     request = client.build_request(method, path, json=body, timeout=times)
@@ -209,8 +221,10 @@ async def wait_ready(
     stopped: Callable[[], Any] = lambda: False,
     headers: dict[str, str] | None = None,
 ) -> bool:
-    """True once `look` succeeds, False once `stopped()` is true. Raises RequestFailed after `seconds`, with the last
-    failure of `look`."""
+    """True once `look` succeeds, False once `stopped()` is true.
+
+    Raises RequestFailed after `seconds`, with the last failure of `look`.
+    """
     deadline = time.monotonic() + seconds
     async with new_client(url, 1, headers=headers) as client:
         while not stopped():
@@ -295,8 +309,11 @@ async def stream_answer(
     limit_s: float | None = None,
     on_event: Callable[[Answer], None] = lambda answer: None,
 ) -> Answer:
-    """Sends one request and reads its stream. A failure is returned in `error`, never raised. An answer that is
-    incomplete after `limit_s` seconds has failed. `on_event` gets the answer so far after each event."""
+    """Sends one request and reads its stream.
+
+    A failure is returned in `error`, never raised. An answer that is incomplete after `limit_s`
+    seconds has failed. `on_event` gets the answer so far after each event.
+    """
     answer = Answer(question, category, turn, started=time.perf_counter())
 
     async def trace(event: str, info: dict[str, Any]) -> None:
@@ -333,8 +350,9 @@ async def stream_answer(
 
 
 async def events(response: httpx.Response) -> AsyncIterator[tuple[float, dict[str, Any]]]:
-    """Yields the JSON objects of a server-sent event stream up to [DONE], each with the time of its last byte. Skips
-    comment lines. Raises ValueError for invalid JSON."""
+    """Yields the JSON objects of a server-sent event stream up to [DONE], each with the time of its
+    last byte. Skips comment lines. Raises ValueError for invalid JSON.
+    """
     pending = b""
     async for chunk in response.aiter_bytes():
         now = time.perf_counter()
@@ -396,7 +414,10 @@ def _status_in(event: dict[str, Any]) -> int:
 
 
 def token_count(value: Any) -> int:
-    """Returns `value` as a number of tokens. Raises ValueError for anything else that a server may send."""
+    """Returns `value` as a number of tokens.
+
+    Raises ValueError for anything else that a server may send.
+    """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 <= value < 2**53 or value != int(value):
         raise ValueError(f"{str(value)[:40]!r} is not a number of tokens")
@@ -404,7 +425,10 @@ def token_count(value: Any) -> int:
 
 
 def finite(value: Any) -> float | None:
-    """Returns `value` as a float. None unless it is a finite number. JSON integers have no limit and may overflow."""
+    """Returns `value` as a float.
+
+    None unless it is a finite number. JSON integers have no limit and may overflow.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -448,8 +472,10 @@ def _absorb_call(answer: Answer, call: dict[str, Any]) -> int:
 
 
 async def complete(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Sends one request without streaming and returns the JSON of a response with a choice. Raises RequestFailed with
-    the server's message, or with the start of any other response."""
+    """Sends one request without streaming and returns the JSON of a response with a choice.
+
+    Raises RequestFailed with the server's message, or with the start of any other response.
+    """
     content = await fetch(client, path, {**body, "stream": False})
     try:
         reply = files.parse_json(content)

@@ -1,6 +1,9 @@
-"""One request and its answer. A recording is a JSONL file of exchanges, and every verdict is about exchanges.
+"""One request and its answer.
 
-{"key": "text 3", "kind": "text", "run": "stream", "path": "/v1/completions", "body": {...}, "token_ids": [...], ...}
+A recording is a JSONL file of exchanges, and every verdict is about exchanges.
+
+{"key": "text 3", "kind": "text", "run": "stream", "path": "/v1/completions", "body": {...},
+"token_ids": [...], ...}
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from trtspec.files import missing, read_bytes
 
 @dataclass(frozen=True)
 class Score:
-    """Natural logarithms of probabilities by the scoring server: one token's, and the likeliest tokens' in order."""
+    """Natural logarithms of probabilities by the scoring server: one token's, and the likeliest
+    tokens' in order.
+    """
 
     chosen: float
     top: tuple[float, ...]
@@ -35,14 +40,17 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """`key`: exchanges with equal keys ask for the same output. `kind`: a probe of bench/check/kinds.py. `run`: ids,
-    chat, stream, warm, crowd, later, again, or withheld if it is not asked. `body` lacks the model's name.
-    `template_ids`: the prompt of a chat by our own chat template.
+    """`key`: exchanges with equal keys ask for the same output.
 
-    The rest is the answer. `raw`: the text of `token_ids` before any parser. `counted`: tokens so far at each chunk.
-    `arrivals`: network reads that brought tokens. `steps`: verification steps, the more of what the chunks show and
-    the server claims. `choices`: all choices of a request with `n`. `scores`: one for each of `token_ids`, by the
-    server without speculation."""
+    `kind`: a probe of bench/check/kinds.py. `run`: ids, chat, stream, warm, crowd, later, again, or
+    withheld if it is not asked. `body` lacks the model's name. `template_ids`: the prompt of a chat
+    by our own chat template.
+
+    The rest is the answer. `raw`: the text of `token_ids` before any parser. `counted`: tokens so
+    far at each chunk. `arrivals`: network reads that brought tokens. `steps`: verification steps,
+    the more of what the chunks show and the server claims. `choices`: all choices of a request with
+    `n`. `scores`: one for each of `token_ids`, by the server without speculation.
+    """
 
     key: str
     kind: str
@@ -94,7 +102,10 @@ class Exchange:
 
 
 async def ask(client: httpx.AsyncClient, model: str, asked: Exchange, timeout: float) -> Exchange:
-    """Sends the request and returns the exchange with its answer. A failure is returned in `error`, never raised."""
+    """Sends the request and returns the exchange with its answer.
+
+    A failure is returned in `error`, never raised.
+    """
     body = {"model": model, **asked.body}
     if body.get("stream"):
         answer = await stream_answer(
@@ -138,12 +149,22 @@ def answered(asked: Exchange, answer: Answer) -> Exchange:
     # a chat's stream may leave out the chunks in which its parser held text back, and their tokens
     whole = not chat or len(answer.token_ids) >= answer.completion_tokens
     return replace(
-        asked, error=answer.error, status=answer.status, content=answer.text, reasoning=answer.reasoning,
-        calls=tuple(answer.tool_calls), unindexed=answer.unindexed, finish=answer.finish_reason,
-        prompt_tokens=answer.prompt_tokens or None, completion_tokens=answer.completion_tokens or None,
-        prompt_ids=tuple(answer.prompt_ids) if chat else (), token_ids=tuple(answer.token_ids) if whole else (),
-        counted=tuple(answer.counted), arrivals=len({moment for moment, _ in answer.chunks}), steps=steps,
-    )  # fmt: skip
+        asked,
+        error=answer.error,
+        status=answer.status,
+        content=answer.text,
+        reasoning=answer.reasoning,
+        calls=tuple(answer.tool_calls),
+        unindexed=answer.unindexed,
+        finish=answer.finish_reason,
+        prompt_tokens=answer.prompt_tokens or None,
+        completion_tokens=answer.completion_tokens or None,
+        prompt_ids=tuple(answer.prompt_ids) if chat else (),
+        token_ids=tuple(answer.token_ids) if whole else (),
+        counted=tuple(answer.counted),
+        arrivals=len({moment for moment, _ in answer.chunks}),
+        steps=steps,
+    )
 
 
 LINES: TypeAdapter[Exchange] = TypeAdapter(Exchange)

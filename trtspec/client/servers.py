@@ -1,4 +1,6 @@
-"""The figures of speculation that each kind of server reports, and their names. Every figure carries its `source`.
+"""The figures of speculation that each kind of server reports, and their names.
+
+Every figure carries its `source`.
 
 For one answer or run, which bench and check read, and for all traffic, which watch reads:
 
@@ -7,8 +9,8 @@ vLLM                Counters around a run that is alone on the server; steps in 
 TensorRT-LLM        `avg_decoded_tokens_per_iter` on each choice, prefill included; see below.
 SGLang              Nothing for an answer; a mean in /metrics with --enable-metrics.
 
-With enable_iter_perf_stats, TensorRT-LLM counts steps in the JSON of /metrics; it gives each record to one reader only.
-With return_perf_metrics, it counts draft tokens in /prometheus/metrics.
+With enable_iter_perf_stats, TensorRT-LLM counts steps in the JSON of /metrics; it gives each record
+to one reader only. With return_perf_metrics, it counts draft tokens in /prometheus/metrics.
 """
 
 from __future__ import annotations
@@ -41,15 +43,16 @@ Samples = dict[str, list[tuple[Mapping[str, str], float]]]
 class Adapter:
     """One kind of server. `owner`: its `owned_by` in /v1/models.
 
-    `prefix` begins the names of its Prometheus metrics. `steps`, `drafted`, `accepted` and `position` name its counters
-    without `_total` ("": not counted). `first` is the number of the first draft in the `position` label. `mean` names a
-    gauge of tokens per step in place of counters. `around_runs`: bench reads the counters around a run, because answers
-    say nothing.
+    `prefix` begins the names of its Prometheus metrics. `steps`, `drafted`, `accepted` and
+    `position` name its counters without `_total` ("": not counted). `first` is the number of the
+    first draft in the `position` label. `mean` names a gauge of tokens per step in place of
+    counters. `around_runs`: bench reads the counters around a run, because answers say nothing.
 
     `dated`: what it does with request parameters under speculation is known by release.
 
-    `ids`: request fields by which it returns token ids. `scores`: how check gets the probability of given tokens: by
-    `echo` of a prompt, by `continuations` of one token, or not at all."""
+    `ids`: request fields by which it returns token ids. `scores`: how check gets the probability of
+    given tokens: by `echo` of a prompt, by `continuations` of one token, or not at all.
+    """
 
     name: str
     owner: str
@@ -67,16 +70,29 @@ class Adapter:
 
 
 REFERENCE = Adapter(
-    name="reference", owner="trtspec", prefix="trtspec_", ids={"return_token_ids": True}, scores="echo",
+    name="reference",
+    owner="trtspec",
+    prefix="trtspec_",
+    ids={"return_token_ids": True},
+    scores="echo",
     steps="trtspec_spec_decode_steps",
-    drafted="trtspec_spec_decode_draft_tokens", accepted="trtspec_spec_decode_accepted_tokens", first=1,
+    drafted="trtspec_spec_decode_draft_tokens",
+    accepted="trtspec_spec_decode_accepted_tokens",
+    first=1,
     position="trtspec_spec_decode_accepted_tokens_per_position",
-)  # fmt: skip
+)
 VLLM = Adapter(
-    name="vllm", owner="vllm", prefix="vllm:", around_runs=True, ids={"return_token_ids": True}, scores="echo",
-    steps="vllm:spec_decode_num_drafts", drafted="vllm:spec_decode_num_draft_tokens",
-    accepted="vllm:spec_decode_num_accepted_tokens", position="vllm:spec_decode_num_accepted_tokens_per_pos",
-)  # fmt: skip
+    name="vllm",
+    owner="vllm",
+    prefix="vllm:",
+    around_runs=True,
+    ids={"return_token_ids": True},
+    scores="echo",
+    steps="vllm:spec_decode_num_drafts",
+    drafted="vllm:spec_decode_num_draft_tokens",
+    accepted="vllm:spec_decode_num_accepted_tokens",
+    position="vllm:spec_decode_num_accepted_tokens_per_pos",
+)
 TRTLLM = Adapter(
     name="trtllm", owner="tensorrt_llm", prefix="trtllm_", dated=True, ids={"detokenize": False},
     scores="continuations", drafted="trtllm_spec_decode_num_draft_tokens",
@@ -89,8 +105,11 @@ UNKNOWN = Adapter(name="unknown", owner="", ids={"return_token_ids": True}, scor
 
 @dataclass(frozen=True)
 class DetectedServer:
-    """The server at a URL. `kind`: a name of ADAPTERS, or unknown. `draft_sampling`: how it draws drafts, if known.
-    `context`: tokens of prompt and answer that it accepts, if known."""
+    """The server at a URL.
+
+    `kind`: a name of ADAPTERS, or unknown. `draft_sampling`: how it draws drafts, if known.
+    `context`: tokens of prompt and answer that it accepts, if known.
+    """
 
     kind: str
     model: str
@@ -115,8 +134,8 @@ class DetectedServer:
 async def detect_server(client: httpx.AsyncClient, model: str | None = None) -> DetectedServer:
     """Asks /v1/models for the owner, then /version and /metrics.
 
-    Raises RequestFailed if nothing answers, or if the server has no list of models and `model` is not given. Raises
-    UsageError if its list does not have `model`.
+    Raises RequestFailed if nothing answers, or if the server has no list of models and `model` is
+    not given. Raises UsageError if its list does not have `model`.
     """
     entry: dict[str, Any] = {}
     try:
@@ -150,11 +169,14 @@ async def detect_server(client: httpx.AsyncClient, model: str | None = None) -> 
 
 @dataclass(frozen=True)
 class TurnCounts:
-    """Speculation in one answer. `steps` counts verification steps, not the prefill. `drafted` and `histogram` are None
-    if the server does not report them.
+    """Speculation in one answer.
 
-    Counters of a whole run give one entry for `answers` to `questions`. `surplus`: accepted drafts past the end of
-    answers, which nobody received. `accepted` excludes and `histogram` includes them.
+    `steps` counts verification steps, not the prefill. `drafted` and `histogram` are None if the
+    server does not report them.
+
+    Counters of a whole run give one entry for `answers` to `questions`. `surplus`: accepted drafts
+    past the end of answers, which nobody received. `accepted` excludes and `histogram` includes
+    them.
     """
 
     question: str
@@ -172,8 +194,9 @@ class TurnCounts:
 
 @dataclass(frozen=True)
 class Counters:
-    """A reading of a server's speculation counters: verification steps, drafted and accepted tokens, and by position k
-    (from 1) the steps that accepted draft k."""
+    """A reading of a server's speculation counters: verification steps, drafted and accepted
+    tokens, and by position k (from 1) the steps that accepted draft k.
+    """
 
     steps: int = 0
     drafted: int = 0
@@ -182,8 +205,9 @@ class Counters:
 
 
 def read_samples(text: str) -> Samples:
-    """Every sample of a Prometheus text by its name, without `_total` (clients differ) and without buckets. Dynamo's
-    `trtllm:` becomes `trtllm_`. Raises ValueError for any other text."""
+    """Every sample of a Prometheus text by its name, without `_total` (clients differ) and without
+    buckets. Dynamo's `trtllm:` becomes `trtllm_`. Raises ValueError for any other text.
+    """
     from prometheus_client.parser import text_string_to_metric_families
 
     samples: Samples = {}
@@ -207,8 +231,11 @@ def adapter_of(samples: Samples) -> Adapter | None:
 
 
 def counters_in(samples: Samples, names: Adapter) -> Counters | None:
-    """The speculation counters of a server, summed over its engines. None if it has no such counters. `steps` is 0 if
-    it counts draft tokens alone. Raises ValueError for invalid counts."""
+    """The speculation counters of a server, summed over its engines.
+
+    None if it has no such counters. `steps` is 0 if it counts draft tokens alone. Raises ValueError
+    for invalid counts.
+    """
     if (names.steps or names.drafted) not in samples:
         return None
     positions: dict[int, int] = {}
@@ -228,7 +255,10 @@ def counters_in(samples: Samples, names: Adapter) -> Counters | None:
 
 
 def count_of(name: str, value: Any) -> int:
-    """Returns `value` as a count. Raises ValueError with `name` unless it is a whole number that is not negative."""
+    """Returns `value` as a count.
+
+    Raises ValueError with `name` unless it is a whole number that is not negative.
+    """
     try:
         return token_count(value)
     except ValueError:
@@ -236,10 +266,12 @@ def count_of(name: str, value: Any) -> int:
 
 
 def read_iterations(text: str, source: str = "") -> Counters:
-    """The counts in TensorRT-LLM's iteration statistics, a list of iterations since the last request for them.
+    """The counts in TensorRT-LLM's iteration statistics, a list of iterations since the last
+    request for them.
 
-    Raises ValueError for any other text, and for an empty list on the first request (no `source`): the engine may not
-    collect statistics."""
+    Raises ValueError for any other text, and for an empty list on the first request (no `source`):
+    the engine may not collect statistics.
+    """
     records = parse_json(text)  # a list, as the text begins with [
     if not all(isinstance(record, dict) for record in records):
         raise ValueError("is JSON, but not a list of iterations")
@@ -274,9 +306,12 @@ def counted_between(before: Counters, after: Counters) -> Counters:
 async def read_counters(
     client: httpx.AsyncClient, server: DetectedServer, faults: list[str], settled: bool = False
 ) -> Counters | None:
-    """The server's counters, if bench reads them around runs. None if it has no counters or does not speculate, and for
-    invalid counts, with the reason appended to `faults`. `settled`: waits until they no longer change, since a server
-    finishes requests that their client has abandoned."""
+    """The server's counters, if bench reads them around runs.
+
+    None if it has no counters or does not speculate, and for invalid counts, with the reason
+    appended to `faults`. `settled`: waits until they no longer change, since a server finishes
+    requests that their client has abandoned.
+    """
     if not server.adapter.around_runs:
         return None
     deadline = time.monotonic() + RESTLESS_S
@@ -296,8 +331,11 @@ async def read_counters(
 def counts_between(
     before: Counters, after: Counters, category: str, tokens: int, faults: list[str]
 ) -> TurnCounts | None:
-    """The run between two readings as one entry, with the histogram from the counts by position. None if a counter
-    decreased. The reason for a missing entry or histogram is appended to `faults`."""
+    """The run between two readings as one entry, with the histogram from the counts by position.
+
+    None if a counter decreased. The reason for a missing entry or histogram is appended to
+    `faults`.
+    """
     try:
         counted = counted_between(before, after)
     except ValueError as error:
@@ -335,8 +373,11 @@ def counts_of(answer: Answer) -> TurnCounts | None:
 
 
 def all_counts(answers: Sequence[Answer], faults: list[str]) -> list[TurnCounts]:
-    """`counts_of` for every answer without an error, if it is not None. Appends to `faults` the first average below one
-    token per iteration. An average of 0 is from a server that did not count."""
+    """`counts_of` for every answer without an error, if it is not None.
+
+    Appends to `faults` the first average below one token per iteration. An average of 0 is from a
+    server that did not count.
+    """
     good = [answer for answer in answers if not answer.error]
     averages = [answer.tokens_per_iteration for answer in good if answer.tokens_per_iteration]
     low = next((average for average in averages if average < LEAST_AVERAGE), None)

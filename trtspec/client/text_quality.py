@@ -1,7 +1,8 @@
 """Whether acceptance may be measured on a text: finds loops, empty answers and noise.
 
-Speculation is easy on a loop (every draft is right) and hopeless on random ids, so a figure from either says nothing
-about a head. All functions are pure and need no tokenizer: units are words and punctuation marks.
+Speculation is easy on a loop (every draft is right) and hopeless on random ids, so a figure from
+either says nothing about a head. All functions are pure and need no tokenizer: units are words and
+punctuation marks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def distinct_ratio(tokens: Sequence[Any], n: int = NGRAM) -> float | None:
 
 
 def mean_distinct_ratio(texts: Sequence[str], length: int | None = None) -> float | None:
-    """Mean over texts of `distinct_ratio`, each cut to its first `length` units (ratios fall with length)."""
+    """Mean over texts of `distinct_ratio`, each cut to its first `length` units (ratios fall with
+    length).
+    """
     ratios = [distinct_ratio(WORD.findall(text)[:length]) for text in texts]
     known = [ratio for ratio in ratios if ratio is not None]
     return sum(known) / len(known) if known else None

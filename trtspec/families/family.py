@@ -7,8 +7,18 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-Role = Literal["experts", "attention, by heads", "attention, latent", "shared experts", "dense layers", "embedding",
-               "lm_head", "router", "router bias", "norms"]  # fmt: skip
+Role = Literal[
+    "experts",
+    "attention, by heads",
+    "attention, latent",
+    "shared experts",
+    "dense layers",
+    "embedding",
+    "lm_head",
+    "router",
+    "router bias",
+    "norms",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +48,11 @@ class Sizes(LatentSizes):
 
 
 class Part(NamedTuple):
-    """One tensor of a published checkpoint, or `copies` of it: `{}` in its name is the number of an expert.
+    """One tensor of a published checkpoint, or `copies` of it: `{}` in its name is the number of an
+    expert.
 
-    A matrix may be stored packed, in several tensors below its module.
-    `parameter`: the parameter of our own model that holds its rows. All parts of a parameter read the same input.
+    A matrix may be stored packed, in several tensors below its module. `parameter`: the parameter
+    of our own model that holds its rows. All parts of a parameter read the same input.
     """
 
     name: str
@@ -53,21 +64,24 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
-    """The record of a family. `name`: the engines' name for it. `model_types`: values of that key at the top level of
-    config.json. `text_types`: its values in text_config, () if the config is flat. `classes`: the architectures that
-    engines load.
+    """The record of a family.
 
-    `optional_keys` and `required_keys` decide what is computed and show in no tensor: they must have a value that the
-    family publishes. An absent required key is a problem, because readers of a config fill in different values.
-    `renamed`: the key of each size whose name in config.json is not its name in `ModelSpec`.
+    `name`: the engines' name for it. `model_types`: values of that key at the top level of
+    config.json. `text_types`: its values in text_config, () if the config is flat. `classes`: the
+    architectures that engines load.
 
-    `prefix` precedes the names of all text tensors. `ends` gives the parts outside the layers, `layer` the parts of a
-    layer by its index. `fused`: the shared name of linears that read the same input. Engines compute them as one, so
-    they share their scales. `vision_parameters`: number of parameters in the tower and its projector. `mixed`:
-    checkpoints may have several formats.
+    `optional_keys` and `required_keys` decide what is computed and show in no tensor: they must
+    have a value that the family publishes. An absent required key is a problem, because readers of
+    a config fill in different values. `renamed`: the key of each size whose name in config.json is
+    not its name in `ModelSpec`.
 
-    `reasoning_parsers`: the parser by engine. `thinks`: whether every model reasons. `version` names a release from
-    its sizes, the ids that end an answer and whether weights are packed.
+    `prefix` precedes the names of all text tensors. `ends` gives the parts outside the layers,
+    `layer` the parts of a layer by its index. `fused`: the shared name of linears that read the
+    same input. Engines compute them as one, so they share their scales. `vision_parameters`: number
+    of parameters in the tower and its projector. `mixed`: checkpoints may have several formats.
+
+    `reasoning_parsers`: the parser by engine. `thinks`: whether every model reasons. `version`
+    names a release from its sizes, the ids that end an answer and whether weights are packed.
     """
 
     name: str

@@ -1,4 +1,6 @@
-"""Kimi-K2 and K2-Thinking, and K2.5, K2.6 and K2.7-Code, which put the same language model beside a vision tower."""
+"""Kimi-K2 and K2-Thinking, and K2.5, K2.6 and K2.7-Code, which put the same language model beside a
+vision tower.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,8 @@ KIMI_K2 = Family(
     thinks=False,
     version=flat_version,
 )
-# opens the thinking in the template; MoonViT-3d: 27 blocks, 1152 wide (416,866,032), and its projector (54,277,888)
+# opens the thinking in the template; MoonViT-3d: 27 blocks, 1152 wide (416,866,032), and its
+# projector (54,277,888)
 KIMI_K25 = replace(
     KIMI_K2,
     name="kimi_k25",

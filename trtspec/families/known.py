@@ -23,7 +23,10 @@ def is_target(config: dict[str, Any]) -> bool:
 
 
 def family_of(config: dict[str, Any]) -> Family:
-    """The family of a target, by its config.json alone. Raises TrtspecError if no family has its model_type."""
+    """The family of a target, by its config.json alone.
+
+    Raises TrtspecError if no family has its model_type.
+    """
     known = model_types()
     model_type = config.get("model_type", "")
     if model_type not in known:

@@ -1,5 +1,8 @@
-"""One start of any engine as data, its checks, and the launch. Checked are this machine's GPUs as nvidia-smi reports
-them, its port and memory, and the checkpoint's files."""
+"""One start of any engine as data, its checks, and the launch.
+
+Checked are this machine's GPUs as nvidia-smi reports them, its port and memory, and the
+checkpoint's files.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,11 @@ TIMEOUT = 60.0  # seconds; a driver that wakes up eight GPUs takes several
 
 @dataclass(frozen=True)
 class InstalledGpu:
-    """A GPU as nvidia-smi reports it. `memory_bytes`: 0 if unknown, as for memory that the GPU shares with the host.
-    `capability`: the compute capability, such as "10.0"."""
+    """A GPU as nvidia-smi reports it.
+
+    `memory_bytes`: 0 if unknown, as for memory that the GPU shares with the host. `capability`: the
+    compute capability, such as "10.0".
+    """
 
     name: str
     memory_bytes: int
@@ -69,7 +75,10 @@ def read_gpus() -> list[InstalledGpu] | None:
 
 
 def visible_gpus(gpus: Sequence[InstalledGpu], environ: Mapping[str, str]) -> list[InstalledGpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves. Names other than numbers are counted, not looked up."""
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves.
+
+    Names other than numbers are counted, not looked up.
+    """
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
         return list(gpus)
@@ -81,9 +90,14 @@ def visible_gpus(gpus: Sequence[InstalledGpu], environ: Mapping[str, str]) -> li
 
 # problems of this machine, not of the request: a dry run reports them as warnings
 OF_THIS_MACHINE = (
-    "TS-SERVE-NO-ENGINE", "TS-SERVE-PORT", "TS-SERVE-NO-GPU", "TS-SERVE-OFFLINE", "TS-SERVE-REMOTE-CODE",
-    "TS-NAME-ABSENT", "TS-LINT-EPLB-FILE",
-)  # fmt: skip
+    "TS-SERVE-NO-ENGINE",
+    "TS-SERVE-PORT",
+    "TS-SERVE-NO-GPU",
+    "TS-SERVE-OFFLINE",
+    "TS-SERVE-REMOTE-CODE",
+    "TS-NAME-ABSENT",
+    "TS-LINT-EPLB-FILE",
+)
 SHARED_MEMORY = Path("/dev/shm")
 GIB = 2**30
 SHARED_MEMORY_RECIPE = 179 * GIB  # the smallest that a published Kimi recipe for an engine gives it
@@ -92,8 +106,11 @@ VERSION = re.compile(r"\b(\d+\.\d+\.\d+(?:(?:rc|\.post|\.dev)\d+)*)")
 
 @dataclass(frozen=True)
 class EngineProgram:
-    """The executable that a launch needs, from the Python `package`. `title`: the engine's name for people. `home`: how
-    to install it. `version_option`: the option of serve for its version."""
+    """The executable that a launch needs, from the Python `package`.
+
+    `title`: the engine's name for people. `home`: how to install it. `version_option`: the option
+    of serve for its version.
+    """
 
     executable: str
     package: str
@@ -102,8 +119,9 @@ class EngineProgram:
     version_option: str
 
     def version(self) -> str | None:
-        """The installed version by the package beside the executable, else by `--version`, which takes many seconds.
-        None if it is not installed or shows no version."""
+        """The installed version by the package beside the executable, else by `--version`, which
+        takes many seconds. None if it is not installed or shows no version.
+        """
         executable = shutil.which(self.executable)
         if executable is None:
             return None
@@ -122,7 +140,9 @@ class EngineProgram:
     def check_version(
         self, asked: str | None, installed: str | None, judged: str
     ) -> Iterator[Problem]:
-        """Checks before a launch that the installed engine has the version that the request was judged for."""
+        """Checks before a launch that the installed engine has the version that the request was
+        judged for.
+        """
         option = f"`{self.version_option}`"
         if asked and installed and Version(asked) != Version(installed):
             message = f"{self.title} {installed} is installed and would run; {option} says {asked}"
@@ -147,7 +167,10 @@ def check_start(
     program: EngineProgram, models: list[Resolved], host: str, port: int, needed: int,
     gpus: Sequence[InstalledGpu] | None, *, trusted: bool, launching: bool,
 ) -> Iterator[Problem]:  # fmt: skip
-    """Checks the needs of any start. `models`: target and head. `trusted`: the engine may run their code."""
+    """Checks the needs of any start.
+
+    `models`: target and head. `trusted`: the engine may run their code.
+    """
     coded = [model for model in models if model.code().references]
     yield from check_port(host, port)
     for model in models:
@@ -163,7 +186,9 @@ def check_start(
 
 
 def as_in_dry_run(problem: Problem) -> Problem:
-    """The problem as a dry run reports it: a warning if it is about this machine, as the launch may be on another."""
+    """The problem as a dry run reports it: a warning if it is about this machine, as the launch may
+    be on another.
+    """
     if problem.code in OF_THIS_MACHINE:
         return replace(problem, severity="warning")
     return problem
@@ -179,7 +204,10 @@ def check_port(host: str, port: int) -> Iterator[Problem]:
 def check_gpus(
     needed: int, gpus: Sequence[InstalledGpu] | None, environ: Mapping[str, str] = os.environ
 ) -> Iterator[Problem]:
-    """Checks that enough GPUs can be used. `needed`: ranks on this machine. `gpus`: None if nvidia-smi failed."""
+    """Checks that enough GPUs can be used.
+
+    `needed`: ranks on this machine. `gpus`: None if nvidia-smi failed.
+    """
     if gpus is None:
         message = f"nvidia-smi is missing here or fails: the {needed} GPUs that this needs could not be counted"
         yield Problem("TS-SERVE-GPUS-UNSEEN", "warning", "GPUs", message)
@@ -191,8 +219,10 @@ def check_gpus(
 
 
 def check_files(resolved: Resolved) -> Iterator[Problem]:
-    """Checks that a local checkpoint is complete, and that `inspect` finds no error in a target. Any other checkpoint
-    needs HF_HUB_OFFLINE to be off."""
+    """Checks that a local checkpoint is complete, and that `inspect` finds no error in a target.
+
+    Any other checkpoint needs HF_HUB_OFFLINE to be off.
+    """
     if resolved.path is not None:
         try:
             if resolved.kind == "target":
@@ -236,10 +266,12 @@ def check_modules_cache() -> Iterator[Problem]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlan(ServerLaunch):
-    """Everything about a start. `config`: the engine's settings beside its options. `config_text`: the text of the file
-    that it reads them from, if any. `config_path`: the user's file, or with `writes_config` the name in `argv` of the
-    file that the launch writes. `version`: the release and the reason for it. `secrets`: more of the environment, never
-    shown.
+    """Everything about a start.
+
+    `config`: the engine's settings beside its options. `config_text`: the text of the file that it
+    reads them from, if any. `config_path`: the user's file, or with `writes_config` the name in
+    `argv` of the file that the launch writes. `version`: the release and the reason for it.
+    `secrets`: more of the environment, never shown.
     """
 
     program: EngineProgram
@@ -284,8 +316,11 @@ def refuse_errors(problems: Sequence[Problem]) -> None:
 
 
 def launch(plan: ServerPlan) -> int:
-    """Runs the server until it ends as requested and returns its status. Raises CheckFailed before anything starts if a
-    problem of the plan is an error, and ServerFailed if the server fails."""
+    """Runs the server until it ends as requested and returns its status.
+
+    Raises CheckFailed before anything starts if a problem of the plan is an error, and ServerFailed
+    if the server fails.
+    """
     from trtspec.launch.supervisor import run
 
     plan.program.require()

@@ -1,5 +1,6 @@
-"""Commands and servers that other commands start: none outlives the process that started it, even one that is killed
-(Linux), and an interrupt at any moment leaves nothing behind."""
+"""Commands and servers that other commands start: none outlives the process that started it, even
+one that is killed (Linux), and an interrupt at any moment leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ POLL_SECONDS = 0.02
 
 
 def run_trtspec(words: Sequence[str], output: Path) -> int:
-    """Runs `trtspec WORDS` with its stdout in `output` and its stderr on the terminal. Returns the status."""
+    """Runs `trtspec WORDS` with its stdout in `output` and its stderr on the terminal.
+
+    Returns the status.
+    """
     with ExitStack() as files:
         out = files.enter_context(create(output))
         process = files.enter_context(child([sys.executable, "-m", "trtspec", *words], stdout=out))
@@ -41,8 +45,10 @@ def run_trtspec(words: Sequence[str], output: Path) -> int:
 def served(
     words: Sequence[str], url: str, log: Path, seconds: float
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs the server `trtspec WORDS` until the block ends, which begins after one generation. Raises TrtspecError with
-    the end of its log if it ends, or is not ready after `seconds`."""
+    """Runs the server `trtspec WORDS` until the block ends, which begins after one generation.
+
+    Raises TrtspecError with the end of its log if it ends, or is not ready after `seconds`.
+    """
     # a session of its own: Ctrl-C reaches the caller alone, which then stops the server in order
     command = [sys.executable, "-m", "trtspec", *words]
     with (
@@ -69,8 +75,9 @@ def served(
 
 @contextmanager
 def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a process that is stopped at the end of the block, and by SIGTERM when the thread that started it dies.
-    `options`: Popen's, except `env` and `preexec_fn`."""
+    """Runs a process that is stopped at the end of the block, and by SIGTERM when the thread that
+    started it dies. `options`: Popen's, except `env` and `preexec_fn`.
+    """
     process = None
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     # in the child between fork and exec: SIGTERM when its parent dies, even by SIGKILL
@@ -88,9 +95,9 @@ def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[b
 def deferred_signals() -> Iterator[list[int]]:
     """Notes SIGINT and SIGTERM in the block and raises the first one at its end.
 
-    Their handlers raise KeyboardInterrupt: inside Popen that leaves behind a process that nobody knows, or a lock that
-    nobody releases. A block polls and looks at the list, because Python handles a signal that comes just before a
-    blocking read or wait only after it.
+    Their handlers raise KeyboardInterrupt: inside Popen that leaves behind a process that nobody
+    knows, or a lock that nobody releases. A block polls and looks at the list, because Python
+    handles a signal that comes just before a blocking read or wait only after it.
     """
     noted: list[int] = []
     both = (signal.SIGINT, signal.SIGTERM)

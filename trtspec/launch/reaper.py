@@ -1,11 +1,14 @@
-"""The child subreaper between trtspec and a server, which no process of the server outlives. Standard library only.
+"""The child subreaper between trtspec and a server, which no process of the server outlives.
 
-It is run by path (it starts in a hundredth of a second): `python -I -S reaper.py GRACE CONTROL`. GRACE:
-seconds between a request to end and SIGKILL. CONTROL: read end of a pipe on which trtspec writes the server's command,
-a line of JSON (a `pkill -f` of the server's name must not match the subreaper), and which it then holds open; its end
-means that trtspec has ended in any way. Process groups do not hold an MPI job together: Open MPI's daemon gives
-every rank a group of its own. A child subreaper (prctl(2)) adopts what the server starts and leaves behind, and ends it
-too. trtspec does the same for the subreaper.
+Standard library only.
+
+It is run by path (it starts in a hundredth of a second): `python -I -S reaper.py GRACE CONTROL`.
+GRACE: seconds between a request to end and SIGKILL. CONTROL: read end of a pipe on which trtspec
+writes the server's command, a line of JSON (a `pkill -f` of the server's name must not match the
+subreaper), and which it then holds open; its end means that trtspec has ended in any way. Process
+groups do not hold an MPI job together: Open MPI's daemon gives every rank a group of its own. A
+child subreaper (prctl(2)) adopts what the server starts and leaves behind, and ends it too. trtspec
+does the same for the subreaper.
 """
 
 from __future__ import annotations
@@ -23,13 +26,21 @@ import time
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 FORWARDED = (  # every signal that would end a process and can be caught
-    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM,
-)  # fmt: skip
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGALRM,
+)
 UNKILLABLE = 10.0  # seconds after SIGKILL until a process counts as stuck in the kernel
 
 
 def main(grace: float, control: int) -> int:
-    """Runs the engine and returns its exit status: 128 + n if signal n ended it, 127 if it could not be started."""
+    """Runs the engine and returns its exit status: 128 + n if signal n ended it, 127 if it could
+    not be started.
+    """
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     with open(control, "rb", closefd=False) as pipe:
         line = pipe.readline()
@@ -65,7 +76,10 @@ def prctl(option: int, value: int) -> None:
 
 
 def _wake_on_signals(asked: list[int]) -> int:
-    """Notes signals that ask for the end in `asked`. They and SIGCHLD make the returned pipe readable."""
+    """Notes signals that ask for the end in `asked`.
+
+    They and SIGCHLD make the returned pipe readable.
+    """
     wake, write = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(write, False)
@@ -77,8 +91,10 @@ def _wake_on_signals(asked: list[int]) -> int:
 
 
 def _until_it_ends(engine: int, control: int, wake: int, asked: list[int], grace: float) -> int:
-    """Passes signals on until the engine ends, and returns its exit code. Kills everything `grace` seconds after the
-    first signal, or at once after a second one."""
+    """Passes signals on until the engine ends, and returns its exit code.
+
+    Kills everything `grace` seconds after the first signal, or at once after a second one.
+    """
     watched = [control, wake]
     deadline = None
     passed_on = 0
@@ -106,7 +122,10 @@ def _until_it_ends(engine: int, control: int, wake: int, asked: list[int], grace
 
 
 def _reap(engine: int = -1) -> int | None:
-    """Collects ended processes. Returns the exit code of `engine` (negative: its signal) if it has ended, else None."""
+    """Collects ended processes.
+
+    Returns the exit code of `engine` (negative: its signal) if it has ended, else None.
+    """
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == engine:
@@ -115,7 +134,10 @@ def _reap(engine: int = -1) -> int | None:
 
 
 def _end_descendants(wake: int, grace: float) -> list[int]:
-    """Ends the processes that the engine left: SIGTERM, SIGKILL after `grace` seconds. Returns those that remain."""
+    """Ends the processes that the engine left: SIGTERM, SIGKILL after `grace` seconds.
+
+    Returns those that remain.
+    """
     _signal_all(signal.SIGTERM)
     started = time.monotonic()
     while left := descendants():
@@ -152,7 +174,8 @@ def descendants() -> list[int]:
     parents: dict[int, int] = {}
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
-            # the name of a program may hold spaces and brackets; the fields after its last bracket do not
+            # the name of a program may hold spaces and brackets; the fields after its last bracket
+            # do not
             parents[int(name)] = int(stat.read().rpartition(b")")[2].split()[1])
     below: list[int] = []
     level = [os.getpid()]

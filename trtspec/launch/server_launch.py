@@ -1,4 +1,6 @@
-"""One server to start as data: its address, its limits of time, the meaning of its log, and its command."""
+"""One server to start as data: its address, its limits of time, the meaning of its log, and its
+command.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ from trtspec.data_files import load_yaml
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """The address of a server. `generates`: whether it answers a prompt by itself, unlike half a disaggregated pair.
-    `api_key`: the key that requests below /v1 must carry."""
+    """The address of a server.
+
+    `generates`: whether it answers a prompt by itself, unlike half a disaggregated pair. `api_key`:
+    the key that requests below /v1 must carry.
+    """
 
     host: str
     port: int
@@ -31,8 +36,9 @@ class ServerAddress:
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds: until it must be ready, between a signal and SIGKILL, and without an answer from /health until a ready
-    server counts as hung (0: never)."""
+    """Seconds: until it must be ready, between a signal and SIGKILL, and without an answer from
+    /health until a ready server counts as hung (0: never).
+    """
 
     startup: float = 7200.0
     stop_grace: float = 30.0
@@ -41,8 +47,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class LogPatterns:
-    """The meaning of an engine's log. `phases` are {pattern, says}, `failures` {pattern, says, remedy}, and the first
-    match wins. `unknown`: the remedy for a failure without a pattern."""
+    """The meaning of an engine's log.
+
+    `phases` are {pattern, says}, `failures` {pattern, says, remedy}, and the first match wins.
+    `unknown`: the remedy for a failure without a pattern.
+    """
 
     engine: str
     phases: Sequence[dict[str, str]] = ()
@@ -69,8 +78,11 @@ class LogPatterns:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLaunch:
-    """A server and how to start it. `env`: additions to the environment. `own_statuses`: `argv` starts with a launcher
-    such as mpirun, which has statuses of its own after a signal."""
+    """A server and how to start it.
+
+    `env`: additions to the environment. `own_statuses`: `argv` starts with a launcher such as
+    mpirun, which has statuses of its own after a signal.
+    """
 
     argv: list[str]
     endpoint: ServerAddress

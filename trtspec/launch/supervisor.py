@@ -1,5 +1,8 @@
-"""Runs a server once. Reports phases, waits for a real generation, checks health, passes on signals and the exit
-status, and leaves no rank behind."""
+"""Runs a server once.
+
+Reports phases, waits for a real generation, checks health, passes on signals and the exit status,
+and leaves no rank behind.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,10 @@ KEPT_LINE = 2000  # characters of a line that an error message may repeat
 
 
 class ServerFailed(TrtspecError):
-    """The server ended with an error, or was stopped for one. `exit_code`: its own status, if it has one."""
+    """The server ended with an error, or was stopped for one.
+
+    `exit_code`: its own status, if it has one.
+    """
 
     def __init__(self, message: str, remedy: str, code: str, status: int = 1) -> None:
         super().__init__(message, remedy, code)
@@ -49,8 +55,11 @@ class ServerFailed(TrtspecError):
 
 
 def run(launch: ServerLaunch) -> int:
-    """Runs the server until it ends. Returns its status: 0 if it was ready, or that of a requested stop, such as 128 +
-    the signal. Otherwise raises ServerFailed with its status and the cause."""
+    """Runs the server until it ends.
+
+    Returns its status: 0 if it was ready, or that of a requested stop, such as 128 + the signal.
+    Otherwise raises ServerFailed with its status and the cause.
+    """
     started = time.monotonic()
     already_there = set(descendants())
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # where the reaper below is killed, its processes become ours
@@ -107,7 +116,9 @@ def _kill_adopted(already_there: set[int]) -> None:
 
 @contextlib.contextmanager
 def _started(launch: ServerLaunch) -> Iterator[subprocess.Popen[str]]:
-    """Starts the server below its subreaper, in a session of its own: Ctrl-C in the terminal reaches only us."""
+    """Starts the server below its subreaper, in a session of its own: Ctrl-C in the terminal
+    reaches only us.
+    """
     control, held = os.pipe()
     try:
         process = subprocess.Popen(
@@ -183,7 +194,10 @@ def _wait_ready(
 
 
 def foreign_listener(port: int, root: int) -> str | None:
-    """The process that listens on `port`, as text, unless it is `root` or below it. None if it cannot be determined."""
+    """The process that listens on `port`, as text, unless it is `root` or below it.
+
+    None if it cannot be determined.
+    """
     with contextlib.suppress(psutil.Error, OSError):
         listeners = {
             connection.pid
@@ -213,7 +227,10 @@ def _failure(
 
 
 def _wait_end(process: subprocess.Popen[str], launch: ServerLaunch, asked: list[int]) -> None:
-    """Waits until the server has ended. Raises ServerFailed if it hangs: it runs, and /health does not answer."""
+    """Waits until the server has ended.
+
+    Raises ServerFailed if it hangs: it runs, and /health does not answer.
+    """
     interval = launch.limits.hung_after / HEALTH_LOOKS
     failed = 0
     last = time.monotonic()
@@ -240,8 +257,8 @@ def _wait_end(process: subprocess.Popen[str], launch: ServerLaunch, asked: list[
 def _end(process: subprocess.Popen[str], grace: float, moment: float) -> bool:
     """Stops the subreaper and returns whether it had to be killed.
 
-    It ends every rank, then itself. A second signal makes it kill them. A server that loads has had its signal and
-    has nothing to finish, so it gets the second one after a `moment` of seconds.
+    It ends every rank, then itself. A second signal makes it kill them. A server that loads has had
+    its signal and has nothing to finish, so it gets the second one after a `moment` of seconds.
     """
     if moment:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -258,7 +275,9 @@ def _end(process: subprocess.Popen[str], grace: float, moment: float) -> bool:
 
 
 def _fail(launch: ServerLaunch, status: int, tail: list[str], ready: bool, asked: int) -> NoReturn:
-    """Raises ServerFailed with the cause of the end: our kill, a failure in the log, or its last lines."""
+    """Raises ServerFailed with the cause of the end: our kill, a failure in the log, or its last
+    lines.
+    """
     patterns = launch.patterns
     if asked > 1 and status == KILLED:
         message = "a second signal came, so the server was killed"

@@ -199,18 +199,26 @@ EVERY_FORMAT = frozenset(OLDEST_CAPABILITY)
 HOPPER_GPUS = ((9, 0),)
 BLACKWELL_GPUS = ((10, 0), (10, 3))
 BLACKWELL_AND_WORKSTATIONS = (*BLACKWELL_GPUS, (12, 0), (12, 1))
-# TensorRT-LLM's MoE kernels: weight formats and compute capabilities that `can_implement` takes, and
-# the source. A format that a kernel hands over to CUTLASS with a warning counts as taken
+# TensorRT-LLM's MoE kernels: weight formats and compute capabilities that `can_implement` takes,
+# and the source. A format that a kernel hands over to CUTLASS with a warning counts as taken
 # (create_moe.py).
 EXPERT_KERNELS = {
     "TRTLLM": (EVERY_FORMAT, BLACKWELL_GPUS, "fused_moe_trtllm_gen.py"),
-    "CUTEDSL": (EVERY_FORMAT, BLACKWELL_AND_WORKSTATIONS, "fused_moe_cute_dsl.py, for 12.x fused_moe_cute_dsl_b12x.py"),
-    "DEEPGEMM": ({WeightFormat.FP8_BLOCK}, BLACKWELL_GPUS, "fused_moe_deepgemm.py, Dynamo pull request 8410"),
+    "CUTEDSL": (
+        EVERY_FORMAT,
+        BLACKWELL_AND_WORKSTATIONS,
+        "fused_moe_cute_dsl.py, for 12.x fused_moe_cute_dsl_b12x.py",
+    ),
+    "DEEPGEMM": (
+        {WeightFormat.FP8_BLOCK},
+        BLACKWELL_GPUS,
+        "fused_moe_deepgemm.py, Dynamo pull request 8410",
+    ),
     "DENSEGEMM": ({WeightFormat.NVFP4}, BLACKWELL_GPUS, "fused_moe_densegemm.py"),
     "TRITON": ({WeightFormat.BF16}, HOPPER_GPUS, "fused_moe_triton.py"),
     "MARLIN": ({WeightFormat.NVFP4}, ((8, 9), *HOPPER_GPUS), "fused_moe_marlin.py"),
     "MEGAMOE_DEEPGEMM": (set[WeightFormat](), (), "mega_moe_deepgemm.py"),  # MXFP4 weights
-}  # fmt: skip
+}
 
 
 def kernel_refusal(kernel: str, format: WeightFormat | None, capability: str | None) -> str | None:

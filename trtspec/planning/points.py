@@ -1,4 +1,5 @@
-"""One layout of a target: whether it fits, what each draft length costs, and what speculation gains.
+"""One layout of a target: whether it fits, what each draft length costs, and what speculation
+gains.
 
 The gain is that of the user's acceptance at each concurrency.
 """

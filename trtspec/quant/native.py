@@ -53,7 +53,10 @@ class Packer(Protocol):
         """max|w|. NaN or infinity if the weight is not finite."""
 
     def pack(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> int:
-        """Fills uint8 `packed` [n, K/2] and `scale` [n, K/16]. Returns the number of zero blocks."""
+        """Fills uint8 `packed` [n, K/2] and `scale` [n, K/16].
+
+        Returns the number of zero blocks.
+        """
 
     def errors(
         self, rows: Rows, scaling: Scaling, packed: Array, scale: Array
@@ -108,7 +111,10 @@ class Scaling(NamedTuple):
 
 
 def float32(value: float) -> float:
-    """Rounds to float32. One operation on float32 values in double, then this, is that in float32."""
+    """Rounds to float32.
+
+    One operation on float32 values in double, then this, is that in float32.
+    """
     return ctypes.c_float(value).value
 
 
@@ -298,9 +304,18 @@ SOURCE = Path(__file__).with_name("nvfp4_kernel.c")
 COMPILERS = ("cc", "gcc", "clang")
 COMPILE_TIMEOUT_S = 120
 # Contraction would fuse a product and a sum into one rounding: then the bytes would depend on the
-# processor. errno and floating-point exceptions are not read, and keeping them would forbid vectors.
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
-         "-shared", "-fPIC")  # fmt: skip
+# processor. errno and floating-point exceptions are not read, and keeping them would forbid
+# vectors.
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+    "-shared",
+    "-fPIC",
+)
 
 POINTER = ctypes.c_void_p
 SIZE = ctypes.c_size_t

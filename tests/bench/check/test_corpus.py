@@ -86,8 +86,9 @@ def failed(rows: list[GateRow]) -> dict[str, tuple[str, ...]]:
 
 @pytest.mark.parametrize("kind", ["reference", "trtllm"])
 def test_an_honest_server_is_safe(kind: str) -> None:
-    """As TensorRT-LLM it gives token ids without text, refuses prompt log-probabilities, fails at any of them under
-    speculation, and is busy now and then."""
+    """As TensorRT-LLM it gives token ids without text, refuses prompt log-probabilities, fails at
+    any of them under speculation, and is busy now and then.
+    """
     rows = check("", kind)
     assert CheckVerdict(rows=tuple(rows)).word == "SAFE", [
         row for row in rows if row.status != "pass"
@@ -172,15 +173,34 @@ def test_resampled_honest_checks_raise_no_alarm() -> None:
 def test_a_recording_that_is_killed_again_and_again_asks_nothing_twice(
     tmp_path: Path, points: int
 ) -> None:
-    """`kill -9` of a real process, each time with a torn line as well; what reached the journal is not asked again, the
-    rest is."""
+    """`kill -9` of a real process, each time with a torn line as well; what reached the journal is
+    not asked again, the rest is.
+    """
     server, file = Recorder(), tmp_path / "spec.jsonl"
     journal = tmp_path / "spec.jsonl.part"
-    command = [sys.executable, "-m", "trtspec", "check", server.url, "--tokenizer", "kimi-nano", "--samples", "4",
-               "--max-tokens", "12", "--context-tokens", "8", "--concurrency", "1", "--record"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "trtspec",
+        "check",
+        server.url,
+        "--tokenizer",
+        "kimi-nano",
+        "--samples",
+        "4",
+        "--max-tokens",
+        "12",
+        "--context-tokens",
+        "8",
+        "--concurrency",
+        "1",
+        "--record",
+    ]
 
     def asked(recording: Path) -> Counter[str]:
-        """The requests of a run to the end, which its key marks: those of a killed run may arrive after it."""
+        """The requests of a run to the end, which its key marks: those of a killed run may arrive
+        after it.
+        """
         environment = {**os.environ, "OPENAI_API_KEY": recording.name}
         assert (
             subprocess.run(

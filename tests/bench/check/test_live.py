@@ -1,6 +1,9 @@
-"""check against real servers of kimi-nano in bfloat16: no alarm on honest ones, and faults in the engine are named.
+"""check against real servers of kimi-nano in bfloat16: no alarm on honest ones, and faults in the
+engine are named.
 
-TRTSPEC_HONEST_CHECKS (3) checks of 8 questions and 64 tokens, each with questions of its own; a check takes minutes."""
+TRTSPEC_HONEST_CHECKS (3) checks of 8 questions and 64 tokens, each with questions of its own; a
+check takes minutes.
+"""
 
 import asyncio
 import contextlib
@@ -34,8 +37,8 @@ from trtspec.data_files import kimi_nano_dir
 pytestmark = pytest.mark.slow
 FAULTY = Path(faulty_engine.__file__)
 CHECKS = int(os.environ.get("TRTSPEC_HONEST_CHECKS", "3"))
-# what top_k keeps shows a cut tail, choices of an ignored seed differ, and a stop that is ignored holds no text back:
-# these are not seen together
+# what top_k keeps shows a cut tail, choices of an ignored seed differ, and a stop that is ignored
+# holds no text back: these are not seen together
 TOGETHER = (
     ",".join([*FAULTS][5:-4]),
     "choices_equal,held_text_lost,characters_broken,tail_cut,history_lost",
@@ -130,7 +133,8 @@ def test_honest_servers_raise_no_alarm(plain: str, tmp_path: Path) -> None:
 def test_faults_of_the_engine_are_named_by_row_and_kind(
     plain: str, tmp_path: Path, faults: str
 ) -> None:
-    # kimi-nano is sure of most tokens; a wrong residual does not show on it at all, and is left to the corpus
+    # kimi-nano is sure of most tokens; a wrong residual does not show on it at all, and is left to
+    # the corpus
     samples = ("--samples", 40) if faults == "drafts_kept" else ()
     with serving(faults, *HEAD) as spec:
         verdict = checked(spec, plain, tmp_path / "spec.jsonl", *samples)

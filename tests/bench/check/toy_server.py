@@ -1,7 +1,8 @@
 """A toy target behind the HTTP API of an engine, honest or with one fault: for the gate's corpus.
 
-The target is a known distribution: of each context, eight words with probabilities that a hash decides. So honest
-answers, their probabilities and what each fault makes of them are exact, and a whole check takes a second.
+The target is a known distribution: of each context, eight words with probabilities that a hash
+decides. So honest answers, their probabilities and what each fault makes of them are exact, and a
+whole check takes a second.
 """
 
 import json
@@ -57,7 +58,10 @@ class Made:
 
 @dataclass
 class Toy:
-    """`kind`: reference or trtllm. `fault`: what is wrong with it ("": nothing); `drafts` 0 is the plain server."""
+    """`kind`: reference or trtllm.
+
+    `fault`: what is wrong with it ("": nothing); `drafts` 0 is the plain server.
+    """
 
     tokenizer: KimiTokenizer
     fault: str = ""
@@ -124,7 +128,9 @@ class Toy:
         return {word: -gap - total for gap, word in pairs}
 
     def context(self, prompt: tuple[int, ...]) -> tuple[int, list[int]]:
-        """A hash of the prompt, and what is written whatever the context: two calls, where a tool is offered."""
+        """A hash of the prompt, and what is written whatever the context: two calls, where a tool
+        is offered.
+        """
         if prompt in self.contexts:
             return self.contexts[prompt]
         text, script = self.tokenizer.decode(prompt), []
@@ -199,9 +205,10 @@ class Toy:
         finish = "length"
         while len(ids) < limit:
             told = {
-                token: value + bonus * (token in ids) for token, value in self.target(read, ids, body).items()
+                token: value + bonus * (token in ids)
+                for token, value in self.target(read, ids, body).items()
                 if token not in banned and not (token == self.end and len(ids) < least)
-            }  # fmt: skip
+            }
             ids.append(self.choose(told, temperature, dice))
             if (
                 (ids[-1] == self.end and not body.get("ignore_eos"))
@@ -302,9 +309,18 @@ class Toy:
             begin = self.begin(prompt)
             told = self.target(prompt[:begin], prompt[begin:], body)
             top = {self.tokenizer.decode([token]): told[token] for token in [*told][:TOP]}
-            return httpx.Response(200, json={"choices": [{
-                "text": "", "finish_reason": "length", "logprobs": {"token_logprobs": [0], "top_logprobs": [top]},
-            }]})  # fmt: skip
+            return httpx.Response(
+                200,
+                json={
+                    "choices": [
+                        {
+                            "text": "",
+                            "finish_reason": "length",
+                            "logprobs": {"token_logprobs": [0], "top_logprobs": [top]},
+                        }
+                    ]
+                },
+            )
         return self.sent(body, raw, prompt, made)
 
     def scored(self, body: Body) -> httpx.Response:
@@ -324,7 +340,9 @@ class Toy:
         )
 
     def begin(self, prompt: list[int]) -> int:
-        """Where the answer begins: behind the last mark of the chat template, or behind a prompt that was asked."""
+        """Where the answer begins: behind the last mark of the chat template, or behind a prompt
+        that was asked.
+        """
         if (mark := self.tokenizer.special_tokens["</think>"]) in prompt:
             return len(prompt) - prompt[::-1].index(mark)
         return next(size for size in range(len(prompt), 0, -1) if tuple(prompt[:size]) in OPENINGS)

@@ -1,7 +1,9 @@
-"""Faults of Eagle3 heads, one by tensor, key and position, made from a clean head's config and tensors.
+"""Faults of Eagle3 heads, one by tensor, key and position, made from a clean head's config and
+tensors.
 
-A fault knows the codes by which it may be named and the least severity that it deserves. `disguised` has those that
-most files cannot show: two tensors of one shape exchanged, a map that is off by one but still rises.
+A fault knows the codes by which it may be named and the least severity that it deserves.
+`disguised` has those that most files cannot show: two tensors of one shape exchanged, a map that is
+off by one but still rises.
 """
 
 import copy

@@ -1,4 +1,5 @@
-"""Every fault that a head's files can show is found and named alone, and whoever would use the head refuses it.
+"""Every fault that a head's files can show is found and named alone, and whoever would use the head
+refuses it.
 
 TRTSPEC_SEED chooses another slice for the default test.
 """
@@ -41,7 +42,9 @@ CLEAN = {("modelopt", "mla", 128): {"TS-HEAD-PRUNED-MLA"}}
 
 
 class Judge:
-    """Gives one head after the other a fault and asks inspect, convert, train --init and the reference engine."""
+    """Gives one head after the other a fault and asks inspect, convert, train --init and the
+    reference engine.
+    """
 
     def __init__(self, room: Path) -> None:
         self.room = room

@@ -1,4 +1,6 @@
-"""A head remembers the weights that it learned from, and every command that pairs it says when they are others."""
+"""A head remembers the weights that it learned from, and every command that pairs it says when they
+are others.
+"""
 
 import shutil
 import sys

@@ -1,7 +1,8 @@
 """Heads as they are published, scaled down: `inspect` finds nothing above info in any of them.
 
-Key sets, names and maps are those of the projects' exporters and of published listings; the sizes are tiny. Two configs
-are TorchSpec's own files (TRTSPEC_UPSTREAM_DATA), of which only the sizes are changed.
+Key sets, names and maps are those of the projects' exporters and of published listings; the sizes
+are tiny. Two configs are TorchSpec's own files (TRTSPEC_UPSTREAM_DATA), of which only the sizes are
+changed.
 """
 
 from pathlib import Path
@@ -31,9 +32,18 @@ def as_it_is(config: Config, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def modelopt_kimi(config: Config, tensors: dict[str, torch.Tensor]) -> None:
-    """ModelOpt's kimik2 export: keys of DeepSeek-V3's config class beside the head's, head_dim the rope part's."""
-    config |= {"head_dim": config["qk_rope_head_dim"], "n_routed_experts": 384, "n_shared_experts": 1,
-               "moe_intermediate_size": 32, "num_experts_per_tok": 8, "ep_size": 1, "seq_aux": True}  # fmt: skip
+    """ModelOpt's kimik2 export: keys of DeepSeek-V3's config class beside the head's, head_dim the
+    rope part's.
+    """
+    config |= {
+        "head_dim": config["qk_rope_head_dim"],
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "num_experts_per_tok": 8,
+        "ep_size": 1,
+        "seq_aux": True,
+    }
     config.pop("draft_vocab_size", None)
 
 
@@ -73,9 +83,15 @@ def upstream(name: str) -> Change:
             for key in text
             if key.endswith(("_size", "_dim", "_rank", "_heads", "_token_id"))
         }
-        sizes["rope_scaling"] = text["rope_scaling"] | {
-            key: config["rope_scaling"][key] for key in ("factor", "original_max_position_embeddings")
-        } if config.get("rope_scaling") else text["rope_scaling"]  # fmt: skip
+        sizes["rope_scaling"] = (
+            text["rope_scaling"]
+            | {
+                key: config["rope_scaling"][key]
+                for key in ("factor", "original_max_position_embeddings")
+            }
+            if config.get("rope_scaling")
+            else text["rope_scaling"]
+        )
         if "eagle_config" in text:
             sizes["eagle_config"] = text["eagle_config"] | {IDS: config["eagle_config"][IDS]}
         config.clear()

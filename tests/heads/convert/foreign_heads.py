@@ -1,6 +1,7 @@
 """One random head as each project writes it, from facts about their exporters and without trtspec.
 
-The base is tests/tiny.py's head in ModelOpt's layout; the embedding is the target's, as in published heads.
+The base is tests/tiny.py's head in ModelOpt's layout; the embedding is the target's, as in
+published heads.
 """
 
 from collections.abc import Callable
@@ -23,9 +24,11 @@ NO_MLA = ("speculators", "specforge", "safeailab")
 
 
 def expressible(dialect: str, attention: str, eagle: str, vocab: int | None = None) -> bool:
-    """Which heads a project's code computes: SpecForge, speculators and SafeAILab have no MLA, SafeAILab no 3.1.
+    """Which heads a project's code computes: SpecForge, speculators and SafeAILab have no MLA,
+    SafeAILab no 3.1.
 
-    With `vocab`, which it loads too: ModelOpt exports a pruned MLA head, and TensorRT-LLM does not load it.
+    With `vocab`, which it loads too: ModelOpt exports a pruned MLA head, and TensorRT-LLM does not
+    load it.
     """
     pruned_mla = attention == "mla" and vocab is not None and dialect == "modelopt"
     known = not (attention == "mla" and dialect in NO_MLA) and not (
@@ -55,8 +58,9 @@ def write_head(directory: Path, target: Path, dialect: str, **options: Any) -> P
 def changed_head(
     directory: Path, target: Path, dialect: str = "", change: Change | None = None, **options: Any
 ) -> Path:
-    """A head of write_head, or of make_head where there is no dialect, with unit gains (so that no double-norm finding
-    stands in the way), then changed."""
+    """A head of write_head, or of make_head where there is no dialect, with unit gains (so that no
+    double-norm finding stands in the way), then changed.
+    """
     path = (
         write_head(directory, target, dialect, **options)
         if dialect

@@ -1,6 +1,8 @@
-"""Conversion between all pairs of dialects: what is written, that it is the identity there and back, what is refused.
+"""Conversion between all pairs of dialects: what is written, that it is the identity there and
+back, what is refused.
 
-The expected files come from foreign_heads.py, which knows the projects' layouts and nothing of trtspec.
+The expected files come from foreign_heads.py, which knows the projects' layouts and nothing of
+trtspec.
 """
 
 import itertools
@@ -141,7 +143,9 @@ def test_an_impossible_pair_is_refused_with_its_reason(
 def test_layer_ids_follow_each_convention(
     room: Path, target_dir: Path, layers: tuple[int, ...]
 ) -> None:
-    """The same three layer outputs: as outputs, as the number of layers that ran, and by SGLang's first-id rule."""
+    """The same three layer outputs: as outputs, as the number of layers that ran, and by SGLang's
+    first-id rule.
+    """
     source = write_head(room / f"ids-{layers}", target_dir, "modelopt", aux_layers=layers)
     outputs, inputs = list(layers), [layer + 1 for layer in layers]
     for dialect in DIALECTS[:-1]:
@@ -185,7 +189,9 @@ def restated(source: Path, output: Path, nested: list[int] | None, top: list[int
 def test_ids_in_both_conventions_are_reconciled(
     room: Path, target_dir: Path, dialect: str, layers: tuple[int, ...]
 ) -> None:
-    """Outputs in eagle_config and one more at the top level say the same, whatever the tensors are called."""
+    """Outputs in eagle_config and one more at the top level say the same, whatever the tensors are
+    called.
+    """
     plain = write_head(room / f"plain-{dialect}-{layers}", target_dir, dialect, aux_layers=layers)
     nested, top = list(layers), [layer + 1 for layer in layers]
     source = restated(plain, room / f"both-{dialect}-{layers}", nested, top)

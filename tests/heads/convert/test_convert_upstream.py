@@ -1,4 +1,5 @@
-"""Converted heads before transformers' config classes and ModelOpt's exporter, which are installed with trtspec.
+"""Converted heads before transformers' config classes and ModelOpt's exporter, which are installed
+with trtspec.
 
 tests/oracles/test_head_loaders.py loads them into the classes of other projects.
 """

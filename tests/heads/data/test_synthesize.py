@@ -1,4 +1,6 @@
-"""synthesize against a real server process: order, seeds, retries, resume after a kill, and what it refuses."""
+"""synthesize against a real server process: order, seeds, retries, resume after a kill, and what it
+refuses.
+"""
 
 import json
 import os
@@ -140,7 +142,9 @@ NEMOTRON = {
 
 
 def test_tools_and_their_results_stay_in_a_conversation(tmp_path, server, target_dir):
-    """Nemotron's layout: an empty system message is dropped, a tool call of the source and its result are context."""
+    """Nemotron's layout: an empty system message is dropped, a tool call of the source and its
+    result are context.
+    """
     url, log = server
     before = len(asked(log))
     run(write(tmp_path / "prompts.jsonl", [NEMOTRON]), tmp_path / "data.jsonl", url)
@@ -189,8 +193,9 @@ def spoken(message: dict, finish: str | None = "stop") -> dict:
 
 
 def test_what_is_written_is_what_the_reader_reads(tmp_path, server, capsys):
-    """Reasoning in either name, tool calls, U+2028, NUL, no content, no finish reason: the same records back, and no
-    field unread."""
+    """Reasoning in either name, tool calls, U+2028, NUL, no content, no finish reason: the same
+    records back, and no field unread.
+    """
     answers = [
         {"content": "Yes.", "reasoning_content": "hm"},
         {"content": "Yes.", "reasoning": "hm", "reasoning_content": None, "refusal": None},

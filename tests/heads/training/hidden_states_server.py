@@ -2,9 +2,9 @@
 
 `python -m tests.heads.training.hidden_states_server TARGET PORT SIDECAR_PORT LAYERS DTYPE`
 
-Stands where vLLM with ModelOpt's connector stands: `/v1/completions` is the reference server's own, with the id of the
-captured prompt added to its answer; states lie in a pool registered with NIXL, and the sidecar hands out descriptors.
-Written from what ModelOpt's client asks for.
+Stands where vLLM with ModelOpt's connector stands: `/v1/completions` is the reference server's own,
+with the id of the captured prompt added to its answer; states lie in a pool registered with NIXL,
+and the sidecar hands out descriptors. Written from what ModelOpt's client asks for.
 """
 
 import base64
@@ -79,7 +79,9 @@ def sidecar(pool: Pool) -> FastAPI:
 def capturing(
     app: FastAPI, target, pool: Pool, layers: tuple[int, ...], sidecar_port: int
 ) -> FastAPI:
-    """The reference server, every answered completion of token ids followed by the states of its prompt."""
+    """The reference server, every answered completion of token ids followed by the states of its
+    prompt.
+    """
 
     @app.middleware("http")
     async def add_states(request: Request, call_next) -> Response:

@@ -1,5 +1,6 @@
-"""Training steps on a CUDA device that computes nothing (tests/fake_cuda.py): no tensor strays to the CPU, and the host
-waits once in a step."""
+"""Training steps on a CUDA device that computes nothing (tests/fake_cuda.py): no tensor strays to
+the CPU, and the host waits once in a step.
+"""
 
 import contextlib
 
@@ -59,7 +60,9 @@ def module_for(target: ModelSpec, attention: str, eagle: str) -> TrainingModule:
 
 
 def onto(device: str, model: TrainingModule) -> TrainingModule:
-    """Fake tensors of the device in place of all that the module has, as `build` would make them there."""
+    """Fake tensors of the device in place of all that the module has, as `build` would make them
+    there.
+    """
     rope = model.eagle_module.layers[0].__dict__["rope"]  # no submodule
     for module in [*model.modules(), rope]:
         for name, value in module._parameters.items():
@@ -93,8 +96,10 @@ def stepper_for(model: TrainingModule, target: ModelSpec, options: TrainOptions)
 def test_a_training_step_reads_the_device_once(
     target: ModelSpec, monkeypatch: pytest.MonkeyPatch, attention: str, eagle: str, precision: str
 ) -> None:
-    """Two batches of a step: their losses with the gradients of the logits, the clipping, AdamW. What autograd adds has
-    its own test below: its engine runs nothing for a CUDA that is not there."""
+    """Two batches of a step: their losses with the gradients of the logits, the clipping, AdamW.
+
+    What autograd adds has its own test below: its engine runs nothing for a CUDA that is not there.
+    """
     options = TrainOptions(ttt_steps=3, precision=precision, batch_size=2, answer_only=True)
     model, reads = module_for(target, attention, eagle), Reads()
 
@@ -130,7 +135,9 @@ def test_a_training_step_reads_the_device_once(
 def test_the_backward_pass_reads_nothing(
     target: ModelSpec, monkeypatch: pytest.MonkeyPatch, attention: str, eagle: str
 ) -> None:
-    """On torch's meta device, which autograd's engine runs without hardware, and as strictly apart from the CPU."""
+    """On torch's meta device, which autograd's engine runs without hardware, and as strictly apart
+    from the CPU.
+    """
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
     model = module_for(target, attention, eagle)

@@ -1,6 +1,8 @@
-"""The function that a head was trained with is the one that servers compute: training module against Eagle3Head.
+"""The function that a head was trained with is the one that servers compute: training module
+against Eagle3Head.
 
-The head is made with scattered gains, so that a norm applied twice, left out or misplaced cannot hide behind ones.
+The head is made with scattered gains, so that a norm applied twice, left out or misplaced cannot
+hide behind ones.
 """
 
 import pytest
@@ -112,7 +114,9 @@ def test_exported_head_computes_what_was_trained(tmp_path, target, attention, ea
 
 
 def stock_module(target, spec, tensors) -> nn.Module:
-    """ModelOpt as it comes, with the same weights: its own Llama layer, masks, kernel and export defaults."""
+    """ModelOpt as it comes, with the same weights: its own Llama layer, masks, kernel and export
+    defaults.
+    """
     import modelopt.torch.speculative as mtsp
 
     stub = train.TargetStub(
@@ -126,7 +130,9 @@ def stock_module(target, spec, tensors) -> nn.Module:
 
 
 def test_stock_modelopt_fails_the_same_check(tmp_path, target):
-    """The oracle sees the double norm: stock ModelOpt with the same weights drafts something else than servers do."""
+    """The oracle sees the double norm: stock ModelOpt with the same weights drafts something else
+    than servers do.
+    """
     spec = new_head_spec(target.spec, TrainOptions(attention="mha", eagle="3"))
     tensors = train.head_tensors(training_module(target, spec))
     write_head(tmp_path / "head", tensors, spec, target.spec)
@@ -144,7 +150,9 @@ def test_stock_modelopt_fails_the_same_check(tmp_path, target):
 
 
 def test_export_has_modelopts_names_and_the_training_rope(tmp_path, target):
-    """Same tensors as ModelOpt's exporter writes, and none of the YaRN that it adds to a head trained without."""
+    """Same tensors as ModelOpt's exporter writes, and none of the YaRN that it adds to a head
+    trained without.
+    """
 
     from modelopt.torch.export import export_speculative_decoding
 
@@ -173,7 +181,9 @@ def test_export_has_modelopts_names_and_the_training_rope(tmp_path, target):
 
 
 def places_of(mask: torch.Tensor) -> torch.Tensor:
-    """The places of a mask [B, S] in the flattened batch, but the first of each row, before which there is none."""
+    """The places of a mask [B, S] in the flattened batch, but the first of each row, before which
+    there is none.
+    """
     counts = mask.clone()
     counts[:, 0] = False
     return counts.flatten().nonzero()[:, 0]
@@ -189,7 +199,9 @@ def loss_of(model, tokens, hidden, aux, mask, **options) -> tuple[torch.Tensor, 
 
 @pytest.mark.parametrize("attention", ["mha", "mla"])
 def test_loop_attention_and_loss_equal_modelopts_own(target, attention):
-    """objective, decoder.ttt_attention and the chunked loss against ModelOpt's loop, masks through SDPA and loss."""
+    """objective, decoder.ttt_attention and the chunked loss against ModelOpt's loop, masks through
+    SDPA and loss.
+    """
     spec = new_head_spec(target.spec, TrainOptions(attention=attention, eagle="3"))
     torch.manual_seed(7)
     tokens = torch.randint(0, target.spec.vocab_size, (2, ROWS))
@@ -213,7 +225,9 @@ def test_loop_attention_and_loss_equal_modelopts_own(target, attention):
 
 
 def test_a_fresh_head_starts_at_the_expected_loss(target):
-    """ln(V) * (1 + 0.9 + 0.81 + 0.729) for a head that knows nothing, against the uniform distribution."""
+    """ln(V) * (1 + 0.9 + 0.81 + 0.729) for a head that knows nothing, against the uniform
+    distribution.
+    """
     import math
 
     spec = new_head_spec(target.spec, TrainOptions(attention="mla", eagle="3.1"))

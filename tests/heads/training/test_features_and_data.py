@@ -1,4 +1,6 @@
-"""Data as the target saw it, states computed once, dumps in ModelOpt's format, batches as a function of the seed."""
+"""Data as the target saw it, states computed once, dumps in ModelOpt's format, batches as a
+function of the seed.
+"""
 
 import json
 from dataclasses import replace
@@ -67,7 +69,9 @@ def test_states_equal_one_sequence_at_a_time(target, samples):
 
 
 def write_dumps(features: Features, directory: Path, cut: dict[int, int] | None = None) -> None:
-    """As ModelOpt's scripts write them, named by conversation id; `cut`: tokens of a sample, fewer than ours."""
+    """As ModelOpt's scripts write them, named by conversation id; `cut`: tokens of a sample, fewer
+    than ours.
+    """
     for index, sample in enumerate(features.samples):
         hidden, aux = features.states(index)
         count = (cut or {}).get(index, len(sample.tokens))

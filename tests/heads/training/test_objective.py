@@ -83,7 +83,9 @@ def some_samples(count: int, seed: int = 0) -> list[Sample]:
 
 @pytest.mark.parametrize("answer_only", [False, True])
 def test_an_accumulated_step_weighs_every_token_alike(target, answer_only):
-    """Three batches of unequal length in one step, against one sum over all positions of the plain formula."""
+    """Three batches of unequal length in one step, against one sum over all positions of the plain
+    formula.
+    """
     samples = some_samples(5)
     options = TrainOptions(
         ttt_steps=2,
@@ -186,8 +188,9 @@ def test_transformers_schedule_is_the_same():
     count=st.integers(1, 40), batch=st.integers(1, 5), accumulation=st.integers(1, 4), epochs=st.integers(1, 6)
 )  # fmt: skip
 def test_data_order(count, batch, accumulation, epochs):
-    """Every sample that is not held out comes once in an epoch; a longer run begins like a shorter one; only the last
-    window and the last batch of an epoch may be short."""
+    """Every sample that is not held out comes once in an epoch; a longer run begins like a shorter
+    one; only the last window and the last batch of an epoch may be short.
+    """
     options = TrainOptions(
         batch_size=batch, accumulation=accumulation, epochs=epochs, seed=3, held_out=0.2
     )
@@ -225,7 +228,10 @@ def test_duplicates_are_counted_and_ids_differ(tmp_path, target_dir):
 
 
 def test_a_walk_along_an_answer():
-    """Ten tokens, the last seven the target's. The drafts of rows 2 to 8 agree as told; two drafts at a time."""
+    """Ten tokens, the last seven the target's.
+
+    The drafts of rows 2 to 8 agree as told; two drafts at a time.
+    """
     answer = [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
     agree = [[False] * 10, [False] * 10]
     assert simulate_acceptance(agree, answer) == (6, 0)  # tokens 4 to 9 one by one

@@ -1,4 +1,7 @@
-"""Two processes (gloo) train like one: same loss curve, resumable, one writer. Started as users do, by torchrun."""
+"""Two processes (gloo) train like one: same loss curve, resumable, one writer.
+
+Started as users do, by torchrun.
+"""
 
 import subprocess
 import sys

@@ -1,4 +1,6 @@
-"""`--features stream` against states in memory: the same bits, the same losses, a kill between chunks."""
+"""`--features stream` against states in memory: the same bits, the same losses, a kill between
+chunks.
+"""
 
 import os
 import signal

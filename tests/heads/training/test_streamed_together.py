@@ -1,4 +1,6 @@
-"""Several processes streaming one target: each its part of a chunk, the states those of one process, bit for bit."""
+"""Several processes streaming one target: each its part of a chunk, the states those of one
+process, bit for bit.
+"""
 
 import json
 import os
@@ -57,11 +59,16 @@ def processes(count: int, *arguments: object) -> list[dict]:
     started = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT, *map(str, arguments)],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=os.environ | group | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ
+            | group
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
         )
         for rank in range(count)
-    ]  # fmt: skip
+    ]
     found = []
     for process in started:
         out, err = process.communicate(timeout=900)
@@ -81,7 +88,9 @@ def states(found: list[dict]) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_two_processes_compute_the_bits_of_one(tmp_path, target_dir, data, epochs):
-    """One epoch alternates chunks and steps, so processes meet at every chunk; several epochs keep all of them."""
+    """One epoch alternates chunks and steps, so processes meet at every chunk; several epochs keep
+    all of them.
+    """
     (alone,) = processes(1, target_dir, data, tmp_path / "one", epochs)
     together = processes(2, target_dir, data, tmp_path / "two", epochs)
     assert len(states(together)) == 40

@@ -1,4 +1,6 @@
-"""A whole run on a tiny target: it learns, resumes after a kill with the same curve, and refuses what changed."""
+"""A whole run on a tiny target: it learns, resumes after a kill with the same curve, and refuses
+what changed.
+"""
 
 import shutil
 import subprocess

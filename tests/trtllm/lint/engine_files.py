@@ -1,4 +1,6 @@
-"""Random engine files, as people write them: known, misspelt, renamed and misplaced keys, comments at every place."""
+"""Random engine files, as people write them: known, misspelt, renamed and misplaced keys, comments
+at every place.
+"""
 
 import random
 from dataclasses import dataclass, field
@@ -94,10 +96,17 @@ def _value(field: Field, rng: random.Random) -> Any:
             return [word]
         return word if rng.random() < 0.8 else str(word).swapcase().replace("_", "")
     made = {
-        "int": rng.choice([1, 2, 8, 64]), "float": rng.choice([0.5, 1, 0.9]), "bool": rng.random() < 0.5,
-        "str": rng.choice(["text", "a # b", "/models/x", "it's", 'a "b": c']), "object": {}, "null": None,
-        "list[int]": [1, 2, 8], "list[float]": [0.5, 0.5], "dict[int,int]": {4: 3, 64: 1}, "dict[str,str]": {"A": "b"},
-    }  # fmt: skip
+        "int": rng.choice([1, 2, 8, 64]),
+        "float": rng.choice([0.5, 1, 0.9]),
+        "bool": rng.random() < 0.5,
+        "str": rng.choice(["text", "a # b", "/models/x", "it's", 'a "b": c']),
+        "object": {},
+        "null": None,
+        "list[int]": [1, 2, 8],
+        "list[float]": [0.5, 0.5],
+        "dict[int,int]": {4: 3, 64: 1},
+        "dict[str,str]": {"A": "b"},
+    }
     return made.get(rng.choice(field.types), [1])
 
 

@@ -1,7 +1,8 @@
-"""Asks a server the exchanges of a check, and the server without speculation how likely each token of an answer was.
+"""Asks a server the exchanges of a check, and the server without speculation how likely each token
+of an answer was.
 
-What reached the journal is never asked again. A server that speculates is never asked for log-probabilities: some
-releases die of it.
+What reached the journal is never asked again. A server that speculates is never asked for
+log-probabilities: some releases die of it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ CROWD = 4  # times the concurrency: requests at once in the crowd
 async def record(asker: Asker, prompts: Prompts) -> list[Exchange]:
     """Sends all prompts of a check to one server and returns the answers.
 
-    The order is: first prompts, prompts made from their answers, a crowd at CROWD times the concurrency, some after it.
+    The order is: first prompts, prompts made from their answers, a crowd at CROWD times the
+    concurrency, some after it.
     """
     first = list(prompts.first())
     asker.bar.show(0, len(first))
@@ -79,7 +81,10 @@ class ExchangeRecord:
 
 @dataclass(kw_only=True)
 class Asker:
-    """One server and its answers so far. `known`: answers in the journal, by request. `timeout`: seconds."""
+    """One server and its answers so far.
+
+    `known`: answers in the journal, by request. `timeout`: seconds.
+    """
 
     client: httpx.AsyncClient
     server: DetectedServer
@@ -144,7 +149,9 @@ class Asker:
         return answer
 
     def _finished(self, answer: Exchange) -> Exchange:
-        """Adds the text before any parser, and the end of turn if the server left it out of the token ids."""
+        """Adds the text before any parser, and the end of turn if the server left it out of the
+        token ids.
+        """
         ids = answer.token_ids
         if not ids:
             return answer
@@ -182,7 +189,8 @@ async def score_answers(
 ) -> tuple[list[Exchange], list[Exchange]]:
     """Returns `candidate` with scores, and the exchanges of the asker's server with scores.
 
-    That server answers the same prompts, every request that shows a fault in `candidate`, and every parameter.
+    That server answers the same prompts, every request that shows a fault in `candidate`, and every
+    parameter.
     """
     baseline = await _baseline_answers(asker, candidate)
     exchanges = [*candidate, *baseline]
@@ -252,10 +260,12 @@ async def _echoed(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
 
 
 async def _confirmed(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
-    """Scores all tokens, and a failing token again as the last of a prefill. The better score counts.
+    """Scores all tokens, and a failing token again as the last of a prefill.
 
-    Rounding can tip a router in one prefill and not in another, which moves a sure token by several nats. More than
-    MAX_TIPPED failing tokens are not explained by it.
+    The better score counts.
+
+    Rounding can tip a router in one prefill and not in another, which moves a sure token by several
+    nats. More than MAX_TIPPED failing tokens are not explained by it.
     """
     scores = list(await _echoed(asker, answer))
     failing = [index for index, score in enumerate(scores) if score.nats_behind > FAIL_NATS]
@@ -271,7 +281,8 @@ async def _confirmed(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
 async def _continued(
     asker: Asker, answer: Exchange, baseline_ids: tuple[int, ...]
 ) -> tuple[Score, ...]:
-    """Scores up to MAX_CONTINUATIONS tokens from the first difference on, each by a continuation of one token.
+    """Scores up to MAX_CONTINUATIONS tokens from the first difference on, each by a continuation of
+    one token.
 
     A sampled answer has no `baseline_ids`: its first tokens are scored, which are the least sure.
     """

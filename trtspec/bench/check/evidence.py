@@ -1,9 +1,10 @@
-"""Evidence that sampled tokens are not drawn from the target's distribution, and what a faulty sampler would bring.
+"""Evidence that sampled tokens are not drawn from the target's distribution, and what a faulty
+sampler would bring.
 
-A bet pays on each token what its fault makes likelier, and loses on the others. An exact sampler wins nothing in the
-mean: a mixture of bets exceeds log 8000 by chance once in 8,000 checks at most. The winnings with a faulty sampler
-follow from the distributions that the scoring server lists, so a row knows whether its tokens could have shown the
-fault.
+A bet pays on each token what its fault makes likelier, and loses on the others. An exact sampler
+wins nothing in the mean: a mixture of bets exceeds log 8000 by chance once in 8,000 checks at most.
+The winnings with a faulty sampler follow from the distributions that the scoring server lists, so a
+row knows whether its tokens could have shown the fault.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def collect(exchanges: Iterable[Exchange]) -> list[Evidence]:
 class Evidence(NamedTuple):
     """Winnings of one bet, as natural logarithms.
 
-    `faulty`: what 99 of 100 runs with the fault exceed, as this bet's share of the mixture. `won`: in this run.
+    `faulty`: what 99 of 100 runs with the fault exceed, as this bet's share of the mixture. `won`:
+    in this run.
     """
 
     faulty: float
@@ -75,8 +77,8 @@ def _listed(masses: Masses, weights: Masses) -> Masses:
     return np.append(weights[0], masses[1:])
 
 
-# Sampling parameters by probe. `tail` makes small tails visible: at its temperature no target is sure, and its top_k
-# allows no token that is not listed.
+# Sampling parameters by probe. `tail` makes small tails visible: at its temperature no target is
+# sure, and its top_k allows no token that is not listed.
 PLAIN: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 HOT = PLAIN | {"temperature": 2.0}
 SAMPLERS = {"places": PLAIN, "tail": HOT | {"top_k": 16, "max_tokens": 32, "ignore_eos": True}}
@@ -121,8 +123,8 @@ def _classes(
 ) -> tuple[Masses, Masses, Masses]:
     """Groups equally likely tokens. `top`: log-probabilities of the listed tokens.
 
-    Returns log-probabilities of the classes, the likeliest last, their masses, and the weight of one token in each.
-    Without a `top_k` the first class also holds all tokens that are not listed.
+    Returns log-probabilities of the classes, the likeliest last, their masses, and the weight of
+    one token in each. Without a `top_k` the first class also holds all tokens that are not listed.
     """
     values, counts = np.unique(top[: top_k or None], return_counts=True)
     sizes = counts.astype(float)

@@ -1,6 +1,9 @@
-"""The kinds of faults that check looks for. Probes, rows, the verdict and docs/reference/fault-kinds.md read them.
+"""The kinds of faults that check looks for.
 
-A probe is the `kind` of an exchange, its `run` if the same request is repeated, or a property of all answers.
+Probes, rows, the verdict and docs/reference/fault-kinds.md read them.
+
+A probe is the `kind` of an exchange, its `run` if the same request is repeated, or a property of
+all answers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""Makes the requests of the gate. They depend on questions and counts alone, so two servers are asked the same.
+"""Makes the requests of the gate.
 
-A conversation is asked as token ids of our own chat template (run `ids`), as a chat and as a stream. An answer that no
-question reliably evokes is forced: by a grammar, or by a high temperature.
+They depend on questions and counts alone, so two servers are asked the same.
+
+A conversation is asked as token ids of our own chat template (run `ids`), as a chat and as a
+stream. An answer that no question reliably evokes is forced: by a grammar, or by a high
+temperature.
 """
 
 from __future__ import annotations
@@ -37,9 +40,9 @@ Message = dict[str, Any]
 class Prompts:
     """Makes the exchanges of one check.
 
-    `samples`: texts that are asked. `context`: tokens of a long prompt. `limit`: tokens that the server takes, prompt
-    and answer together. `ids`: request fields by which it returns token ids. `withheld`: probes that are not asked,
-    with the reason.
+    `samples`: texts that are asked. `context`: tokens of a long prompt. `limit`: tokens that the
+    server takes, prompt and answer together. `ids`: request fields by which it returns token ids.
+    `withheld`: probes that are not asked, with the reason.
     """
 
     tokenizer: KimiTokenizer
@@ -113,7 +116,10 @@ class Prompts:
         thinking: bool | None = None,
         **fields: Any,
     ) -> Exchange:
-        """Returns a streamed completion of our own template's token ids. `fields`: further request fields."""
+        """Returns a streamed completion of our own template's token ids.
+
+        `fields`: further request fields.
+        """
         prompt = self._prompt(messages, tools, thinking)
         body = {
             "prompt": prompt,
@@ -134,7 +140,10 @@ class Prompts:
         thinking: bool | None = None,
         **fields: Any,
     ) -> Exchange:
-        """Returns a chat, streamed if the name of `run` begins so. `fields`: further request fields."""
+        """Returns a chat, streamed if the name of `run` begins so.
+
+        `fields`: further request fields.
+        """
         body: dict[str, Any] = {
             "messages": messages,
             "max_tokens": self._limit(thinking),
@@ -186,7 +195,9 @@ class Prompts:
                 yield replace(request_of(base), key=probe, kind=probe, body=body)
 
     def _opened(self, request: Exchange, messages: list[Message]) -> Exchange:
-        """The request with a prompt that ends within the last user's words, for the target to continue."""
+        """The request with a prompt that ends within the last user's words, for the target to
+        continue.
+        """
         words = str(messages[-1]["content"])
         first_words = words[: len(words) // 4]
         begun = [*messages[:-1], _user(first_words)]
@@ -214,7 +225,8 @@ class Prompts:
                 yield from self.twins(f"text {index}", "text", messages)
             for probe, fields in SAMPLERS.items():
                 request = self.raw(f"{probe} {index}", probe, messages, seed=index, **fields)
-                # A target is less sure of a user's words than of its own, and a sure one shows no sampler.
+                # A target is less sure of a user's words than of its own, and a sure one shows no
+                # sampler.
                 yield self._opened(request, messages)
 
     def _unsure(self, messages: list[Message]) -> Iterator[Exchange]:
@@ -263,7 +275,9 @@ class Prompts:
         return [_user(f"Notes, part {number + 1}.\n\n{document}\n\n{question}")]
 
     def _calls(self) -> Iterator[Exchange]:
-        """Yields conversations with tools: a question of ours, the questions that offer tools, and a call's result."""
+        """Yields conversations with tools: a question of ours, the questions that offer tools, and
+        a call's result.
+        """
         with_tools = [question.first_request() for question in self.questions if question.tools]
         calls = [([_user(WEATHER)], [TOOL]), *with_tools]
         for index, (messages, tools) in enumerate(calls[: self.few]):
@@ -301,7 +315,9 @@ class Prompts:
     # --- requests made from the first answers ---
 
     def _stops(self, key: str, messages: list[Message], content: str) -> Iterator[Exchange]:
-        """Yields stop strings from a known answer: one, one after a string that does not occur, two that only begin."""
+        """Yields stop strings from a known answer: one, one after a string that does not occur, two
+        that only begin.
+        """
         middle = content[len(content) // 2 :][:6]
         begun = [middle + NEVER, content[-4:] + NEVER]
         stops = {"stop": [middle], "stops": [NEVER, middle], "begun": begun}
@@ -358,7 +374,8 @@ ODD_TEXTS = {
     "blanks": "  \r\n\t Copy\r\n\r\nthe  blanks \r\n ",
     "composed": "Copy: \ufb01 \u2461 \u212b e\u0301 \uff57\uff49\uff44\uff45",
 }
-# Answers that a grammar forces: characters that span tokens, order, escapes, text before a call, calls in a row.
+# Answers that a grammar forces: characters that span tokens, order, escapes, text before a call,
+# calls in a row.
 VALUES: dict[str, Any] = {"b": 'é 数学 🎉👩‍👧 "q"\\n', "a": 1}
 CONSTANTS = {name: {"enum": [value]} for name, value in VALUES.items()}
 FORM = form({"name": {"type": "string", "maxLength": 20}, **CONSTANTS})
@@ -373,10 +390,12 @@ SAID = reply_text(
 TEXT_AND_CALL = {"type": "regex", "regex": re.escape(SAID)}
 NAMED = {"type": "function", "function": {"name": "f"}}
 FORCED: dict[str, dict[str, Any]] = {
-    "json": {"response_format": {"type": "json_schema", "json_schema": {"name": "thing", "schema": FORM}}},
+    "json": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "thing", "schema": FORM}}
+    },
     "arguments": {"tools": [function("f", **CONSTANTS)], "tool_choice": NAMED},
     "spoken": {"tools": [TOOL], "response_format": TEXT_AND_CALL},
-}  # fmt: skip
+}
 PICTURE = (
     "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQ"
     "AAAABJRU5ErkJggg=="
@@ -398,7 +417,8 @@ PENALTIES = {
 }
 PENALTY_TOKENS = 152
 CHOICES = 4
-# In a busy batch, rounding parts one in eight pairs of answers of one seed, most of them at the first token.
+# In a busy batch, rounding parts one in eight pairs of answers of one seed, most of them at the
+# first token.
 SEEDS = (0, 1, 2, 3, 4, None)
 SEED_TOKENS = 4
 ODD_TOKENS = 8
@@ -434,7 +454,10 @@ def repeated(answers: Iterable[Exchange], run: str, *probes: str) -> list[Exchan
 
 
 def raw_text(tokenizer: KimiTokenizer, exchange: Exchange, token_ids: Sequence[int]) -> str:
-    """Returns an answer before any parser. It begins with the think tag that its prompt left open."""
+    """Returns an answer before any parser.
+
+    It begins with the think tag that its prompt left open.
+    """
     special = tokenizer.special_tokens
     text = tokenizer.decode(token_ids, skip_special=True)
     # a line break may follow the tag

@@ -1,8 +1,8 @@
 """The rows of the gate: pure functions of one or two recordings.
 
-A look judges one exchange for one kind of fault. A row fails if a look has a fault. A row is unmeasured if a kind of
-fault was not seen, or if fewer than half of its looks could be judged. Else it passes. A fault that the baseline
-server shows for the same request never counts.
+A look judges one exchange for one kind of fault. A row fails if a look has a fault. A row is
+unmeasured if a kind of fault was not seen, or if fewer than half of its looks could be judged. Else
+it passes. A fault that the baseline server shows for the same request never counts.
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ REPEATS = ("warm", "crowd", "later")  # runs that are probes by themselves
 
 
 class Look(NamedTuple):
-    """One exchange judged by one probe. `fault`: "" if nothing is wrong, None if it could not be judged."""
+    """One exchange judged by one probe.
+
+    `fault`: "" if nothing is wrong, None if it could not be judged.
+    """
 
     probe: str
     name: Name
@@ -102,8 +105,8 @@ class Look(NamedTuple):
 class GateRow:
     """One row of the report.
 
-    `status`: pass, fail or unmeasured. `seen` of `of` looks could be judged. `unmeasured`: kinds of faults that no look
-    could judge. `why`: what was missing, or what was measured.
+    `status`: pass, fail or unmeasured. `seen` of `of` looks could be judged. `unmeasured`: kinds of
+    faults that no look could judge. `why`: what was missing, or what was measured.
     """
 
     name: str
@@ -156,7 +159,9 @@ def _row(
 
 
 def not_asked(candidate: Sequence[Exchange]) -> dict[str, str]:
-    """Why a fault cannot reach a user, by probe: the target lacks something, or the server refuses it by name."""
+    """Why a fault cannot reach a user, by probe: the target lacks something, or the server refuses
+    it by name.
+    """
     skipped = {exchange.kind: "refused by the server" for exchange in candidate if exchange.refused}
     for exchange in candidate:
         if exchange.run == "withheld":
@@ -165,7 +170,10 @@ def not_asked(candidate: Sequence[Exchange]) -> dict[str, str]:
 
 
 def form_looks(exchanges: Sequence[Exchange], known: Sequence[Exchange]) -> list[Look]:
-    """Looks that need no other server. `known`: all exchanges whose tokens may explain a message."""
+    """Looks that need no other server.
+
+    `known`: all exchanges whose tokens may explain a message.
+    """
     return [
         *answers(exchanges),
         *_streams(exchanges),
@@ -216,7 +224,10 @@ def prompts(exchanges: Sequence[Exchange]) -> Iterator[Look]:
 
 
 def _misread(exchange: Exchange) -> str | None:
-    """Compares token ids, or their number if the server returns no ids. None if it returns neither."""
+    """Compares token ids, or their number if the server returns no ids.
+
+    None if it returns neither.
+    """
     expected = tuple(exchange.prompt)
     ids = exchange.prompt_ids
     count = len(ids) or exchange.prompt_tokens
@@ -240,7 +251,8 @@ def is_greedy(exchange: Exchange) -> bool:
 def greedy(
     candidate: Sequence[Exchange], baseline: Sequence[Exchange], exact: bool
 ) -> tuple[list[Look], str]:
-    """Checks that no token of a greedy answer is further behind the target's best than rounding explains.
+    """Checks that no token of a greedy answer is further behind the target's best than rounding
+    explains.
 
     Returns the looks, and the measured distances in words.
     """
@@ -290,7 +302,9 @@ def regret(exchange: Exchange) -> float:
 def more_often(
     count: int, total: int, baseline_count: int, baseline_total: int, alpha: float = ALPHA
 ) -> bool:
-    """Whether `count` of `total` is too many for the baseline's rate: Fisher's exact test, one-sided."""
+    """Whether `count` of `total` is too many for the baseline's rate: Fisher's exact test,
+    one-sided.
+    """
     marked = count + baseline_count
     tail = 0
     for drawn in range(count, min(total, marked) + 1):
@@ -305,7 +319,8 @@ def more_often(
 def sampled(candidate: Sequence[Exchange], baseline: Sequence[Exchange]) -> tuple[list[Look], str]:
     """Checks that answers at a temperature are drawn from the target's distribution.
 
-    Seeds must repeat and differ, and choices must differ. Returns the looks, and the evidence in words.
+    Seeds must repeat and differ, and choices must differ. Returns the looks, and the evidence in
+    words.
     """
     looks = [*_choices(candidate), *_seeds(candidate)]
     bets = collect(candidate)
@@ -465,7 +480,10 @@ def _forced_form(exchange: Exchange) -> Iterator[Look]:
 
 
 def _message(exchange: Exchange, raws: Sequence[Exchange]) -> Iterator[Look]:
-    """Looks at a chat's text, reasoning and calls. `raws`: answers to the same prompt with their raw text."""
+    """Looks at a chat's text, reasoning and calls.
+
+    `raws`: answers to the same prompt with their raw text.
+    """
     parts = _parts(exchange)
     candidates = _expected(exchange, raws)
     expected = parts
@@ -623,7 +641,10 @@ def parameters(candidate: Sequence[Exchange], baseline: Sequence[Exchange]) -> I
 
 
 def _truncation_fault(exchange: Exchange, stray: float) -> str | None:
-    """Each truncation allows only the best token. None if answers without it do not stray either."""
+    """Each truncation allows only the best token.
+
+    None if answers without it do not stray either.
+    """
     if not exchange.scores or stray <= FAIL_NATS:
         return None
     return NO_EFFECT if regret(exchange) > FAIL_NATS else ""
@@ -682,7 +703,8 @@ def _kept(exchange: Exchange) -> bool:
 def acceptance(candidate: Sequence[Exchange], floor: float | None) -> tuple[list[Look], str]:
     """Checks that tokens per step reach the floor, vary, and stay as many when a text is repeated.
 
-    Returns the looks, and tokens per step in words. No looks if there are too few steps or no drafts.
+    Returns the looks, and tokens per step in words. No looks if there are too few steps or no
+    drafts.
     """
     texts = [exchange for exchange in candidate if exchange.kind == "text" and exchange.answered]
     first = [exchange for exchange in texts if exchange.run in ("ids", "stream")]
@@ -713,7 +735,8 @@ def acceptance(candidate: Sequence[Exchange], floor: float | None) -> tuple[list
 def _repeat_faults(candidate: Sequence[Exchange]) -> dict[str, str | None]:
     """Compares the same texts from a warm cache, in a crowd and after it with their first answers.
 
-    Long prompts are also compared by themselves: they are few, and lose most if a drafter forgets what is reused.
+    Long prompts are also compared by themselves: they are few, and lose most if a drafter forgets
+    what is reused.
     """
     first = {}
     for exchange in candidate:
@@ -739,7 +762,10 @@ def speculates(exchanges: Sequence[Exchange]) -> bool:
 
 
 def _tokens_and_steps(exchanges: Iterable[Exchange]) -> tuple[int, int]:
-    """(tokens, steps) of the answers that show their steps. The first token comes from the prefill."""
+    """(tokens, steps) of the answers that show their steps.
+
+    The first token comes from the prefill.
+    """
     tokens = 0
     total = 0
     for exchange in exchanges:
@@ -751,7 +777,9 @@ def _tokens_and_steps(exchanges: Iterable[Exchange]) -> tuple[int, int]:
 
 
 def forced_sizes(sizes: Counter[int]) -> str:
-    """`2 or 3` if steps brought no other number of tokens, never one alone. "" for a drafter that drafts.
+    """`2 or 3` if steps brought no other number of tokens, never one alone.
+
+    "" for a drafter that drafts.
 
     `sizes`: how many steps brought each number of tokens.
     """

@@ -154,7 +154,9 @@ def _rate(tokens: int, seconds: float) -> float | None:
 
 
 def slices_of(rounds: Sequence[Round]) -> list[SliceResult]:
-    """Groups answers by the minute of their round, and by prompt length and its reused share if the server tells."""
+    """Groups answers by the minute of their round, and by prompt length and its reused share if the
+    server tells.
+    """
     groups: dict[tuple[str, int], list[Answer]] = defaultdict(list)
     for run in rounds:
         answers = good(run.answers)
@@ -229,7 +231,8 @@ def question_speeds(rounds: Sequence[Round]) -> list[QuestionSpeed]:
 
 
 def speedups(endpoints: Sequence[EndpointResult]) -> list[SpeedUp]:
-    """Returns the gain of endpoints that speculate over plain ones, at each level with sound output of both.
+    """Returns the gain of endpoints that speculate over plain ones, at each level with sound output
+    of both.
 
     If all speculate, or none, the others are compared with the second.
     """
@@ -301,10 +304,13 @@ def without_acceptance(
 
 
 def in_counts(counts: Sequence[TurnCounts], answers: Sequence[Answer]) -> Findings:
-    """Finds drafts that are never accepted, made-up acceptance, and counters that hold other requests."""
+    """Finds drafts that are never accepted, made-up acceptance, and counters that hold other
+    requests.
+    """
     steps = sum(count.steps for count in counts)
     drafted = sum(count.drafted or 0 for count in counts)
-    # a head drafts in every step; prompt lookup drafts now and then, and may honestly accept nothing
+    # a head drafts in every step; prompt lookup drafts now and then, and may honestly accept
+    # nothing
     if drafted >= max(steps, MIN_STEPS) and not any(count.accepted for count in counts):
         message = (
             f"{drafted} tokens were drafted and none was accepted: the head does not belong to this target, or the "

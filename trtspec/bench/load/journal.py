@@ -1,7 +1,9 @@
-"""answers.jsonl, the journal of a run of `bench`: every answer with its texts, usage and the time of each chunk.
+"""answers.jsonl, the journal of a run of `bench`: every answer with its texts, usage and the time
+of each chunk.
 
-A thread writes an answer as soon as it is complete, so that a slow disk delays no clock and a killed run loses nothing.
-`--resume` asks for no answer again: an interrupted conversation resumes behind its last recorded answer.
+A thread writes an answer as soon as it is complete, so that a slow disk delays no clock and a
+killed run loses nothing. `--resume` asks for no answer again: an interrupted conversation resumes
+behind its last recorded answer.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ RESUME_REMEDY = "give the URLs and options that it was started with, or start ov
 
 @dataclass(frozen=True)
 class LoadLevel:
-    """One load: `concurrency` conversations in flight, or `rate` new ones per second with `concurrency` 0.
+    """One load: `concurrency` conversations in flight, or `rate` new ones per second with
+    `concurrency` 0.
 
     `category`: the only category that is asked. "" for all.
     """
@@ -43,8 +46,8 @@ class LoadLevel:
 class Round:
     """The answers of one endpoint to one process in a round of a load. A resumed round has several.
 
-    `seconds`: wall time. `counts`: speculation in its answers. `complete`: False if the process ended before all were
-    answered.
+    `seconds`: wall time. `counts`: speculation in its answers. `complete`: False if the process
+    ended before all were answered.
     """
 
     level: LoadLevel
@@ -57,7 +60,9 @@ class Round:
 
 @dataclass(frozen=True)
 class AnswerRecord:
-    """A line of the journal: the start of a process (no `round`), an answer, or the end of a round (`counts`)."""
+    """A line of the journal: the start of a process (no `round`), an answer, or the end of a round
+    (`counts`).
+    """
 
     round: str = ""
     segment: Count = 0
@@ -67,7 +72,10 @@ class AnswerRecord:
 
 
 class RunJournal:
-    """The journal of a run. It keeps nothing without a path. `segment`: earlier processes that worked on the run."""
+    """The journal of a run.
+
+    It keeps nothing without a path. `segment`: earlier processes that worked on the run.
+    """
 
     def __init__(self, path: Path | None, header: Mapping[str, Any], restart: bool = False) -> None:
         self.journal = None
@@ -80,7 +88,10 @@ class RunJournal:
         self.segment = 0
 
     def answered_by(self, servers: Mapping[str, DetectedServer]) -> None:
-        """Reads the records of earlier processes. Raises UsageError if other servers gave those answers."""
+        """Reads the records of earlier processes.
+
+        Raises UsageError if other servers gave those answers.
+        """
         if self.journal is None:
             return
         identities = {name: server.identity for name, server in servers.items()}
@@ -94,7 +105,10 @@ class RunJournal:
         self._write(f"begin {self.segment}")
 
     def record(self, round_name: str, answer: Answer, origin: float) -> None:
-        """Writes one complete answer of a round. Its times count from `origin`, the beginning of the round."""
+        """Writes one complete answer of a round.
+
+        Its times count from `origin`, the beginning of the round.
+        """
         fields = asdict(answer)
         fields["started"] = answer.started - origin
         fields["finished"] = answer.finished - origin
@@ -112,7 +126,9 @@ class RunJournal:
             future.result()
 
     def rounds(self, round_name: str, level: LoadLevel, number: int) -> list[Round]:
-        """Returns the records of each earlier process: answers without an error, with times from its beginning."""
+        """Returns the records of each earlier process: answers without an error, with times from
+        its beginning.
+        """
         rounds = []
         for _, entries in sorted(self.stored.get(round_name, {}).items()):
             answers = good([entry.answer for entry in entries if entry.answer is not None])

@@ -1,7 +1,7 @@
 """The load of `bench` on one or several endpoints.
 
-Several endpoints are loaded one at a time, round by round and in rotating order, so that a noisy machine disturbs all
-of them alike.
+Several endpoints are loaded one at a time, round by round and in rotating order, so that a noisy
+machine disturbs all of them alike.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ THINKING_OWNED = dict.fromkeys(
 OPEN_CONNECTIONS = 4096  # at a given rate the server decides how many are in flight
 Ask = tuple[int, Question]  # a question with its index in the workload, which makes its seed
 Converse = Callable[[int, Question], Coroutine[Any, Any, None]]  # asks a question to its last turn
-# request parameters that a server's release handles badly under speculation: "end_engine", "ignored", "refused"
+# request parameters that a server's release handles badly under speculation: "end_engine",
+# "ignored", "refused"
 RequestLimits = Mapping[str, Sequence[str]]
 
 
@@ -138,9 +139,10 @@ RequestLimits = Mapping[str, Sequence[str]]
 class BenchWorkload:
     """All questions of `dataset` at each level, in `rounds` equal parts.
 
-    Levels are `rates` (conversations per second) if any, else `concurrency`. `recorded_times`: conversations begin at
-    the times of the rows, whose rate is in `rates`. `system`: a message before every question. `warmup`: questions
-    before the first level, None for as many as are in flight. `limit_s`: seconds of one answer.
+    Levels are `rates` (conversations per second) if any, else `concurrency`. `recorded_times`:
+    conversations begin at the times of the rows, whose rate is in `rates`. `system`: a message
+    before every question. `warmup`: questions before the first level, None for as many as are in
+    flight. `limit_s`: seconds of one answer.
     """
 
     dataset: Dataset
@@ -178,7 +180,9 @@ class BenchWorkload:
         return sum(question.requests for question in self.dataset.questions)
 
     def times(self, asked: Sequence[Ask], rate: float, number: int) -> NDArray[np.float64]:
-        """Returns the seconds at which the conversations of a round begin: as recorded, or as a Poisson process."""
+        """Returns the seconds at which the conversations of a round begin: as recorded, or as a
+        Poisson process.
+        """
         if self.recorded_times:
             sent_ms = [question.sent_ms for _, question in asked]
             times = np.array(sent_ms, dtype=np.float64)
@@ -234,9 +238,9 @@ class BenchWorkload:
 class MeasuredEndpoint:
     """One endpoint under load and everything measured on it.
 
-    `journal` keeps every answer, `bar` counts them. `category_rounds`: each category by itself, for a server that keeps
-    only totals. `unmeasured`: why acceptance is not measured, or only in part. `restless`: the server may still work
-    for requests that were given up.
+    `journal` keeps every answer, `bar` counts them. `category_rounds`: each category by itself, for
+    a server that keeps only totals. `unmeasured`: why acceptance is not measured, or only in part.
+    `restless`: the server may still work for requests that were given up.
     """
 
     name: str
@@ -280,7 +284,9 @@ class MeasuredEndpoint:
         self.bar.say(line)
 
     async def warm_up(self) -> None:
-        """Asks for short answers at the highest concurrency, not counted: users see no first-use costs."""
+        """Asks for short answers at the highest concurrency, not counted: users see no first-use
+        costs.
+        """
         workload = self.workload
         concurrency = workload.max_in_flight
         count = concurrency if workload.warmup is None else workload.warmup
@@ -296,7 +302,9 @@ class MeasuredEndpoint:
         await closed_loop(converse, list(enumerate(short_questions)), concurrency)
 
     async def ask_by_category(self) -> None:
-        """Asks a server that keeps only totals, as vLLM does, all questions once more, category by category."""
+        """Asks a server that keeps only totals, as vLLM does, all questions once more, category by
+        category.
+        """
         sources = set()
         for run in self.rounds:
             sources |= {count.source for count in run.counts}
@@ -402,7 +410,8 @@ class MeasuredEndpoint:
     ) -> AsyncIterator[Answer]:
         """Yields the answers to the turns of one question. Stops at the first error.
 
-        Each turn is asked with the model's answers to the earlier ones. `texts`: answers that are known already.
+        Each turn is asked with the model's answers to the earlier ones. `texts`: answers that are
+        known already.
         """
         workload = self.workload
         model = self.server.model
@@ -437,7 +446,10 @@ class MeasuredEndpoint:
 
 
 async def closed_loop(converse: Converse, asked: Sequence[Ask], concurrency: int) -> None:
-    """Asks all questions with `concurrency` of them in flight. A slot that ends takes the next one at once."""
+    """Asks all questions with `concurrency` of them in flight.
+
+    A slot that ends takes the next one at once.
+    """
     queue = list(asked)[::-1]
 
     async def slot() -> None:

@@ -1,7 +1,7 @@
 """Data sets of bench and check: reads questions from a file or a hub data set.
 
-A question is asked turn by turn, each with the model's answers to the earlier turns. Rows of the sets that
-data/datasets.yaml knows by name get the fields that the reader of conversations knows.
+A question is asked turn by turn, each with the model's answers to the earlier turns. Rows of the
+sets that data/datasets.yaml knows by name get the fields that the reader of conversations knows.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ Content = str | list[dict[str, Any]]
 class Question:
     """One conversation to hold.
 
-    `turns`: contents of the user's messages, text or with pictures a list of parts. `opening`: messages before the
-    first turn. `tools`: functions offered. A recorded request has no turns: its `body` is sent as it is, `opening`
-    holds its messages, and `sent_ms` its `timestamp`.
+    `turns`: contents of the user's messages, text or with pictures a list of parts. `opening`:
+    messages before the first turn. `tools`: functions offered. A recorded request has no turns: its
+    `body` is sent as it is, `opening` holds its messages, and `sent_ms` its `timestamp`.
     """
 
     id: str
@@ -86,7 +86,8 @@ class Question:
 class Dataset:
     """A data set as read.
 
-    `sha256`: of the file, or of all questions if there is no single file. `questions`: all, or a sample.
+    `sha256`: of the file, or of all questions if there is no single file. `questions`: all, or a
+    sample.
     """
 
     name: str
@@ -113,8 +114,8 @@ class Dataset:
 def load_dataset(name: str, samples: int | None = None) -> Dataset:
     """Reads a data set, all its questions or `samples` of them spread over categories.
 
-    `name`: `nano` (the held-out prompts of kimi-nano), a set known by name, a data file or directory, or a hub id.
-    Raises UsageError naming the row that cannot be asked.
+    `name`: `nano` (the held-out prompts of kimi-nano), a set known by name, a data file or
+    directory, or a hub id. Raises UsageError naming the row that cannot be asked.
     """
     source = locate(name)
     file = source.file
@@ -141,8 +142,8 @@ def load_dataset(name: str, samples: int | None = None) -> Dataset:
 def read_questions(source: QuestionSource) -> list[Question]:
     """Reads every question of a source, in order.
 
-    Two rows of one id are two questions, and the later gets its row's number. Raises UsageError if only some of the
-    rows are recorded requests.
+    Two rows of one id are two questions, and the later gets its row's number. Raises UsageError if
+    only some of the rows are recorded requests.
     """
     unread = Counter[str]()
     questions: list[Question] = []
@@ -164,10 +165,11 @@ def read_questions(source: QuestionSource) -> list[Question]:
 
 
 def recorded_request(row: DataRow, index: int) -> Question | None:
-    """Reads a row that is the body of a chat or completions request, alone or as `body` of a batch file's line.
+    """Reads a row that is the body of a chat or completions request, alone or as `body` of a batch
+    file's line.
 
-    None for any other row, such as a conversation with its answer. The default category is the number of the user's
-    turn. Raises UsageError if the body asks for several answers.
+    None for any other row, such as a conversation with its answer. The default category is the
+    number of the user's turn. Raises UsageError if the body asks for several answers.
     """
     value = row.value if isinstance(row.value, dict) else {}
     body = value.get("body", value)
@@ -219,10 +221,11 @@ def asked_by(row: DataRow, index: int, unread: Counter[str]) -> Question:
 def question_of(
     conversation: Conversation, index: int, pictures: Sequence[Message] = ()
 ) -> Question:
-    """Returns the question at the end of a conversation: the user's last turns, and the messages before them.
+    """Returns the question at the end of a conversation: the user's last turns, and the messages
+    before them.
 
-    `pictures` are shown with the first turn. An answer at the end is dropped. Raises UsageError if the conversation
-    does not end in a question that can be sent.
+    `pictures` are shown with the first turn. An answer at the end is dropped. Raises UsageError if
+    the conversation does not end in a question that can be sent.
     """
     where = conversation.where
     messages = list(conversation.messages)
@@ -260,7 +263,9 @@ def question_of(
 
 
 def spread(questions: list[Question], samples: int | None) -> list[Question]:
-    """Returns `samples` questions, taken round-robin over categories, so that a small sample covers all of them."""
+    """Returns `samples` questions, taken round-robin over categories, so that a small sample covers
+    all of them.
+    """
     if samples is None or samples >= len(questions):
         return list(questions)
     groups: dict[str, list[Question]] = {}
@@ -277,9 +282,10 @@ def spread(questions: list[Question], samples: int | None) -> list[Question]:
 class QuestionSource:
     """Where questions come from.
 
-    With `hub`: an entry of data/datasets.yaml, read from the hub or from a `file` of its form. Without: any file,
-    directory or hub id. `configs` are read one after the other, `others` only when they are named. `fields`: names of
-    the data set's fields. `placeholder`: text of a row that must be prepared first, and `prepare` says how.
+    With `hub`: an entry of data/datasets.yaml, read from the hub or from a `file` of its form.
+    Without: any file, directory or hub id. `configs` are read one after the other, `others` only
+    when they are named. `fields`: names of the data set's fields. `placeholder`: text of a row that
+    must be prepared first, and `prepare` says how.
     """
 
     label: str
@@ -334,7 +340,10 @@ def locate(text: str) -> QuestionSource:
 
 
 def _only(source: QuestionSource, config: str) -> QuestionSource:
-    """The source with this configuration alone. Raises UsageError if it has no such configuration."""
+    """The source with this configuration alone.
+
+    Raises UsageError if it has no such configuration.
+    """
     configs = [*source.configs, *source.others]
     if config not in configs:
         message = f"the data set {source.label} has no configuration {config}"
@@ -347,7 +356,10 @@ def _only(source: QuestionSource, config: str) -> QuestionSource:
 
 
 def rows_of(source: QuestionSource) -> Iterator[DataRow]:
-    """Yields the rows of a source with the reader's fields, each with its pictures. Raises UsageError."""
+    """Yields the rows of a source with the reader's fields, each with its pictures.
+
+    Raises UsageError.
+    """
     if source.file:
         for row in read_rows(source.file):
             yield with_known_fields(row, source) if source.hub else row
@@ -371,8 +383,8 @@ def _hub_rows(source: QuestionSource, name: str) -> Iterator[DataRow]:
 def with_known_fields(row: DataRow, source: QuestionSource) -> DataRow:
     """Returns a row of a known set with the fields that `conversations` reads, and its `images`.
 
-    A row without the fields that make its question is read as in any file. Raises UsageError if it has neither, or if
-    its text is only a placeholder.
+    A row without the fields that make its question is read as in any file. Raises UsageError if it
+    has neither, or if its text is only a placeholder.
     """
     value = row.value
     fields = source.fields
@@ -421,7 +433,10 @@ def _no_field(row: DataRow, names: str, source: QuestionSource) -> UsageError:
 
 
 def _picture(row: DataRow, image: Any) -> Message:
-    """Returns a picture as a part of a message. Bytes become a data: URL. Raises UsageError if it is no picture."""
+    """Returns a picture as a part of a message.
+
+    Bytes become a data: URL. Raises UsageError if it is no picture.
+    """
     if isinstance(image, str) and image.startswith(("http://", "https://", "data:image/")):
         return {"type": "image_url", "image_url": {"url": image}}
     data: Any = image

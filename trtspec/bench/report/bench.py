@@ -1,7 +1,7 @@
 """The report of `bench`: its sentence, its figures, its sections and their tables.
 
-Terminal and page show the same tables, each within 80 columns. Acceptance on degenerate output is blank, and no
-speed-up is made of it.
+Terminal and page show the same tables, each within 80 columns. Acceptance on degenerate output is
+blank, and no speed-up is made of it.
 """
 
 from __future__ import annotations
@@ -178,7 +178,8 @@ def median_ms(spread: LatencySpread | None) -> str:
 def condition(results: BenchResults) -> str:
     """Returns the conditions that belong to the name of every figure.
 
-    The temperature, how drafts were drawn above 0, whether the model thinks, and the beginning of its system prompt.
+    The temperature, how drafts were drawn above 0, whether the model thinks, and the beginning of
+    its system prompt.
     """
     work = results.workload
     recorded = work.recorded
@@ -219,7 +220,9 @@ def quality_line(endpoint: EndpointResult) -> str:
 
 
 def acceptance_table(endpoint: EndpointResult, workload: StatedWorkload) -> Table:
-    """By category and for all: N, acceptance length with its interval, and NVIDIA's mean over questions."""
+    """By category and for all: N, acceptance length with its interval, and NVIDIA's mean over
+    questions.
+    """
     rows = []
     for name, group in endpoint.groups.items():
         length = interval(group.acceptance_length, group.acceptance_length_interval)
@@ -239,7 +242,10 @@ def acceptance_table(endpoint: EndpointResult, workload: StatedWorkload) -> Tabl
 
 
 def card_table(results: BenchResults) -> Table:
-    """The published acceptance of the card's head on this data set, beside the measured. No rows without a card."""
+    """The published acceptance of the card's head on this data set, beside the measured.
+
+    No rows without a card.
+    """
     rows: list[list[str]] = []
     card = results.card
     record = known_head(card) if card else None
@@ -264,7 +270,10 @@ def _measured(endpoint: EndpointResult, category: str, mean: str) -> float | Non
 
 
 def slice_table(results: BenchResults, by: str, column: str) -> Table:
-    """Acceptance and speed by one property of answers, by endpoint. No rows if all answers share it."""
+    """Acceptance and speed by one property of answers, by endpoint.
+
+    No rows if all answers share it.
+    """
     rows_by_value: dict[int, list[list[str]]] = {}
     for endpoint in results.all:
         for part in endpoint.slices:

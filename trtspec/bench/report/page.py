@@ -2,7 +2,8 @@
 
 It is read on a desktop, a phone, on paper and in the dark.
 
-A page is a sentence, at most three figures with their ranges, then sections: plots first, tables behind them.
+A page is a sentence, at most three figures with their ranges, then sections: plots first, tables
+behind them.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ class Page:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure at the top. `range`: its interval, such as "1.24 to 1.57". "" if it is not known."""
+    """One figure at the top.
+
+    `range`: its interval, such as "1.24 to 1.57". "" if it is not known.
+    """
 
     value: str
     range: str
@@ -60,7 +64,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class PlotBar:
-    """A bar. `value`: in words. `width`, and the ends of the interval if it has one: in percent of the axis."""
+    """A bar.
+
+    `value`: in words. `width`, and the ends of the interval if it has one: in percent of the axis.
+    """
 
     color: int
     value: str
@@ -72,8 +79,8 @@ class PlotBar:
 class Plot:
     """Horizontal bars. A plot without bars is not shown.
 
-    `names`: of the colours. `bars`: by label. `ticks`: words at equal distances from the beginning of the axis to its
-    end, in `unit`.
+    `names`: of the colours. `bars`: by label. `ticks`: words at equal distances from the beginning
+    of the axis to its end, in `unit`.
     """
 
     caption: str
@@ -113,7 +120,10 @@ Value = tuple[float, float | None, float | None]
 def plot(
     caption: str, unit: str, series: Mapping[str, Mapping[str, Value]], baseline: float
 ) -> Plot:
-    """Returns horizontal bars from `baseline` on. `series`: values by the name of their colour and by label."""
+    """Returns horizontal bars from `baseline` on.
+
+    `series`: values by the name of their colour and by label.
+    """
     end = baseline
     for values in series.values():
         ends = [high or value for value, _, high in values.values()]

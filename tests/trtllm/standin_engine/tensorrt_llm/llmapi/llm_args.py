@@ -1,4 +1,6 @@
-"""Classes of the same make as the engine's: strict, with unions by discriminator, aliases, limits and validators."""
+"""Classes of the same make as the engine's: strict, with unions by discriminator, aliases, limits
+and validators.
+"""
 
 from enum import StrEnum
 from typing import Annotated, Any, Literal
