@@ -107,7 +107,7 @@ def test_every_verb_after_every_room(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", layers=7)
     head = make_head(tmp_path / "head", target, draft_vocab=128)
     done = notebook(EVERYTHING, target, head, tmp_path)
-    assert (done.status, done.stdout) == (0, ""), done.stderr
+    assert (done.status, done.stdout) == (0, ""), done
 
 
 def test_the_torch_free_verbs_load_no_torch_and_print_nothing(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def run_trtspec(command: Command, script: str) -> str:
     done = trtspec(
         *words, HF_HUB_OFFLINE="1", **({"TRTSPEC_PROGRESS": "1"} if command.shown else {})
     )
-    assert done.status in ((0, 3) if command.shown else (0,)), done.stderr
+    assert done.status in ((0, 3) if command.shown else (0,)), done
     assert not (missing := not_printed(command, done)), (
         f"not printed: {missing}\n{done.stdout}{done.stderr}"
     )

@@ -168,5 +168,5 @@ def test_an_option_with_an_empty_text_is_refused(
     more = {"prove": ["--head=x"], "synthesize": ["-o", tmp_path / "out"]}.get(command, [])
     for typed in options:
         done = trtspec(command, "http://127.0.0.1:9", typed, *more)
-        assert done.status == 2 and f"{typed[:-1]} is empty" in done.stderr, done.stderr
+        assert done.status == 2 and f"{typed[:-1]} is empty" in done.stderr, done
         assert "leave it out" in done.stderr

@@ -171,7 +171,7 @@ def test_every_kind_of_failure_is_recorded_with_its_reason(
     url, out = paced(ttft_s=0.01, gap_s=0.001, tokens=48, faults=kinds), tmp_path / "out"
     options = ("--timeout", "10", "--warmup", "0", "--samples", "16")
     done = ran(*bench(url, dataset, "-o", str(out), *options))
-    assert done.status == 3 and "TS-BENCH-ERRORS" in done.stdout, done.stderr
+    assert done.status == 3 and "TS-BENCH-ERRORS" in done.stdout, done
     errors = [entry["answer"]["error"] or "" for entry in answered(out)]
     cut = "without a finish_reason"
     for said in (

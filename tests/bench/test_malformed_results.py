@@ -144,7 +144,7 @@ def test_the_ci_step_bench_fails_with_its_summary(
         tmp_path, ENDPOINT=stand_in(fail_every=3), GITHUB_STEP_SUMMARY=str(summary)
     )
     done = run("bench")
-    assert done.status == 3, done.stderr
+    assert done.status == 3, done
     assert (
         "TS-BENCH-ERRORS" in summary.read_text()
         and "Output tokens per second" in summary.read_text()

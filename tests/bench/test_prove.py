@@ -248,7 +248,7 @@ def test_a_proof_killed_at_five_points_is_resumed(
         ):
             time.sleep(0.05)
         time.sleep(0.5)
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None
         family = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGKILL)
         process.communicate()

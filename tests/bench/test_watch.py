@@ -233,7 +233,7 @@ def test_wrong_usage_names_the_next_command(
         (tmp_path / "missing.json", "there is no such file"),
     ):
         done = trtspec("watch", server.url, "--once", "--baseline", file)
-        assert done.status == 2 and reason in done.stderr, done.stderr
+        assert done.status == 2 and reason in done.stderr, done
     done, found = once(url=f"http://127.0.0.1:{free_port()}")
     assert (
         done.status == 1
@@ -244,7 +244,7 @@ def test_wrong_usage_names_the_next_command(
         taken.listen()
         for listen in ("x", "99999999", f"127.0.0.1:{taken.getsockname()[1]}"):
             done = trtspec("watch", server.url, "--listen", listen)
-            assert done.status == 2 and f"--listen {listen}: " in done.stderr, done.stderr
+            assert done.status == 2 and f"--listen {listen}: " in done.stderr, done
 
 
 @pytest.mark.clock

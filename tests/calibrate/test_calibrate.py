@@ -48,7 +48,7 @@ WORDS = [
     "3",
     ";",
 ]
-EVERYTHING = replace(K25, quantize=["model.layers.*.mlp.*_proj", "model.layers.*.self_attn.*"])
+EVERYTHING = replace(K25, quantize=[*K25.quantize, "attention, by heads", "attention, latent"])
 
 
 @pytest.fixture(scope="module")

@@ -163,7 +163,7 @@ def test_a_missing_optional_package_names_its_extra(tmp_path: Path) -> None:
     output = str(tmp_path / "head")
     words = ("convert", "kimi-nano-eagle3", "-o", output, "--to", "vllm")
     done = ran(sys.executable, "-c", script, *words, timeout=900)
-    assert done.status == 4, done.stderr
+    assert done.status == 4, done
     assert done.stderr == 'Missing: this command needs torch\n-> pip install "trtspec[reference]"\n'
     assert not Path(output).exists()
 

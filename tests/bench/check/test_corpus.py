@@ -90,9 +90,7 @@ def test_an_honest_server_is_safe(kind: str) -> None:
     any of them under speculation, and is busy now and then.
     """
     rows = check("", kind)
-    assert CheckVerdict(rows=tuple(rows)).word == "SAFE", [
-        row for row in rows if row.status != "pass"
-    ]
+    assert CheckVerdict(rows=tuple(rows)).word == "SAFE", rows
 
 
 @pytest.mark.parametrize(
@@ -147,15 +145,24 @@ def test_a_scoring_server_that_speculates_is_refused_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("behind", "exact", "row"), [(1.5, False, ""), (2.5, False, "greedy"), (0.1, True, "greedy")]
+    ("behind", "exact", "lone", "row"),
+    [
+        (1.5, False, False, ""),
+        (2.5, False, False, "greedy"),
+        (2.5, False, True, ""),
+        (0.1, True, True, "greedy"),
+    ],
 )
-def test_one_answer_fails_beyond_two_nats_and_exact_takes_no_tie(
-    behind: float, exact: bool, row: str
+def test_one_prompt_fails_beyond_two_nats_and_exact_takes_no_tie(
+    behind: float, exact: bool, lone: bool, row: str
 ) -> None:
     got, plain = honest()
     one = next(one for one in got if one.kind == "text" and one.scores)
     off = (replace(one.scores[0], chosen=one.scores[0].top[0] - behind), *one.scores[1:])
-    one_off = [replace(each, scores=off) if each.key == one.key else each for each in got]
+    one_off = [
+        replace(each, scores=off) if each is one or (each.key == one.key and not lone) else each
+        for each in got
+    ]
     assert " ".join(failed(judge(one_off, plain, exact=exact))) == row
 
 

@@ -26,7 +26,7 @@ from trtspec.bench.check.prompts import (
     repeated,
     request_of,
 )
-from trtspec.bench.check.rows import FAIL_NATS, form_looks, is_greedy, speculates
+from trtspec.bench.check.rows import FAIL_NATS, MAX_TIPPED, form_looks, is_greedy, speculates
 from trtspec.checkpoint.chat_parser import END_OF_TURN
 from trtspec.checkpoint.writer import Journal
 from trtspec.client.client import RAW, RequestFailed, complete, finite
@@ -176,7 +176,6 @@ async def require_plain(asker: Asker, texts: Sequence[Exchange]) -> None:
 
 TOP = 20  # alternatives that are asked for
 MAX_CONTINUATIONS = 16  # tokens of an answer that are scored if each takes a request
-MAX_TIPPED = 2  # failing tokens of an answer that rounding may explain
 # probes whose answers are scored beside those at temperature 0
 SCORED = {*TRUNCATIONS, *SAMPLERS, "seed"}
 # parameters whose effect the baseline server must show as well

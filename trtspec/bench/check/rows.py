@@ -66,6 +66,7 @@ def judge(
 SUSPECT_NATS = 0.25
 # behind the best token: one answer fails; bfloat16 reaches 1.1 if the target is unsure
 FAIL_NATS = 2.0
+MAX_TIPPED = 2  # failing tokens of an answer that rounding may explain
 EXACT_NATS = 1e-3  # behind the best token with --exact; float32 rounds far below
 ALPHA = 1.25e-4  # false alarms of one test; a check makes eight tests at most
 DOUBTFUL_P = 0.01  # probability by chance below which the effect of a penalty counts
@@ -265,12 +266,36 @@ def greedy(
     # more suspects than rounding explains: each of them fails
     if more_often(suspects, len(regrets), baseline_suspects, len(baseline_regrets)):
         limit = min(limit, SUSPECT_NATS)
-    looks = [_greedy_look(exchange, limit) for exchange in greedy_answers]
+    tipped: list[Exchange] = []
+    if not exact:
+        tipped = _tipped(greedy_answers, limit)
+    looks = [_greedy_look(exchange, limit) for exchange in greedy_answers if exchange not in tipped]
+    looks += [_greedy_look(exchange, math.inf) for exchange in tipped]
     if not regrets:
         return looks, NO_SCORES
     rounding = max(baseline_regrets, default=0.0)
     why = f"at most {max(regrets):.2f} of {limit:g} nats behind, without speculation {rounding:.2f}"
+    if tipped:
+        why += f"; {tipped[0].key} ({tipped[0].run}) alone, not when asked again"
     return looks, why
+
+
+def _tipped(greedy_answers: Sequence[Exchange], limit: float) -> list[Exchange]:
+    """Returns the only answer that fails, if most answers to its prompt do not fail.
+
+    [] if rounding does not explain it. Rounding can tip a router at a near-tie, which moves a token
+    by several nats in one answer.
+    """
+    failing = [exchange for exchange in greedy_answers if regret(exchange) > limit]
+    if len(set(map(_identity, failing))) != 1:
+        return []
+    first = failing[0]
+    tokens = [score for score in first.scores if score.nats_behind > limit]
+    same_prompt = [exchange for exchange in greedy_answers if exchange.key == first.key]
+    is_rare = 2 * len(failing) < len(same_prompt)
+    if is_rare and len(tokens) <= MAX_TIPPED:
+        return failing
+    return []
 
 
 def _regrets(exchanges: Iterable[Exchange]) -> list[float]:
