@@ -193,12 +193,20 @@ def reasoning_parser(family: Family, name: str, engine: str) -> str | None:
 
 def require_published(name: str, dataset: str) -> None:
     """Raises UsageError if no acceptance was published for a head, or none on the data set."""
-    record, figures = known_head(name), dict[str, Any]()
+    record = known(name)
+    if isinstance(record, PublishedTarget):
+        heads = [head.id for head in catalogue().heads.values() if record.id in head.targets]
+        message = f"{name} is a target, and acceptance is published for heads"
+        raise UsageError(message, f"pass a head of it: {', '.join(heads) or 'none is published'}")
+    figures: dict[str, Any] = {}
     for measured in record.acceptance if record is not None else ():
         figures |= measured.figures
     if re.split("[:=]", dataset)[0] not in figures:
         message = f"no acceptance was published for {name} on {dataset}, as far as is known here"
-        raise UsageError(message, f"published on: {', '.join(figures) or 'nothing'}")
+        near = similar_id(name)
+        listed = " or ".join(figures) or "nothing, so leave `card` out"
+        remedy = f"did you mean {near}?" if near else f"published on: {listed}"
+        raise UsageError(message, remedy)
 
 
 def similar_id(name_or_id: str) -> str | None:

@@ -50,6 +50,7 @@ from trtspec.trtllm.serve.command import (
     with_launcher,
 )
 from trtspec.trtllm.serve.front import plan_front
+from trtspec.verbs.engine_files import engine_of
 from trtspec.vllm import plan_vllm
 
 # options of trtllm-serve, and the option of serve that decides each: the checks and the readiness probe read ours
@@ -70,6 +71,11 @@ def plan_server(options: ServeOptions) -> ServerPlan:
         raise UsageError(
             "an engine cannot be asked for any free port", "pass `port` with a number above 0"
         )
+    if options.config is not None and options.config.is_file():
+        engine = engine_of(Document.read(options.config).mapping) or options.mode
+        if engine is not options.mode:
+            message = f"`config` {options.config} is a file of {engine.name}"
+            raise UsageError(message, f"pass {engine.how}, or a file of {options.mode.name}")
     plan = plan_vllm if options.mode is VLLM else plan_engine
     return plan(options, launching=launching)
 
