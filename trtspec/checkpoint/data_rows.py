@@ -22,7 +22,6 @@ SUFFIXES = (*LINES, ARRAY_OR_LINES)
 MOST_LINE = 256 * 2**20  # bytes of one row; a conversation of a million tokens has about 5 MB
 MOST_ARRAY = 4 * 2**30  # bytes of a JSON array, which is read whole
 EXTRA = "pip install 'trtspec[modelopt]'"
-COPY = "pass a file with its rows as JSON lines; bench and check take it as NAME=FILE"
 TIMEOUT_S = 10.0  # of the first request to the hub
 CODE, REMEDY = "TS-DATA-ROW", "pass a data file"
 
@@ -175,7 +174,8 @@ def hub_rows(name: str, split: str | None, revision: str | None = None) -> Itera
     except (OSError, ValueError, RuntimeError, httpx.TransportError) as error:
         raise UsageError(
             f"cannot read split {wanted!r} of the hub data set {name}: {error}",
-            f"check the network, `split`, `hf auth login` for gated data, or {COPY}",
+            "check the network, `split`, `hf auth login` for gated data, or pass a file with its rows as JSON "
+            "lines; bench and check take it as NAME=FILE",
         ) from None
 
 

@@ -203,10 +203,7 @@ def require_published(name: str, dataset: str) -> None:
         figures |= measured.figures
     if re.split("[:=]", dataset)[0] not in figures:
         message = f"no acceptance was published for {name} on {dataset}, as far as is known here"
-        near = similar_id(name)
-        listed = " or ".join(figures) or "nothing, so leave `card` out"
-        remedy = f"did you mean {near}?" if near else f"published on: {listed}"
-        raise UsageError(message, remedy)
+        raise UsageError(message, f"published on: {', '.join(figures) or 'nothing'}")
 
 
 def similar_id(name_or_id: str) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -80,8 +79,7 @@ def inspect(options: InspectOptions) -> Result:
             values["comparison"] = {name: value for name, value in compared if name != "problems"}
             problems += result.problems
         else:
-            turned = shlex.join([options.against, "--against", options.path])
-            remedy = f"turn them around: `trtspec inspect {turned}`"
+            remedy = "turn them around: `trtspec inspect HEAD --against TARGET`"
             raise UsageError(f"{resolved.name} is a target and {other.name} a head", remedy)
     errors = len(errors_in(problems))
     message = f"{options.path} has {errors} error{'s' * (errors != 1)}"

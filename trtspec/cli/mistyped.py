@@ -48,8 +48,6 @@ def _meant_option(option: str, context: Any) -> str:
     own = spellings(command)
     if context.parent and option in spellings(context.parent.command):
         return f"put it before the command: `trtspec {option} {command.name}`"
-    if name := next((word for word in sys.argv if word in getattr(command, "commands", ())), ""):
-        return f"put it after the command: `trtspec {name} {option}`"
     near = nearest(option, own, "vllm", "options")
     if near in own and not near.startswith("-"):
         return f"{near} is given without an option: `trtspec {command.name} {near}`"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from trtspec.errors import CheckFailed, Problem, UsageError, termination_as_interrupt
+from trtspec.errors import (
+    CheckFailed,
+    Problem,
+    UsageError,
+    errors_in,
+    termination_as_interrupt,
+)
 from trtspec.launch.serve_options import REFERENCE, ServeOptions
 from trtspec.records import (
     DryRunOption,
@@ -20,7 +25,7 @@ from trtspec.records import (
     option,
     ready,
 )
-from trtspec.report import Result, versions
+from trtspec.report import Result, next_command, versions
 from trtspec.specs import Gpu
 from trtspec.verbs.options import IntList, RowName, ThinkingOption
 
@@ -138,7 +143,7 @@ def prove(options: ProveOptions) -> Result:
         remedy = f"see {page}; pass `accept_slower` if that load does not matter"
         wrong = CheckFailed("not proved: slower than the target alone", remedy)
     else:
-        lines.append(f"next: trtspec build-config {shlex.join([options.target, '--head', options.head])}")
+        lines.append(next_command("build-config", options.target, "--head", options.head))
     return Result(asdict(found), lines=lines, failure=wrong)
 
 
@@ -181,12 +186,11 @@ def _check_launches(setup: ProveSetup, *, launching: bool) -> None:
         return plan_server(options).problems
 
     command = click_command("serve", ServeOptions, problems_of)
-    problems: list[Problem] = []
     for server in (SPECULATING, PLAIN):
         words = serve_words(setup, server)[1:]
-        problems += command.main(words, prog_name="trtspec serve", standalone_mode=False)
-    # a killed proof may leave servers that are still ending, and the launch waits for their ports
-    refuse_errors([each for each in dict.fromkeys(problems) if each.code != "TS-SERVE-PORT"])
+        problems = command.main(words, prog_name="trtspec serve", standalone_mode=False)
+        # a killed proof may leave servers that are still ending, and the launch waits for their ports
+        refuse_errors([each for each in errors_in(problems) if each.code != "TS-SERVE-PORT"])
 
 
 def _refuse_own_options(words: tuple[str, ...]) -> None:

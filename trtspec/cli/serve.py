@@ -31,11 +31,10 @@ def serve(options: ServeOptions) -> Result | None:
     if options.dry_run:
         message = "a launch would be refused for the errors above"
         return replace(found, failure=check_failure(message, found.problems))
-    if plan is None:
-        refuse_errors(errors_in(found.problems))
     if options.json_:
         print_json(found.to_dict())
     if plan is None:
+        refuse_errors(errors_in(found.problems))
         serve_reference(options)
     elif status := launch(plan):
         sys.exit(status)
