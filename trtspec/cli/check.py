@@ -41,7 +41,8 @@ def check(options: CheckOptions) -> Result:
         lines = [
             f"{_cost(cost)}; {outcome.failed} without an answer",
             f"recorded {outcome.answered} answers in {options.record}",
-            f"next: trtspec check URL --score {shlex.quote(str(options.record))}, with the URL of the server without speculation",
+            f"next: trtspec check URL --score {shlex.quote(str(options.record))}, with the URL of "
+            "the server without speculation",
         ]
         values = {"recorded": str(options.record), "failed": outcome.failed, **cost}
         return Result(values, lines=lines)

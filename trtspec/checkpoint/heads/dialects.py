@@ -198,7 +198,9 @@ def dialect_of(checkpoint: Checkpoint, asked: Dialect | None = None) -> Dialect:
     if noted is not None and noted.prefix == layer_prefix(checkpoint.tensors):
         shown, certain = noted, True
     if asked and asked is not shown and certain:
-        message = f"`from_` {asked.option} contradicts {checkpoint.path}, whose layout is {shown.option}"
+        message = (
+            f"`from_` {asked.option} contradicts {checkpoint.path}, whose layout is {shown.option}"
+        )
         raise UsageError(message, f"leave `from_` out, or pass `from_` {shown.option}")
     return asked or shown
 
