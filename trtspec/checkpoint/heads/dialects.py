@@ -187,7 +187,7 @@ def training_record(path: Path) -> dict[str, Any]:
 
 
 def dialect_of(checkpoint: Checkpoint, asked: Dialect | None = None) -> Dialect:
-    """The dialect that `trtspec convert` noted, as long as the tensor names fit it; else `asked`, else the detected one.
+    """The dialect that `trtspec convert` noted and the tensor names fit, else `asked`, else the detected one.
 
     Some dialects have the same names and keys, and count layers differently. Raises UsageError if `asked` is another
     one than the note or a key that only one writer leaves behind.
