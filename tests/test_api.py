@@ -70,6 +70,7 @@ open(path, "w").write("max_batchsize: 8\\n")
 judged = trtspec.lint(path, trtllm_version="1.3.0rc20")
 assert not judged.ok and judged.problems[0].where.startswith(path), judged
 assert not trtspec.lint({{"max_batchsize": 8}}, trtllm_version="1.3.0rc20").ok
+assert trtspec.lint({{"max-num-seqs": 8}})["version_reason"].startswith("vLLM")
 
 decision = trtspec.plan("{TARGET}", head="{HEAD}", concurrency=[1, 16], acceptance="2.6@3")
 assert decision["fits"] and decision["best"]["concurrency"] in (1, 16)

@@ -343,7 +343,8 @@ def _value(field: OptionField, value: Any) -> Any:
 
 # pydantic's words for a value, and ours after "it is"
 REASONS = {
-    r"Value error, |Input should be (?='|one of)": "",
+    r"Value error, ": "",
+    r"Input should be (?='|one of)": "not ",
     r"Input should be a valid integer.*": "not a whole number",
     r"Input should be a valid number.*": "not a number",
     r"Input should be a valid boolean.*": "neither true nor false",
@@ -411,6 +412,9 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any])
                         f"`{fields[key].keyword}` is empty, as with a variable that is not set",
                         "give it a value, or leave it out",
                     )
+            passed = values.get("passed")  # options of an engine, which follow `--`
+            if passed and not passed[0].startswith("-"):
+                context.fail(f"Got unexpected extra argument ({passed[0]})")
             if str(values.get("output")) == "-":
                 raise UsageError(
                     "`output` - would write a file named -; nothing goes to stdout",

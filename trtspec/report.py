@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -181,6 +182,11 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
+
+
+def next_command(*words: object) -> str:
+    """The last line of a command that another one follows."""
+    return f"next: trtspec {shlex.join(map(str, words))}"
 
 
 def now() -> str:

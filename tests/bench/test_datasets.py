@@ -279,7 +279,7 @@ def test_every_known_set_states_its_licence_and_source() -> None:
         assert (
             known.licence and known.source.startswith("https://") and known.hub.count("/") == 1
         ), name
-    with pytest.raises(UsageError, match="there is no data set") as failed:
+    with pytest.raises(UsageError, match="no data set") as failed:
         load_dataset("mt-bensh")
     assert "mt-bench" in failed.value.remedy
 

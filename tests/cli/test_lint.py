@@ -30,7 +30,7 @@ def lint(*words: str, text: str = "", **environment: str) -> Done:
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
     texts = {"clean": CLEAN, "warns": WARNS, "renamed": RENAMED}
-    texts |= {"broken": "a: [1\n", "typo": "# c\nmax_batch_sise: 8\n"}
+    texts |= {"broken": "a: [1\n", "typo": "# c\nmax_batch_sise: 8\n", "others": "prompt: a\n"}
     for name, text in texts.items():
         (tmp_path / f"{name}.yml").write_text(text)
     return {name: str(tmp_path / f"{name}.yml") for name in [*texts, "missing"]}
@@ -77,6 +77,8 @@ def test_several_files_are_judged_and_one_that_is_missing_hides_none(files: dict
         "TS-LINT-SYNTAX",
     }
     assert lint(files["clean"], files["typo"], *VERSION).status == 3
+    done = lint(files["clean"], files["others"])
+    assert done.status == 2 and f"{files['others']}: not judged" in done.stderr
     assert lint(files["clean"], files["warns"], *VERSION).status == 0
 
 

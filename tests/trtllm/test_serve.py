@@ -262,7 +262,9 @@ def test_options_that_contradict_each_other_are_refused(
     pipe, cut = tmp_path / "PIPE", tmp_path / "CUT"
     os.mkfifo(pipe)
     cut.write_text("a: [")
-    places = {"FILE": str(file), "WRITTEN": str(written), "PIPE": str(pipe), "CUT": str(cut)}
+    vllm = tmp_path / "VLLM"
+    vllm.write_text("max-num-seqs: 8\n")
+    places = {"FILE": file, "WRITTEN": written, "PIPE": pipe, "CUT": cut, "VLLM": vllm}
     answer = trtspec("serve", K25[0], *(places.get(word, word) for word in words), "--dry-run")
     assert answer.status == 2 and says in answer.stderr, answer.stderr
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trtspec import files
+from trtspec.checkpoint.remote import is_online
 from trtspec.errors import MissingDependency, UsageError
 from trtspec.foreign import HubId, parse_hub_id
 
@@ -21,6 +22,7 @@ SUFFIXES = (*LINES, ARRAY_OR_LINES)
 MOST_LINE = 256 * 2**20  # bytes of one row; a conversation of a million tokens has about 5 MB
 MOST_ARRAY = 4 * 2**30  # bytes of a JSON array, which is read whole
 EXTRA = "pip install 'trtspec[modelopt]'"
+TIMEOUT_S = 10.0  # of the first request to the hub
 CODE, REMEDY = "TS-DATA-ROW", "pass a data file"
 
 
@@ -147,10 +149,15 @@ def hub_rows(name: str, split: str | None, revision: str | None = None) -> Itera
         import datasets
     except ImportError:
         raise MissingDependency(f"reading the hub data set {name} needs datasets", EXTRA) from None
+    import httpx
+    from huggingface_hub import HfApi
+
     identifier, _, config = name.partition(":")
     hub_id = parse_hub_id(identifier) or HubId(identifier)
     wanted = split or "train"
     try:
+        if is_online():  # the library below repeats each refused request for half a minute
+            HfApi().dataset_info(hub_id.name, timeout=TIMEOUT_S)
         stream = datasets.load_dataset(
             hub_id.name,
             config or None,
@@ -164,10 +171,11 @@ def hub_rows(name: str, split: str | None, revision: str | None = None) -> Itera
                 number,
                 {"category": wanted if split else "", **_without_nulls(row)},
             )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, httpx.TransportError) as error:
         raise UsageError(
             f"cannot read split {wanted!r} of the hub data set {name}: {error}",
-            "check `split`, `hf auth login` for gated data, or download it and pass the directory",
+            "check the network, `split`, `hf auth login` for gated data, or pass a file with its rows as JSON "
+            "lines; bench and check take it as NAME=FILE",
         ) from None
 
 

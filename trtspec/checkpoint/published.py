@@ -193,7 +193,12 @@ def reasoning_parser(family: Family, name: str, engine: str) -> str | None:
 
 def require_published(name: str, dataset: str) -> None:
     """Raises UsageError if no acceptance was published for a head, or none on the data set."""
-    record, figures = known_head(name), dict[str, Any]()
+    record = known(name)
+    if isinstance(record, PublishedTarget):
+        heads = [head.id for head in catalogue().heads.values() if record.id in head.targets]
+        message = f"{name} is a target, and acceptance is published for heads"
+        raise UsageError(message, f"pass a head of it: {', '.join(heads) or 'none is published'}")
+    figures: dict[str, Any] = {}
     for measured in record.acceptance if record is not None else ():
         figures |= measured.figures
     if re.split("[:=]", dataset)[0] not in figures:

@@ -17,7 +17,7 @@ from trtspec.records import (
     option,
     words,
 )
-from trtspec.report import Result, refuse_existing, write_atomic
+from trtspec.report import Result, next_command, refuse_existing, write_atomic
 from trtspec.trtllm.intent import CACHES, ENGINE_FILE, VLLM, Intent
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _vllm(options: BuildConfigOptions) -> Result:
         return Result({"output": None, "text": text}, text=text)
     refuse_existing(path, options.force, "vllm.yaml")
     write_atomic(path, text)
-    then = f"next: trtspec serve {options.target} --backend vllm --config {path} --dry-run"
+    then = next_command("serve", options.target, "--backend", "vllm", "--config", path, "--dry-run")
     return Result({"output": str(path), "text": text}, text="", messages=[f"wrote {path}", then])
 
 
@@ -146,11 +146,13 @@ def _next(options: BuildConfigOptions) -> list[str]:
     """The command that takes what was written, with its names."""
     if options.format == "helm-values" and options.output:
         return [
-            f"next: helm install kimi docker/helm/trtspec -f {options.output} --set image.repository=REPOSITORY"
+            f"next: helm install kimi docker/helm/trtspec -f "
+            f"{shlex.quote(str(options.output))} --set image.repository=REPOSITORY"
         ]
     if options.format == "yaml" and options.output and options.role is None:
-        code = " --trust-remote-code" if options.trust_remote_code else ""
-        return [f"next: trtspec serve {options.target} --config {options.output}{code} --dry-run"]
+        code = ["--trust-remote-code"] if options.trust_remote_code else []
+        file = ("--config", options.output, *code, "--dry-run")
+        return [next_command("serve", options.target, *file)]
     return []
 
 

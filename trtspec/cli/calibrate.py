@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from trtspec.machine import check_device
 from trtspec.records import JsonOption, argument, fill, option
-from trtspec.report import Result, progress_bar, value_table
+from trtspec.report import Result, next_command, progress_bar, value_table
 from trtspec.verbs.options import OutputFlags, PolicyOption, SourceArgument
 
 
@@ -57,5 +57,6 @@ def calibrate(options: CalibrateOptions) -> Result:
             path, options.data, options.output, policy, chosen, options, bar
         )
     values = {name: value for name, value in asdict(result).items() if value is not None}
-    then = f"next: trtspec quantize {options.source} -o OUT --policy {result.policy} --input-scales {result.output}"
+    scales = ("-o", "OUT", "--policy", result.policy, "--input-scales", result.output)
+    then = next_command("quantize", options.source, *scales)
     return Result(values, tables=[value_table(values)], messages=[] if options.dry_run else [then])

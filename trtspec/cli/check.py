@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from trtspec import report
 from trtspec.bench.check.kinds import CODES
 from trtspec.client.addresses import server_url
 from trtspec.client.client import remedy_for
-from trtspec.errors import CheckFailed, Problem, UsageError, as_typed
+from trtspec.errors import CheckFailed, Problem, as_typed
 from trtspec.records import checked
 from trtspec.report import Result
 from trtspec.verbs.check import AGAINST, ALONE, SCORE, CheckOptions, run_check
@@ -29,11 +30,6 @@ def check(options: CheckOptions) -> Result:
     verdict: SAFE (status 0), NOT SAFE, or NOT PROVEN with what could not be measured (both 3).
     """
     options = checked(options, SCORE if options.score else ALONE)
-    if unknown := set(options.accept_unmeasured) - CODES.keys():
-        raise UsageError(
-            f"`accept_unmeasured` {min(unknown)} is not a row of check",
-            f"the rows are {', '.join(CODES)}",
-        )
     if options.against:
         server_url(options.against, AGAINST)  # before anything is asked
     if options.record is not None:
@@ -45,7 +41,8 @@ def check(options: CheckOptions) -> Result:
         lines = [
             f"{_cost(cost)}; {outcome.failed} without an answer",
             f"recorded {outcome.answered} answers in {options.record}",
-            f"next: trtspec check URL --score {options.record}, with the URL of the server without speculation",
+            f"next: trtspec check URL --score {shlex.quote(str(options.record))}, with the URL of "
+            "the server without speculation",
         ]
         values = {"recorded": str(options.record), "failed": outcome.failed, **cost}
         return Result(values, lines=lines)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
 
-from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError, listed
+from trtspec.errors import CheckFailed, Problem, TrtspecError, UsageError, listed, printable
 from trtspec.records import JsonOption, Mode, Modes, argument, checked, option
 from trtspec.report import Result, problem_lines, write_atomic, write_stderr
 
@@ -140,7 +140,7 @@ def lint(options: LintOptions) -> Result:
         checked(options, OF_VLLM)
     for item in judged if len(judged) > 1 else ():
         if item.error is not None:
-            write_stderr(f"{item.name}: not judged: {item.error.message}\n")
+            write_stderr(printable(f"{item.name}: not judged: {item.error.message}\n"))
     lines = [line for item in judged for line in _lines(item)]
     notes = (assumed_release(item.reason, item.document) for item in judged)
     lines += problem_lines(next(filter(None, notes), []))
@@ -149,9 +149,9 @@ def lint(options: LintOptions) -> Result:
 
 def _files_of(name: str) -> list[str]:
     """The file itself; of a directory, every file below it that has engine settings. Raises UsageError if none has."""
-    from trtspec.trtllm.carriers import carried, is_engine_file
+    from trtspec.trtllm.carriers import carried
     from trtspec.trtllm.document import Document
-    from trtspec.vllm import is_vllm_file
+    from trtspec.verbs.engine_files import engine_of
 
     if not Path(name).is_dir():
         return [name]
@@ -160,14 +160,12 @@ def _files_of(name: str) -> list[str]:
     for path in sorted(paths):
         with suppress(TrtspecError):  # which is reported where the file is judged
             document = Document.read(path)
-            keys = document.mapping
-            engine = is_engine_file(map(str, keys)) or is_vllm_file(keys)
-            if not engine and not carried(document.text):
+            if not engine_of(document.mapping) and not carried(document.text):
                 continue
         files.append(str(path))
     count = len(paths) - len(files)
     if count:
-        write_stderr(f"{name}: {count} files without engine settings were left out\n")
+        write_stderr(printable(f"{name}: {count} files without engine settings were left out\n"))
     if not files:
         raise UsageError(f"no file below {name} has engine settings", "pass the engine YAML")
     return files
@@ -203,7 +201,10 @@ def lint_configuration(
         files=(document.name,), trtllm_version=trtllm_version, target=str(target) if target else None,
         head=str(head) if head else None, gpu=gpu,
     )  # fmt: skip
-    judged = judge_part(document, Carried(""), list(options) or None, asked)
+    foreign = _foreign(document)
+    if foreign is not None:
+        checked(asked, OF_VLLM)
+    judged = foreign or judge_part(document, Carried(""), list(options) or None, asked)
     values = {"version": judged.version, "version_reason": judged.reason}
     return Result(values, judged.findings)
 
@@ -311,6 +312,10 @@ def judge_part(
     if command.partial:
         deployment = replace(deployment, options=None)
     findings = find(document, deployment)
+    unjudged = {item.key for item in findings if item.code == "TS-LINT-KEY-UNCERTAIN"}
+    if not part.place and document.mapping and unjudged.issuperset(document.mapping):
+        message = f"no rule judges {document.name}: no engine has {listed(sorted(unjudged))}"
+        raise UsageError(message, "pass the engine YAML, or what carries it")
     better, corrected = fix(document, deployment, findings)
     fixable = {finding for finding in corrected if not options.fix}
     if options.fix:
@@ -391,14 +396,13 @@ def _of_vllm(judged: Judged, part: Carried) -> Judged:
 
 def _foreign(document: Document) -> Judged | None:
     """A file of vLLM, or one without any key of an engine; None for any other."""
-    from trtspec.trtllm.carriers import is_engine_file, is_foreign
-    from trtspec.vllm import is_vllm_file, known_options, unknown_options
+    from trtspec.launch.serve_options import VLLM
+    from trtspec.trtllm.carriers import is_foreign
+    from trtspec.verbs.engine_files import engine_of
+    from trtspec.vllm import unknown_options
 
     keys = document.mapping
-    # both engines have keys such as tensor_parallel_size
-    options = known_options()
-    other = [key for key in map(str, keys) if key.replace("_", "-") not in options]
-    if is_vllm_file(keys) and not is_engine_file(other):
+    if engine_of(keys) is VLLM:
         findings = [document.placed(problem) for problem in unknown_options(keys)]
         return Judged(document.name, document, None, BY_VLLM, findings)
     if "architectures" not in keys and not is_foreign(

@@ -11,7 +11,8 @@ from trtspec.data_files import load_yaml
 from trtspec.errors import UsageError, did_you_mean, nearest
 from trtspec.records import plain_reason, set_by, spellings
 
-SECOND = ("--head", "--against", "--against-url", "--output")  # what a second argument is meant as
+# what a second argument is meant as, and what its value begins with
+SECOND = {"--head": "", "--against": "", "--against-url": "plain=", "--output": ""}
 
 
 def usage_error(error: Any) -> UsageError:
@@ -24,12 +25,13 @@ def usage_error(error: Any) -> UsageError:
         return UsageError(message, f"see `trtspec {' '.join(sys.argv[1:2])} --help`")
     page, command = f"see `{context.command_path} --help`", context.command
     if hasattr(error, "possibilities"):
-        return UsageError(message, _meant_option(error.option_name, command) or page)
+        return UsageError(message, _meant_option(error.option_name, context) or page)
     if unknown := re.match("No such command '(.+)'", message):
         commands = [*command.commands]
         near = nearest(unknown[1], commands, "commands")
         return UsageError(message, f"did you mean `trtspec {near}`?" if near else page)
     if extra := re.match(r"Got unexpected extra .* \((.+)\)", message):
+        message = f"`{context.command_path}` takes no further argument: {extra[1]}"
         return UsageError(message, _meant_argument(extra[1].split(), command) or page)
     if message.startswith("Missing") and (examples := load_yaml("examples.yaml").get(command.name)):
         return UsageError(message, f"for example `{examples[0]}`")
@@ -40,9 +42,12 @@ def usage_error(error: Any) -> UsageError:
     )
 
 
-def _meant_option(option: str, command: Any) -> str:
+def _meant_option(option: str, context: Any) -> str:
     """The remedy for an option that the command does not have; "" if nothing is known of it."""
+    command = context.command
     own = spellings(command)
+    if context.parent and option in spellings(context.parent.command):
+        return f"put it before the command: `trtspec {option} {command.name}`"
     near = nearest(option, own, "vllm", "options")
     if near in own and not near.startswith("-"):
         return f"{near} is given without an option: `trtspec {command.name} {near}`"
@@ -56,8 +61,6 @@ def _meant_option(option: str, command: Any) -> str:
 def _meant_argument(extra: list[str], command: Any) -> str:
     """The remedy for more arguments than the command takes; "" if nothing is known of them."""
     own, words = spellings(command), sys.argv
-    if words[2:] == extra:
-        return f"`trtspec {command.name}` takes no argument"
     index = words.index(extra[0]) if extra[0] in words else 0
     flag, value = ["", "", *words[:index]][-2:]  # before the first extra word
     if flag in own and value.isdigit():
@@ -65,7 +68,7 @@ def _meant_argument(extra: list[str], command: Any) -> str:
     if flag in own:
         return f"quote a value that has blanks: {flag} '{' '.join([value, *extra])}'"
     meant = next((flag for flag in SECOND if flag in own and flag not in words), None)
-    return f"did you mean {meant} {extra[0]}?" if meant else ""
+    return f"did you mean {meant} {SECOND[meant]}{extra[0]}?" if meant else ""
 
 
 def _wrong_value(message: str, context: Any, parameter: Any, page: str) -> UsageError:

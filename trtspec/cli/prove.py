@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from trtspec.errors import CheckFailed, UsageError, termination_as_interrupt
+from trtspec.errors import (
+    CheckFailed,
+    Problem,
+    UsageError,
+    errors_in,
+    termination_as_interrupt,
+)
+from trtspec.launch.serve_options import REFERENCE, ServeOptions
 from trtspec.records import (
     DryRunOption,
     JsonOption,
     TargetArgument,
     argument,
+    click_command,
     fill,
     option,
+    ready,
 )
-from trtspec.report import Result, versions
+from trtspec.report import Result, next_command, versions
 from trtspec.specs import Gpu
-from trtspec.verbs.options import IntList, ThinkingOption
+from trtspec.verbs.options import IntList, RowName, ThinkingOption
 
 if TYPE_CHECKING:
     from trtspec.bench.prove import ProveSetup
@@ -72,7 +81,7 @@ class ProveOptions:
         IntList, option("Numbers of parallel conversations.", group="Questions")
     ] = IntList((1, 4, 16))
     accept_unmeasured: Annotated[
-        tuple[str, ...], option("Row of check that may stay unmeasured; repeatable.")
+        tuple[RowName, ...], option("Row of check that may stay unmeasured; repeatable.")
     ] = ()
     accept_slower: Annotated[
         bool, option("Status 0 also if speculation is slower at a concurrency.")
@@ -115,12 +124,14 @@ def prove(options: ProveOptions) -> Result:
     setup = _setup(options)
     locate(setup.dataset)
     steps = proving.script(setup, options.output)
+    engine = None if options.dry_run else _engine(options.backend)
+    _check_launches(setup, launching=not options.dry_run)
     if options.dry_run:
         text = proving.shell_text(setup, options.output, steps)
         slower = "" if options.accept_slower else "# ends with status 3 if slower at a load\n"
         return Result({"script": text}, text=text + slower)
     dataset = load_dataset(setup.dataset, setup.samples)
-    same = {"engine": _engine(options.backend), "dataset_sha256": dataset.sha256}
+    same = {"engine": engine, "dataset_sha256": dataset.sha256}
     key_header()  # a key that bench cannot send is refused before hours of work
     with termination_as_interrupt():
         found = proving.prove(setup, steps, options.output, same, options.startup_timeout)
@@ -132,7 +143,7 @@ def prove(options: ProveOptions) -> Result:
         remedy = f"see {page}; pass `accept_slower` if that load does not matter"
         wrong = CheckFailed("not proved: slower than the target alone", remedy)
     else:
-        lines.append(f"next: trtspec build-config {options.target} --head {options.head}")
+        lines.append(next_command("build-config", options.target, "--head", options.head))
     return Result(asdict(found), lines=lines, failure=wrong)
 
 
@@ -160,6 +171,26 @@ def _setup(options: ProveOptions) -> ProveSetup:
         concurrency=options.concurrency.values,
         serve_words=options.passed,
     )
+
+
+def _check_launches(setup: ProveSetup, *, launching: bool) -> None:
+    """Makes the checks of `trtspec serve` for both servers. Raises TrtspecError for what would end a launch."""
+    from trtspec.bench.prove import PLAIN, SPECULATING, serve_words
+    from trtspec.launch.preflight import refuse_errors
+    from trtspec.verbs.serve import plan_server, reference_problems
+
+    def problems_of(options: ServeOptions) -> list[Problem]:
+        options = ready(replace(options, dry_run=not launching))
+        if options.mode is REFERENCE:
+            return reference_problems(options)
+        return plan_server(options).problems
+
+    command = click_command("serve", ServeOptions, problems_of)
+    for server in (SPECULATING, PLAIN):
+        words = serve_words(setup, server)[1:]
+        problems = command.main(words, prog_name="trtspec serve", standalone_mode=False)
+        # a killed proof may leave servers that are still ending, and the launch waits for their ports
+        refuse_errors([each for each in errors_in(problems) if each.code != "TS-SERVE-PORT"])
 
 
 def _refuse_own_options(words: tuple[str, ...]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,7 +9,7 @@ from typing import Annotated, Literal
 from trtspec.errors import check_failure
 from trtspec.machine import check_device
 from trtspec.records import JsonOption, fill, option
-from trtspec.report import Result, Table, progress_bar, value_table
+from trtspec.report import Result, Table, next_command, progress_bar, value_table
 from trtspec.verbs.options import OutputFlags, PolicyOption, SourceArgument
 
 
@@ -94,12 +93,11 @@ def quantize(options: QuantizeOptions) -> Result:
     table = Table("", ("linears", "tensors", "relative error", "zero blocks"), rows, ruled=False)
     message = f"{result.output} is complete, and {options.source} has errors, each with its remedy"
     failure = check_failure(message, result.problems)
-    inspect = shlex.join(["trtspec", "inspect", str(result.output), "--against", options.source])
     lines = [
         "",
         f"{result.output}: {result.quantized:,} NVFP4, {result.decoded:,} decoded, {result.copied:,} unchanged; "
         f"{result.bytes_in:,} -> {result.bytes_out:,} bytes in {result.seconds} s, "
         f"{result.shards_resumed} shards resumed",
-        f"next: {inspect}",
+        next_command("inspect", result.output, "--against", options.source),
     ]
     return Result(to_json(result), result.problems, [table] if rows else [], lines, failure)

@@ -7,7 +7,7 @@ import shlex
 import sys
 from dataclasses import replace
 
-from trtspec.errors import check_failure
+from trtspec.errors import check_failure, errors_in
 from trtspec.launch.serve_options import REFERENCE, ServeOptions
 from trtspec.records import words
 from trtspec.report import Result, print_json
@@ -18,7 +18,7 @@ API_KEY = "TRTSPEC_SERVE_API_KEY"  # the key itself is never printed
 def serve(options: ServeOptions) -> Result | None:
     """Run all preflight checks, then serve TARGET. Signals and the exit status are passed on; nothing is restarted."""
     from trtspec.client.addresses import bearer
-    from trtspec.launch.preflight import launch
+    from trtspec.launch.preflight import launch, refuse_errors
     from trtspec.verbs.serve import plan_server, serve_reference
 
     bearer(options.api_key, "the key of `api_key`")
@@ -34,6 +34,7 @@ def serve(options: ServeOptions) -> Result | None:
     if options.json_:
         print_json(found.to_dict())
     if plan is None:
+        refuse_errors(errors_in(found.problems))
         serve_reference(options)
     elif status := launch(plan):
         sys.exit(status)

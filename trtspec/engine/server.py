@@ -77,7 +77,8 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
     )
     reuse = "prefix reuse" if options.prefix_bytes else "no prefix reuse"
     how = f"{dtype_name(engine.target.dtype)}, {drafting}, {reuse}"
-    ready = f"trtspec: serving {name} on http://{options.host}:{listener.getsockname()[1]} ({how}); next: trtspec bench http://{options.host}:{listener.getsockname()[1]}"
+    url = f"http://{options.host}:{listener.getsockname()[1]}"
+    ready = f"trtspec: serving {name} on {url} ({how}); next: trtspec bench {url}"
     server = AnnouncingServer(app, worker, ready, options.grace)
     gc.collect()
     gc.freeze()  # a collection stops every thread; from here on it leaves out what was made before the first request

@@ -15,7 +15,7 @@ from trtspec.errors import TrtspecError, UsageError
 from trtspec.foreign import PlainName
 from trtspec.records import ForceOption, JsonOption, Mode, Modes, Needs, argument, option
 from trtspec.verbs.bench import request_limits_of
-from trtspec.verbs.options import WaitReadyOption
+from trtspec.verbs.options import RowName, WaitReadyOption
 
 if TYPE_CHECKING:
     from trtspec.bench.check.asking import Asker
@@ -61,7 +61,7 @@ class CheckOptions:
         Needs("score", "against"),
     ] = False  # fmt: skip
     accept_unmeasured: Annotated[
-        tuple[str, ...], option("Row that may stay unmeasured; repeatable.", group="Verdict")
+        tuple[RowName, ...], option("Row that may stay unmeasured; repeatable.", group="Verdict")
     ] = ()
     dataset: Annotated[str, option("Questions, as for bench.", group="Requests"), Modes(ALONE)] = (
         "nano"

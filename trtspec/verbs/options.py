@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
+from trtspec.bench.check.kinds import CODES
 from trtspec.data_files import load_yaml
 from trtspec.records import DryRunOption, ForceOption, RestartOption, argument, option
 from trtspec.report import OutputOptions
@@ -85,6 +86,19 @@ def _numbers(text: str, number: type, above: int) -> tuple[Any, ...]:
     if not all(above < value < MAX_NUMBER for value in values):
         raise ValueError
     return values
+
+
+class RowName(str):
+    """The name of a row of check."""
+
+    what: ClassVar = f"one of {', '.join(CODES)}"
+    example: ClassVar = "ROW"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        if text not in CODES:
+            raise ValueError
+        return cls(text)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import shlex
 from dataclasses import replace
 from typing import Any
 
-from trtspec.checkpoint.heads.pairing import learned_problems
-from trtspec.checkpoint.hub import Target, find_head, find_target, load_head, resolve
+from trtspec.checkpoint.heads.pairing import learned_problems, pair_problems
+from trtspec.checkpoint.hub import Target, find_head, find_target, findable, load_head, resolve
 from trtspec.checkpoint.target_problems import sound
-from trtspec.errors import Problem, UsageError
+from trtspec.errors import Problem, UsageError, errors_in
 from trtspec.files import STDIN, read_yaml_text
 from trtspec.launch.preflight import ServerPlan, as_in_dry_run, check_start, read_gpus
 from trtspec.launch.serve_options import FRONT, VLLM, ServeOptions
@@ -50,6 +50,7 @@ from trtspec.trtllm.serve.command import (
     with_launcher,
 )
 from trtspec.trtllm.serve.front import plan_front
+from trtspec.verbs.engine_files import engine_of
 from trtspec.vllm import plan_vllm
 
 # options of trtllm-serve, and the option of serve that decides each: the checks and the readiness probe read ours
@@ -70,6 +71,11 @@ def plan_server(options: ServeOptions) -> ServerPlan:
         raise UsageError(
             "an engine cannot be asked for any free port", "pass `port` with a number above 0"
         )
+    if options.config is not None and options.config.is_file():
+        engine = engine_of(Document.read(options.config).mapping) or options.mode
+        if engine is not options.mode:
+            message = f"`config` {options.config} is a file of {engine.name}"
+            raise UsageError(message, f"pass {engine.how}, or a file of {options.mode.name}")
     plan = plan_vllm if options.mode is VLLM else plan_engine
     return plan(options, launching=launching)
 
@@ -266,10 +272,10 @@ def reference_problems(options: ServeOptions) -> list[Problem]:
     if target.resolved.path is not None:
         sound(target.resolved.target)
     head = find_head(options.head) if options.head else None
-    if head is None or head.path is None:
+    if head is None or not findable(head.name):
         return []
-    head.head_spec()
-    return learned_problems(head, target.resolved)
+    pair = errors_in(pair_problems(head.head_spec(), target.spec))
+    return pair + learned_problems(head, target.resolved)
 
 
 def serve_reference(options: ServeOptions) -> None:

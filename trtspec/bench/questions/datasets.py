@@ -336,7 +336,9 @@ def locate(text: str) -> QuestionSource:
     remedy = f"pass a data file, a hub id org/name, nano, or one of {', '.join(catalogue())}, alone or as NAME=FILE"
     if Path(text).suffix in SUFFIXES:
         raise missing(text, remedy)
-    raise UsageError(f"there is no data set {text}", did_you_mean(text, catalogue(), remedy))
+    raise UsageError(
+        f"there is no file and no data set {text}", did_you_mean(text, catalogue(), remedy)
+    )
 
 
 def _only(source: QuestionSource, config: str) -> QuestionSource:

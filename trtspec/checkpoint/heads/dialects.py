@@ -25,6 +25,7 @@ from trtspec.checkpoint.heads.config import (
 from trtspec.checkpoint.heads.shapes import layer_prefix
 from trtspec.checkpoint.identity import recorded
 from trtspec.checkpoint.published import DRAFT_LEN
+from trtspec.errors import UsageError
 from trtspec.specs import HeadSpec, ModelSpec
 
 
@@ -159,21 +160,21 @@ OPTIONS = {
 DEFAULT = DIALECTS["modelopt"]  # what names and keys do not tell, and what `trtspec train` writes
 
 
-def detect_dialect(config: dict[str, Any], names: set[str]) -> Dialect:
-    """The dialect by the tensor names (unprefixed by `model.`) and the keys that only one writer leaves behind."""
+def detect_dialect(config: dict[str, Any], names: set[str]) -> tuple[Dialect, bool]:
+    """The dialect by the tensor names (unprefixed by `model.`) and the keys that only one writer leaves behind, and
+    whether such a key shows it."""
     nested, top = stated_ids(config)
     ids = top or nested
-    shown = {*config, *(f"eagle_config.{key}" for key in config.get("eagle_config") or ())}
-    shown |= {*(config.get("architectures") or ()), str(config.get("model_type"))}
+    keys = {*config, *(f"eagle_config.{key}" for key in config.get("eagle_config") or ())}
+    keys |= {*(config.get("architectures") or ())}
+    shown = keys | {str(config.get("model_type"))}
     shown |= {name.split(".")[0] for name in names} | ({"ids"} if ids else set())
     shown |= {"ids from 1"} if ids and min(ids) == 1 else set()
     for row in sorted(DIALECTS.values(), key=lambda row: row.rank):
-        if any(
-            all((word.removeprefix("!") in shown) != word.startswith("!") for word in way)
-            for way in row.wrote
-        ):
-            return row
-    return DEFAULT
+        for way in row.wrote:
+            if all((word.removeprefix("!") in shown) != word.startswith("!") for word in way):
+                return row, not keys.isdisjoint(way)
+    return DEFAULT, False
 
 
 def training_record(path: Path) -> dict[str, Any]:
@@ -185,17 +186,23 @@ def training_record(path: Path) -> dict[str, Any]:
     return record if record.get("command") == "train" else {}
 
 
-def dialect_of(checkpoint: Checkpoint) -> Dialect:
-    """The dialect that `trtspec convert` noted, as long as the tensor names fit it; else the detected one.
+def dialect_of(checkpoint: Checkpoint, asked: Dialect | None = None) -> Dialect:
+    """The dialect that `trtspec convert` noted and the tensor names fit, else `asked`, else the detected one.
 
-    Some dialects have the same names and keys, and count layers differently.
+    Some dialects have the same names and keys, and count layers differently. Raises UsageError if `asked` is another
+    one than the note or a key that only one writer leaves behind.
     """
+    names = {name.removeprefix("model.") for name in checkpoint.tensors}
+    shown, certain = detect_dialect(checkpoint.config, names)
     noted = DIALECTS.get(str(recorded(checkpoint.path).get("dialect")))
     if noted is not None and noted.prefix == layer_prefix(checkpoint.tensors):
-        return noted
-    return detect_dialect(
-        checkpoint.config, {name.removeprefix("model.") for name in checkpoint.tensors}
-    )
+        shown, certain = noted, True
+    if asked and asked is not shown and certain:
+        message = (
+            f"`from_` {asked.option} contradicts {checkpoint.path}, whose layout is {shown.option}"
+        )
+        raise UsageError(message, f"leave `from_` out, or pass `from_` {shown.option}")
+    return asked or shown
 
 
 def head_config(spec: HeadSpec, target: ModelSpec) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def read_head(
 ) -> tuple[HeadSpec, list[Problem]]:
     """The canonical record with every problem found in the checkpoint on its own (not against a target).
 
-    `dialect` overrides detection. Raises TrtspecError for what is no Eagle3 head at all.
+    `dialect` overrides what the files only suggest. Raises TrtspecError if the checkpoint is not an Eagle3 head.
     """
     from trtspec.checkpoint.heads.problems import (
         head_problems,
@@ -68,7 +68,7 @@ def read_head(
     if wrong is not None:
         raise TrtspecError(f"{checkpoint.path}: {wrong.message} [{wrong.code}]", wrong.remedy)
     tensors = canonical_names(checkpoint.tensors)
-    declared = head_spec_from_config(checkpoint.config, dialect=dialect or dialect_of(checkpoint))
+    declared = head_spec_from_config(checkpoint.config, dialect=dialect_of(checkpoint, dialect))
     config = flat_config(checkpoint.config)
     attention, prefix = attention_of(tensors), layer_prefix(checkpoint.tensors)
     if problems := unreadable(tensors, declared, attention):
@@ -91,7 +91,7 @@ def head_spec_from_config(
         values.whole("num_attention_heads", least=1),
     )
     vocab = values.whole("vocab_size", least=1)
-    dialect = dialect or detect_dialect(config, set())
+    dialect = dialect or detect_dialect(config, set())[0]
     mla = bool(flat.get("kv_lora_rank"))
     aux = dialect.capture(config)[0]
     spec = HeadSpec(
