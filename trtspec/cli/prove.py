@@ -124,7 +124,9 @@ def prove(options: ProveOptions) -> Result:
     setup = _setup(options)
     locate(setup.dataset)
     steps = proving.script(setup, options.output)
-    engine = None if options.dry_run else _engine(options.backend)
+    engine = None
+    if not options.dry_run:
+        engine = _engine(options.backend)
     _check_launches(setup, launching=not options.dry_run)
     if options.dry_run:
         text = proving.shell_text(setup, options.output, steps)
