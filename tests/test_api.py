@@ -1,6 +1,4 @@
-"""The Python API as a notebook uses it: every verb in a fresh process, after every room has been
-imported.
-"""
+"""The Python API as a notebook uses it: every verb in a fresh process, after all imports."""
 
 import inspect
 import os

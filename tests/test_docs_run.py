@@ -1,6 +1,7 @@
-"""The commands of the pages that tests/test_docs_commands.py only parses, run on stand-ins of this
-machine: kimi-nano for a target, its shipped head for a head, reference servers for endpoints, small
-files for data.
+"""The commands of the pages that tests/test_docs_commands.py only parses, run on stand-ins.
+
+kimi-nano for a target, its shipped head for a head, reference servers for endpoints, small files
+for data, all of this machine.
 
 STAND_INS maps the words of a page; SMALLER has the options that make a command take seconds. What
 is left out is in ELSEWHERE, with the test that runs it or the reason why none can. Captured output
@@ -193,9 +194,7 @@ def stood_in(room: Room, words: list[str]) -> list[str]:
 
 
 def as_written(room: Room, command: Command) -> list[str] | None:
-    """The words of a command with captured output, with this room's addresses; None if they name a
-    stand-in.
-    """
+    """The command's words with this room's addresses; None without output or with a stand-in."""
     words = [re.sub(r"http://([\w.]+):(\d+)", room.url, word) for word in command.words[1:]]
     if (
         not command.shown
@@ -208,9 +207,7 @@ def as_written(room: Room, command: Command) -> list[str] | None:
 
 
 def without_figures(line: str) -> str:
-    """`line` without numbers, addresses and the dtype, which a CPU without bfloat16 chooses
-    otherwise.
-    """
+    """`line` without numbers, addresses and the dtype, which depends on the CPU's bfloat16."""
     line = re.sub(r"http://[\w.:]+", "URL", " ".join(line.split()))
     return re.sub(r"\d[\d,.]*", "0", re.sub(r"\b(bfloat16|float32)\b", "DTYPE", line))
 

@@ -1,6 +1,7 @@
-"""The site and a report in a real browser: no page is wider than a desktop, a tablet or a phone, no
-script fails, and every link of the site leads to a page, and a place on it, that is there. The
-browser is the one that TRTSPEC_CHROMIUM names.
+"""The site and a report in a real browser, which TRTSPEC_CHROMIUM names.
+
+No page is wider than a desktop, a tablet or a phone, no script fails, and every link of the site
+leads to a page, and a place on it, that is there.
 """
 
 import functools

@@ -1,6 +1,4 @@
-"""`trtspec serve --backend vllm` without vLLM: published commands, releases, and what is refused
-before.
-"""
+"""`trtspec serve --backend vllm` without vLLM: published commands, releases, and refusals."""
 
 import json
 import shlex
@@ -65,9 +63,7 @@ def meaning(words: list[str]) -> list[Any]:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_dry_run_begins_with_the_published_command(name: str) -> None:
-    """Word for word, JSON by its meaning; behind it only what the published command leaves to
-    defaults.
-    """
+    """A dry run has the published command's words, JSON by meaning, and then its defaults."""
     published = shlex.split(PUBLISHED[name])
     settings = json.loads(published[6])
     answer = dry(

@@ -1,12 +1,11 @@
-"""Whether two states of the package behave alike: one corpus is run with each, and every row that
-differs is printed.
+"""Whether two states of the package behave alike: prints each row of a corpus that differs.
 
     python tools/fingerprint.py BEFORE AFTER [--whole] [--only AREA] [-o DIR] [--inputs DIR]
 
-BEFORE and AFTER are checkouts (directories with trtspec/ in them) or git revisions. A row is a file
-that a command wrote, or what a command answered. Exit status: 0 all rows equal, 1 some differ or
-the corpus did not run, 2 usage. The two sides run beside each other, on one core each.
-tools/fingerprint_inputs.py makes the inputs, once for both.
+BEFORE and AFTER are checkouts (directories with trtspec/ in them) or git revisions. The corpus is
+run with each. A row is a file that a command wrote, or what a command answered. Exit status: 0 all
+rows equal, 1 some differ or the corpus did not run, 2 usage. The two sides run beside each other,
+on one core each. tools/fingerprint_inputs.py makes the inputs, once for both.
 """
 
 from __future__ import annotations
@@ -149,9 +148,7 @@ def run_sides(
 
 
 def compare(before: Rows, after: Rows, areas: list[str]) -> int:
-    """Prints what differs, and the counts of every area; 1 where something differs or an area is
-    empty.
-    """
+    """Prints the differences and each area's counts; 1 if rows differ or an area is empty."""
     status, table = 0, []
     for area in areas:
         one, other = before[area], after[area]

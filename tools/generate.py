@@ -1,5 +1,7 @@
-"""Writes the documents of docs/reference that are made from the code: cli-reference.md, problems.md
-(data/problems), support-matrix.md, and chart-values.md from the chart's schema.
+"""Writes the documents of docs/reference that are made from the code.
+
+They are cli-reference.md, problems.md (data/problems), support-matrix.md, and chart-values.md from
+the chart's schema.
 
 `python tools/generate.py` writes them; `--check` (part of `make lint`) exits 1 when one is not up
 to date, and when a problem code is used without being documented or documented without being used.
@@ -126,9 +128,7 @@ def row(label: str, param: Any) -> str:
 
 
 def stub() -> str:
-    """trtspec/__init__.pyi: the verbs with the types and defaults of their records, for editors and
-    mypy.
-    """
+    """trtspec/__init__.pyi: verbs with their records' types and defaults, for editors and mypy."""
     from trtspec import COMMANDS, lint  # type: ignore[attr-defined]
     from trtspec.records import fields_of, record_of
 
@@ -349,8 +349,9 @@ def chart_values() -> str:
 
 
 def engine_keys() -> str:
-    """Every key of an engine file in any known release, and whether those below it are known too,
-    for the chart.
+    """Every key of an engine file in any known release, for the chart.
+
+    It says whether the keys below are known too.
     """
     from trtspec.trtllm.schema import OPTIONS, classes
 

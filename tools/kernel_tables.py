@@ -1,5 +1,6 @@
-"""Writes trtspec/data/kernels/<gpu>.json: `python tools/kernel_tables.py CLONE`, a clone of
-ai-dynamo/aiconfigurator.
+"""Writes trtspec/data/kernels/<gpu>.json from a clone of ai-dynamo/aiconfigurator.
+
+    python tools/kernel_tables.py CLONE
 
 Only rows of Kimi-K2's shapes are taken, for the kernels that TensorRT-LLM can be set to use;
 latencies become microseconds with one decimal. Nothing is averaged, smoothed or fitted. Needs
@@ -82,8 +83,9 @@ def series(rows: Rows, key: str, wanted: tuple[int, ...] | None = None) -> dict[
 
 
 def moe(read: Callable[[str], Rows], system: str) -> dict[str, Any]:
-    """By weight format, kernel, routing and layout: tokens -> us of one MoE layer without the
-    shared expert.
+    """By weight format, kernel, routing and layout: tokens -> us of an MoE layer.
+
+    The shared expert is not in it.
     """
     found: dict[str, Any] = {}
     for fmt, kernels in MOE.items():

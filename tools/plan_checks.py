@@ -1,5 +1,6 @@
-"""Writes docs/reference/plan-checks.md from plan_published.yaml and the model: `python
-tools/plan_checks.py`.
+"""Writes docs/reference/plan-checks.md from plan_published.yaml and the model.
+
+`python tools/plan_checks.py` writes it again.
 """
 
 from __future__ import annotations
@@ -43,15 +44,17 @@ RATIOS = [step / 1000 for step in range(850, 1101)]
 
 
 def rates_of(curve: Sequence[float]) -> list[float]:
-    """Conditional rates by position of acceptance lengths for 1, 2, .. drafts; the curve must rise."""
+    """Conditional rates by position, from acceptance lengths for 1, 2, .. drafts that rise."""
     reached = [after - before for before, after in zip([1.0, *curve], curve, strict=False)]
     return [here / before for before, here in zip([1.0, *reached], reached, strict=False)]
 
 
 def fit(curve: Sequence[float]) -> Decay:
-    """The shape of acceptance lengths for 1, 2, .. drafts: `first` and the middle of the next two
-    positions are those of the curve, and the ratio is the one that, from there on, comes closest to
-    its further lengths (least squares of their logarithms).
+    """The shape of acceptance lengths for 1, 2, .. drafts.
+
+    `first` and the middle of the next two positions are those of the curve, and the ratio is the
+    one that, from there on, comes closest to its further lengths (least squares of their
+    logarithms).
     """
     known = rates_of(curve[: FITTED_FROM - 1])
     middle = math.prod(known[1:]) ** (
@@ -327,8 +330,9 @@ def held_out_decays() -> dict[str, dict[str, Decay]]:
 
 
 def extrapolation(data: dict[str, Any]) -> list[str]:
-    """Each Kimi curve predicted from its first positions, by decays fitted without it, and from the
-    other curve.
+    """Each Kimi curve predicted from its first positions.
+
+    By decays fitted without it, and from the other curve.
     """
     lines = ["## Acceptance beyond the measured positions", ""]
     lines += [
@@ -369,9 +373,7 @@ def extrapolated_row(
 
 
 def draft_lengths(data: dict[str, Any]) -> list[str]:
-    """The draft length that K <= 3 recommends, against the best by the published lengths
-    themselves.
-    """
+    """The draft length recommended from K <= 3 against the best by published lengths."""
     model, head = (
         find_target("nvidia/Kimi-K2.5-NVFP4").spec,
         load_head("lightseekorg/kimi-k2.5-eagle3-mla").spec,

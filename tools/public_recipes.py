@@ -100,9 +100,7 @@ def complaints(found: list[Compared]) -> list[str]:
 
 
 def judged() -> list[dict[str, Any]]:
-    """The other public files, each with what lint reports: `errors` by code, those of its options
-    too.
-    """
+    """The other public files with lint's reports; `errors` by code, their options' too."""
     found = []
     for item in yaml.safe_load((HERE / "public_recipes.yaml").read_text(encoding="utf-8"))[
         "judged"

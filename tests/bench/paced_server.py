@@ -1,5 +1,4 @@
-"""A server whose truth is known: it answers every request with so many tokens after so long,
-whatever is asked.
+"""A server whose truth is known: every answer has the same tokens and times, whatever is asked.
 
 Bytes are written at times that follow from the settings alone, on plain asyncio streams, so that
 nothing stands between the clock and the socket. Started as its own process: `python paced_server.py

@@ -1,8 +1,8 @@
-"""Faults of every kind, tensor, field and position in small but complete Kimi checkpoints, for
-tests that count them.
+"""Faults of every kind, tensor, field and position in small but complete Kimi checkpoints.
 
 A fault is a change to a `Draft` (tensors, config.json, hf_quant_config.json) or to the written
-files. Nothing here uses trtspec's readers: what must be found is decided by what was spoiled.
+files. Nothing here uses trtspec's readers: what must be found is decided by what was spoiled. Tests
+count how many are found.
 """
 
 import copy
@@ -212,8 +212,9 @@ def _add(draft: Draft, name: str) -> None:
 
 
 def value_faults(draft: Draft) -> Iterator[Fault]:
-    """NaN and infinities at the first, a middle and the last position of every float tensor; scales
-    that are none.
+    """NaN and infinity at the first, a middle and the last position, and invalid scales.
+
+    Each float tensor gets them.
     """
     for name, tensor in draft.tensors.items():
         if not tensor.is_floating_point():

@@ -1,6 +1,4 @@
-"""Reasoning, content and tool calls of Kimi's answers, whole and in every possible split of a
-stream.
-"""
+"""Reasoning, content and tool calls of Kimi's answers, whole and in every split of a stream."""
 
 import json
 

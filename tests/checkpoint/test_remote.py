@@ -1,6 +1,4 @@
-"""A checkpoint on the hub is judged by its headers, without its weights; shown against a hub on a
-loopback socket.
-"""
+"""A checkpoint on a hub (here on a loopback socket) is judged by its headers, without weights."""
 
 import os
 import shutil

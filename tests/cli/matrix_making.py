@@ -1,6 +1,4 @@
-"""The rows of the matrix for the commands that make, train and measure: one effect of every option
-in every mode.
-"""
+"""Matrix rows of the commands that make, train and measure: an effect of each option by mode."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,4 @@
-"""The rows of the matrix for the commands around an engine: one effect of every option in every
-mode.
-"""
+"""Matrix rows of the commands around an engine: an effect of each option by mode."""
 
 import json
 from dataclasses import replace

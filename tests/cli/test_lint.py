@@ -1,6 +1,4 @@
-"""`trtspec lint` as a command: excerpts, several files, --strict, --fix and --diff, --json on
-failure too.
-"""
+"""`trtspec lint` as a command: excerpts, many files, --strict, --fix, --diff, --json on failure."""
 
 import io
 import os

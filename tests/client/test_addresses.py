@@ -1,6 +1,4 @@
-"""Addresses and keys as users mistype them: refused before anything is sent or written, and no
-secret is repeated.
-"""
+"""Mistyped addresses and keys are refused before anything is sent, and no secret is repeated."""
 
 import asyncio
 import json
@@ -123,9 +121,7 @@ def test_what_is_taken() -> None:
     st.text(alphabet=st.sampled_from("aZ0:/.[]%-_é\x7f \t世ß\\"), max_size=40), st.text(max_size=30)
 )
 def test_what_is_taken_can_be_sent(address: str, key: str) -> None:
-    """Against the client and the name look-up themselves: whatever is not refused fails at worst to
-    connect.
-    """
+    """What is accepted fails at worst to connect, by the client and the name look-up themselves."""
     try:
         url, headers = server_url(f"http://{address}"), bearer(key)
     except UsageError:

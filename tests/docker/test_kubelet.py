@@ -1,5 +1,4 @@
-"""A kubelet in small runs the pods of a rendered server: real processes, a read-only root, their
-probes and preStop.
+"""A kubelet in small runs a rendered server's pods: processes, read-only root, probes, preStop.
 
 Engine and checkpoint are the stand-in and kimi-nano. Clients ask through a Service of the ready
 pods while the server is scaled out and upgraded: nothing is killed for a probe and no request is
@@ -139,9 +138,7 @@ class Pod:
         os.killpg(self.process.pid, signal.SIGKILL)
 
     def stop(self, grace: float) -> int:
-        """As a kubelet ends a pod: out of the Service, preStop, SIGTERM, and SIGKILL after the
-        grace period.
-        """
+        """Ends a pod as a kubelet does: leave the Service, preStop, SIGTERM, SIGKILL at `grace`."""
         self.ready, self.stopping = False, True
         ends = time.monotonic() + grace
         hook = self.spec["lifecycle"]["preStop"]["exec"]["command"]

@@ -1,5 +1,4 @@
-"""The serving image, really built over a base for each tag that docs/hardware.md lists, and what
-runs in it.
+"""The serving image, really built over a base for each tag of docs/hardware.md, and then run.
 
 The bases carry what the release publishes as its requirements, as far as trtspec meets it, and a
 package in the engine's name that imports them as the engine does.

@@ -1,5 +1,6 @@
-"""`helm upgrade` between what users change: rendered before and after, no object changes a field
-that Kubernetes or its controller keeps as it was created.
+"""`helm upgrade` between what users change alters no field that must stay as created.
+
+Values are rendered before and after; Kubernetes or a controller keeps such a field.
 """
 
 import itertools

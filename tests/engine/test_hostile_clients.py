@@ -1,6 +1,4 @@
-"""Odd, rude and broken clients of the reference server: each gets its own refusal, and nobody else
-notices.
-"""
+"""Odd, rude and broken clients: each gets its own refusal, and nobody else notices."""
 
 import contextlib
 import json

@@ -1,10 +1,9 @@
-"""kimi-nano with its trained head: greedy speculative output against plain output at batch 1 on
-held-out prompts.
+"""kimi-nano with its trained head: greedy speculative against plain output on held-out prompts.
 
-float32: token for token. bfloat16 and NVFP4: every first divergence is a near-tie under the
-rounding measured at that very position. NVFP4 is computed in bfloat16 where the CPU has it
-natively, else in float32; bfloat16 always as such, which a CPU without it computes in float32 and
-rounds.
+Plain output is at batch 1. float32: token for token. bfloat16 and NVFP4: every first divergence is
+a near-tie under the rounding measured at that very position. NVFP4 is computed in bfloat16 where
+the CPU has it natively, else in float32; bfloat16 always as such, which a CPU without it computes
+in float32 and rounds.
 """
 
 import json

@@ -1,8 +1,7 @@
-"""Malformed inputs for every command that reads files, from a seed: what is wrong, the command line
-and the files.
+"""Malformed inputs for every command that reads files, from a seed.
 
-Each case stands in a directory of its own, a copy of a small valid target, head, engine YAML,
-prompts, results and recording, of which one is spoilt.
+A case is its fault, the command line and the files. It stands in a directory of its own, a copy of
+a small valid target, head, engine YAML, prompts, results and recording, of which one is spoilt.
 """
 
 import json

@@ -1,5 +1,4 @@
-"""Requests that no server wants: bodies with odd values, bytes that are no HTTP, and clients
-without manners.
+"""Requests that no server wants: odd bodies, bytes that are not HTTP, clients without manners.
 
 `Attacks(seed)` gives an endless, reproducible sequence. Each attack is bytes to send and how to
 behave while sending.
@@ -97,8 +96,11 @@ CHUNKS = (b"zz\r\n", b"-1\r\n", b"5\r\nabc", b"FFFFFFFFFFFFFFFFF\r\n")
 
 @dataclass(frozen=True)
 class Attack:
-    """What to send, and how: at once, closing the sending side, leaving before the answer, or with
-    `LARGE` bytes of body to follow."""
+    """Bytes to send, and the manner of sending.
+
+    At once, closing the sending side, leaving before the answer, or with `LARGE` bytes of body to
+    follow.
+    """
 
     name: str
     data: bytes
@@ -162,7 +164,7 @@ class Attacks:
         return Attack("odd field", post_json(path, body))
 
     def _odd_text(self) -> Attack:
-        """JSON that Python would not write: the text of one value replaced, or the whole cut off."""
+        """JSON that Python would not write: one value's text replaced, or the whole cut off."""
         path, body = self._body()
         body[self.random.choice(FIELDS)] = "@@"
         text = json.dumps(body).replace('"@@"', self.random.choice(WORDS)).encode()
@@ -192,9 +194,7 @@ class Attacks:
         return Attack("tokens", post_json(COMPLETIONS, body))
 
     def _scores(self) -> Attack:
-        """More log-probabilities than fit into memory: many prompts that want those of all their
-        tokens.
-        """
+        """More log-probabilities than fit into memory: many prompts with those of all tokens."""
         count = self.pick(4, 300, 1000)
         body = {"prompt": [[1] * 500] * count, "max_tokens": 0, "echo": True, "logprobs": 20}
         return Attack("scores", post_json(COMPLETIONS, body))
@@ -221,9 +221,7 @@ class Attacks:
         return Attack("ignored", post_json(CHAT, body))
 
     def _marks(self) -> Attack:
-        """Characters and names with which a server could tell a text's special tokens from the
-        template's.
-        """
+        """Characters and names by which servers could tell special tokens of text and template."""
         texts = [
             PRIVATE_USE,
             PRIVATE_USE[:3000],

@@ -1,5 +1,4 @@
-"""Damaged heads through inspect and convert: every run ends with a reason, and nothing half-written
-or silent is left.
+"""Damaged heads through inspect and convert: runs end with a reason, and leave nothing by halves.
 
 A conversion that succeeds must have written what the undamaged head becomes, unless `inspect` names
 what is different. TRTSPEC_SEED chooses other damage for the slow test (1 without).

@@ -1,10 +1,10 @@
-"""Hostile requests by the thousand, and a soak, against the reference server with kimi-nano and its
-head.
+"""Hostile requests by the thousand, and a soak, against the reference server with kimi-nano.
 
-Sixteen greedy streams run all the while and must get what serial decoding without drafts gives.
-TRTSPEC_HOSTILE_REQUESTS (20000) and TRTSPEC_SOAK_REQUESTS (10000) set the numbers, TRTSPEC_SEED the
-sequence (1). TRTSPEC_SCHEMATHESIS_PYTHON names a Python with schemathesis (`make test-oracles`
-makes one); without it that part is skipped, and the other generators send all of the requests.
+Its head drafts. Sixteen greedy streams run all the while and must get what serial decoding without
+drafts gives. TRTSPEC_HOSTILE_REQUESTS (20000) and TRTSPEC_SOAK_REQUESTS (10000) set the numbers,
+TRTSPEC_SEED the sequence (1). TRTSPEC_SCHEMATHESIS_PYTHON names a Python with schemathesis (`make
+test-oracles` makes one); without it that part is skipped, and the other generators send all of the
+requests.
 """
 
 import asyncio
@@ -88,9 +88,10 @@ def place(server: Running) -> tuple[str, int]:
 
 
 def by_schemathesis(server: Running, count: int, folder: Path) -> tuple[int, str]:
-    """(requests sent, what it found) of an unmodified schemathesis, positive and negative, over our
-    document. One worker: hypothesis sets Python's recursion limit, which breaks what CPython 3.11
-    parses in another thread.
+    """(requests sent, findings) of an unmodified schemathesis over our document.
+
+    It sends positive and negative cases. One worker: hypothesis sets Python's recursion limit,
+    which breaks what CPython 3.11 parses in another thread.
     """
     operations = len(httpx.get(f"{server.url}/openapi.json").json()["paths"])
     command = [

@@ -1,7 +1,7 @@
-"""Random kills over the processes of a launch, in every phase: nothing survives, and status and
-message name the cause.
+"""Random kills over the processes of a launch: nothing survives, and the message names the cause.
 
-TRTSPEC_KILLS (20; the slow test: 1000) is their number, TRTSPEC_SEED (1) where the sequence begins.
+They come in every phase, and the status is right too. TRTSPEC_KILLS (20; the slow test: 1000) is
+their number, TRTSPEC_SEED (1) where the sequence begins.
 """
 
 import contextlib

@@ -1,5 +1,4 @@
-"""Adding a weight format, really done on a copy of the package: MXFP4 as compressed-tensors packs
-it, as a source.
+"""Adds a weight format to a copy of the package: MXFP4 as compressed-tensors packs it, as a source.
 
 Four bits in E2M1 and an E8M0 scale for 32 of them, under the suffixes of INT4: `weight_packed`
 uint8 [N, K/2], low nibble first, `weight_scale` uint8 [N, K/32], biased by 127.
@@ -111,8 +110,9 @@ def mxfp4_target(directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 
 @pytest.mark.slow
 def test_mxfp4_is_two_files(copied: Path, tmp_path: Path, out: Path) -> None:
-    """Then it is detected, inspected, converted to the values that ModelOpt's rule gives, and
-    decoded for reference.
+    """Two files add a format: detected, inspected, converted to ModelOpt's values and decoded.
+
+    ModelOpt's rule gives the values, and the decoded ones are for reference.
     """
     assert touched(copied) == ["formats.py", "quant/decode.py"]
     source, plain = mxfp4_target(tmp_path / "in")

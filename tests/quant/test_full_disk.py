@@ -1,6 +1,7 @@
-"""A disk that is full at any write of a conversion: one message, nothing half-written, the same
-bytes once there is room. `write` and its like fail through a preloaded library, from the n-th call
-on files of the output on.
+"""A disk that fills up at any write of a conversion: one message, and nothing half-written.
+
+The bytes are the same once there is room. `write` and its like fail through a preloaded library,
+from the n-th call on files of the output on.
 """
 
 import shutil

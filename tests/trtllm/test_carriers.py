@@ -1,6 +1,4 @@
-"""Engine files in Helm values, manifests and scripts: found, judged at their place, corrected
-there.
-"""
+"""Engine files in Helm values, manifests and scripts: found, judged and corrected there."""
 
 import json
 import shlex

@@ -1,6 +1,4 @@
-"""build-config: what the model cards ask for, one version at a time, and back from the first line
-byte for byte.
-"""
+"""build-config: model cards' commands by version, and back from the first line byte for byte."""
 
 import subprocess
 import sys
@@ -96,8 +94,9 @@ def test_a_recipe_regenerates_byte_for_byte(path: Path) -> None:
 
 @pytest.mark.parametrize("script", ["recipes.py", "public_recipes.py"])
 def test_what_is_written_from_the_recipes_is_up_to_date(script: str) -> None:
-    """configs/, the chart's values, and the table that explains every difference from public
-    recipes.
+    """configs/, the chart's values and the table of differences from public recipes are current.
+
+    The table explains every difference.
     """
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / script), "--check"], capture_output=True, text=True

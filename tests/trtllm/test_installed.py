@@ -1,5 +1,6 @@
-"""Where the engine is importable its own classes judge, and a schema is read from them; here by a
-stand-in package.
+"""An importable engine's own classes judge, and a schema is read from them.
+
+Here it is a stand-in package.
 """
 
 import json

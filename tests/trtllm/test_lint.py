@@ -1,6 +1,4 @@
-"""Findings come at once with their lines, corrections keep the rest, and public files raise no
-false alarm.
-"""
+"""Findings come at once with lines, corrections keep the rest, public files raise no alarm."""
 
 from dataclasses import replace
 from typing import Any

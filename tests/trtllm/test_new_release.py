@@ -1,6 +1,4 @@
-"""What it takes to add a release of TensorRT-LLM, or a way to speculate: done on a copy of the
-package, and counted.
-"""
+"""Adds a release of TensorRT-LLM, or a way to speculate, to a copy, and counts the files."""
 
 import json
 from pathlib import Path
@@ -60,8 +58,9 @@ def copy(tmp_path: Path) -> Path:
 
 
 def add_release(copy: Path) -> list[str]:
-    """The newest commit's classes with two keys under new names, what they were called, and what
-    the release does.
+    """Writes the newest commit's classes with two keys renamed, and the release's rows.
+
+    The rows are the keys' old names and what the release does.
     """
     folder = copy / "trtllm"
     snapshot = json.loads((folder / "snapshots" / f"{BASE}.json").read_text()) | {

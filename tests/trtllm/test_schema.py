@@ -1,6 +1,4 @@
-"""What the sources around a release say of a key, which releases are known, and what the files must
-hold.
-"""
+"""What sources around a release say of a key, the known releases, and the files' contents."""
 
 import json
 import re

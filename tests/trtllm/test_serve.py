@@ -1,6 +1,4 @@
-"""`trtspec serve`, `lint` and `build-config` as commands: statuses, streams, and what a dry run
-promises.
-"""
+"""`trtspec serve`, `lint` and `build-config` as commands: statuses, streams, dry runs."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""The engine's word, not ours: the schemas against TensorRT-LLM's own manifests, judged by pydantic
-itself.
-"""
+"""The schemas against TensorRT-LLM's own manifests, judged by pydantic itself."""
 
 import itertools
 import json
@@ -69,9 +67,7 @@ def serve_options(manifests: Path, which: str) -> dict[str, Any]:
 
 
 def adapter(leaf: dict[str, Any]) -> TypeAdapter[Any]:
-    """The field's annotation as a pydantic type; an enum or a documented choice counts by its
-    listed values.
-    """
+    """The field's annotation as a pydantic type; enums and choices are their listed values."""
     text = leaf["annotation"]
     text = re.sub(r"<class '(\w+)'>", r"\1", text).replace("NoneType", "None")
     listed = leaf["allowed_values"]
@@ -229,9 +225,7 @@ def not_listed(path: str) -> bool:
 def test_options_that_are_passed_are_judged_as_the_reference_lists_them(
     manifests: Path, which: str, version: str
 ) -> None:
-    """Every option with a value of either release, right and misspelt, with words and numbers for
-    values.
-    """
+    """Every option of either release is judged as listed, right or misspelt, text or number."""
     known, schema = serve_options(manifests, which), schema_for(version)
     flags = {flag: option for option in known.values() for flag in option["flags"]}
     for option in [

@@ -1,11 +1,12 @@
 """What a reader opens to follow one input through a command: files, stays and returns.
 
-    python -m tools.benchmarks.files_visited [COMMAND ...] [--files]      for the tree in whose root it is run
+    python -m tools.benchmarks.files_visited [COMMAND ...] [--files]
 
-Each command runs in a process of its own, on the shipped models, and a file counts once a function in it has run. The
-reader takes each function up when it is first called; functions taken up one after another in the same file are one
-stay, and a stay in a file that was open before is a return. Functions that run while a module is imported (decorators,
-defaults) do not count. `--files` lists the stays.
+It measures the tree in whose root it is run. Each command runs in a process of its own, on the
+shipped models, and a file counts once a function in it has run. The reader takes each function up
+when it is first called; functions taken up one after another in the same file are one stay, and a
+stay in a file that was open before is a return. Functions that run while a module is imported
+(decorators, defaults) do not count. `--files` lists the stays.
 """
 
 from __future__ import annotations
@@ -109,9 +110,7 @@ def serving() -> Iterator[None]:
 
 
 def visited(name: str) -> tuple[int, list[tuple[str, list[str]]]]:
-    """The exit status of a command, and its stays: a file, and the functions that are taken up
-    there.
-    """
+    """A command's exit status and its stays: files, and the functions taken up there."""
     with tempfile.TemporaryDirectory() as room:
         (Path(room) / "engine.yml").write_bytes(ENGINE_YAML.read_bytes())
         (Path(room) / "data.jsonl").write_text(

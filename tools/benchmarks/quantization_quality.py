@@ -1,5 +1,4 @@
-"""What NVFP4 costs a real (small) model: perplexity, divergence from the source, acceptance of its
-Eagle3 head.
+"""What NVFP4 costs a real (small) model: perplexity, divergence, acceptance of its Eagle3 head.
 
     python -m tools.benchmarks.quantization_quality [--texts 24] [--prompts 12] [--tokens 48]
 
@@ -169,9 +168,7 @@ def answer_logits(model: KimiModel, text: Text) -> torch.Tensor:
 
 
 def compare(logits: torch.Tensor, text: Text, expected: torch.Tensor) -> tuple[float, float]:
-    """(cross-entropy of the answer, KL from the source's distributions), both summed over tokens,
-    in nats.
-    """
+    """(cross-entropy of the answer, KL from the source), summed over tokens, in nats."""
     ours, theirs = logits.log_softmax(-1), expected.log_softmax(-1)
     loss = F.nll_loss(ours, torch.tensor(text[1]), reduction="sum").item()
     return loss, F.kl_div(ours, theirs, log_target=True, reduction="sum").item()

@@ -1,17 +1,22 @@
-"""Training speed: our loop beside ModelOpt's own and SpecForge's, on the same target, weights, batches and head shape.
+"""Training speed: our loop beside ModelOpt's own and SpecForge's.
 
-    python -m tools.benchmarks.train --answers answers.jsonl [--steps 6] [--batch-size 4] [--seq-len 256] [--rounds 1]
+    python -m tools.benchmarks.train --answers answers.jsonl [--steps 6] [--batch-size 4]
+        [--seq-len 256] [--rounds 1]
         [--specforge DIR]     DIR: `pip install --no-deps --target DIR specforge`
 
-An MHA EAGLE-3 head over the whole vocabulary, three training-time-test steps, float32, one thread, whole sequences, the
-same initial weights, AdamW and clipping; losses of equal steps are printed so that nobody wins by doing less. Each
-contestant runs in a process of its own, in turn. tokens/s is by CPU time, which other work on the machine disturbs
+All train an MHA EAGLE-3 head of one shape over the whole vocabulary, on the same target, batches
+and initial weights: three training-time-test steps, float32, one thread, whole sequences, AdamW and
+clipping; losses of equal steps are printed so that nobody wins by doing less. Each contestant runs
+in a process of its own, in turn. tokens/s is by CPU time, which other work on the machine disturbs
 less than wall time: the median over steps without the first, over rounds.
 
-    ours           the target's forward, then one step; "cached" is the step alone, as in every epoch but the first
-    ModelOpt       transformers' target inside ModelOpt's converted model, as its examples' Trainer calls it
-    SpecForge      its OnlineEagle3Model and Llama draft after transformers' forward of the same target. Its loss is a
-                   Triton kernel, which has no CPU backend, so a plain log-softmax replaces it and Triton is a stub
+    ours        the target's forward, then one step; "cached" is the step alone, as in every
+                epoch but the first
+    ModelOpt    transformers' target inside ModelOpt's converted model, as its examples' Trainer
+                calls it
+    SpecForge   its OnlineEagle3Model and Llama draft after transformers' forward of the same
+                target. Its loss is a Triton kernel, which has no CPU backend, so a plain
+                log-softmax replaces it and Triton is a stub
 """
 
 from __future__ import annotations
@@ -332,8 +337,9 @@ def specforge(arguments: argparse.Namespace, data: list[list[Sample]]) -> dict[s
 
 
 def import_specforge(directory: Path) -> tuple[Any, Any, Any]:
-    """(draft class, training class, padding) with Triton stubbed and the Triton loss replaced by
-    the same formula.
+    """(draft class, training class, padding), with Triton and its loss replaced.
+
+    Triton is a stub, and the loss is the same formula.
     """
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     triton, language = types.ModuleType("triton"), types.ModuleType("triton.language")

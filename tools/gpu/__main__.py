@@ -1,9 +1,11 @@
-"""What the reference engine computes on this machine's GPU, and how fast, as one table to send back.
+"""What the reference engine computes on this machine's GPU, and how fast, as one table.
 
-    make test-gpu              or    python -m tools.gpu [--target DIR --head DIR] [-o gpu-report.json]
+    make test-gpu
+    python -m tools.gpu [--target DIR --head DIR] [-o gpu-report.json]
 
-Prints the table and writes it as JSON too. Exit status: 0 when every check passed, 3 when one failed, 4 without
-a GPU. `--device cpu` runs the same code without a GPU; its figures say nothing about one.
+Prints the table, to send back, and writes it as JSON too. Exit status: 0 when every check passed, 3
+when one failed, 4 without a GPU. `--device cpu` runs the same code without a GPU; its figures say
+nothing about one.
 """
 
 from __future__ import annotations

@@ -97,8 +97,9 @@ class Draw:
         return self.value(listed_or_made_up, again)
 
     def phrase(self, name: str, /, **values: object) -> str:
-        """A phrasing of text.yaml, or a pattern itself: one of each `{a|b}`, as a whole of this
-        side, filled in.
+        """A phrasing of text.yaml, or a pattern itself, with one of each `{a|b}`, filled in.
+
+        The whole phrasing belongs to this side (training or held-out).
         """
         pattern = TEXT["phrases"].get(name, name)
         if self.made_up and name in TEXT["more"] and self.chance(MORE_FORMS):
@@ -170,8 +171,9 @@ class Draw:
         return datetime.date(2024, 1, 1) + datetime.timedelta(self.number(0, 6 * 365))
 
     def pair(self, sign: str, high: int = 99) -> tuple[int, int]:
-        """Operands of a sum, a difference (not negative) or a product with one digit, each at least
-        two digits else.
+        """Operands of a sum, a difference (not negative) or a product with one digit.
+
+        The others have at least two digits.
         """
         while True:
             a, b = (

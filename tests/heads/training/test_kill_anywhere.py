@@ -1,5 +1,4 @@
-"""kill -9 at twenty random moments of synthesize and of train: what comes out is what an
-undisturbed run makes.
+"""kill -9 at twenty random moments of synthesize and train changes nothing in their output.
 
 Each run is a process of its own, forked from one that has imported everything, so that twenty
 starts cost seconds.

@@ -1,5 +1,6 @@
-"""`--features stream` against states in memory: the same bits, the same losses, a kill between
-chunks.
+"""`--features stream` has the bits and losses of states in memory, also after a kill.
+
+The kill comes between chunks.
 """
 
 import os

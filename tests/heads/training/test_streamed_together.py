@@ -1,6 +1,4 @@
-"""Several processes streaming one target: each its part of a chunk, the states those of one
-process, bit for bit.
-"""
+"""Several processes stream one target, a part of each chunk, to the bits of one process."""
 
 import json
 import os
@@ -88,8 +86,9 @@ def states(found: list[dict]) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_two_processes_compute_the_bits_of_one(tmp_path, target_dir, data, epochs):
-    """One epoch alternates chunks and steps, so processes meet at every chunk; several epochs keep
-    all of them.
+    """Two processes compute the bits of one: they meet at each chunk, or keep all of them.
+
+    One epoch alternates chunks and steps; several epochs keep all chunks.
     """
     (alone,) = processes(1, target_dir, data, tmp_path / "one", epochs)
     together = processes(2, target_dir, data, tmp_path / "two", epochs)

@@ -1,4 +1,4 @@
-"""`--fix` on files of every kind: it never makes a file worse, loses no comment and comes to rest."""
+"""`--fix` on files of every kind makes none worse, loses no comment and comes to rest."""
 
 import random
 from collections import Counter
