@@ -57,7 +57,9 @@ EASIER = {"--min-acceptance": "1.05", "--max-regression": "0.99"}
 OTHER_VALUES = {"cuda": "cpu", "0/8": "0/1", "$SLURM_ARRAY_TASK_ID/8": "0/1"}
 ELSEWHERE = {
     "trtspec demo": "run whole by tests/cli/test_demo.py and by make demo",
-    "--features http": "needs an engine that captures states: tests/heads/training/test_features_server.py",
+    "--features http": (
+        "needs an engine that captures states: tests/heads/training/test_features_server.py"
+    ),
     "--listen": "runs until it is stopped: tests/bench/test_watch.py",
     "--config configs/train/": "names a published target: tests/heads/test_own_head_page.py",
     "--disaggregated": "three files of build-config: tests/trtllm/test_launch.py",
@@ -248,8 +250,9 @@ def test_every_command_of_the_page_on_stand_ins(room: Room, page: Path) -> None:
         missing = not_printed(command, done, without_figures) if captured else []
         if done.status not in ((0, 3) if captured or words[0] == "check" else (0,)) or missing:
             wrong.append(
-                f"{page.name}:{command.line}: {command.text}\n    {' '.join(words)}\n    {done.status}: "
-                f"{missing} {done.stderr[-700:]}{done.stdout[-500:]}"
+                f"{page.name}:{command.line}: {command.text}\n"
+                f"    {' '.join(words)}\n"
+                f"    {done.status}: {missing} {done.stderr[-700:]}{done.stdout[-500:]}"
             )
             print("WRONG", wrong[-1], flush=True)
     assert not wrong, "\n".join(wrong)

@@ -182,7 +182,10 @@ def kimi_nano(root: Path, whole: bool) -> None:
         if not whole:
             make_head(place, nano, attention=attention, eagle=eagle, draft_vocab=vocab and 1024)
             continue
-        line = f"train {nano} {root}/data/nano.jsonl -o {place} --attention {attention} --eagle {eagle}"
+        line = (
+            f"train {nano} {root}/data/nano.jsonl -o {place} "
+            f"--attention {attention} --eagle {eagle}"
+        )
         line += " --steps 100 --seq-len 96 --acceptance-prompts 0"
         line += " --draft-vocab-size 1024" if vocab else ""
         command = [sys.executable, "-m", "trtspec", *line.split()]

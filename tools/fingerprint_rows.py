@@ -393,7 +393,10 @@ BUILDS = (
     "--disaggregated OUT --trtllm-version 1.4.0rc1 --context-url c:1 --generation-url g:1",
     "--role context --trtllm-version 1.4.0rc1",
     "--nodes 2 --tp-size 8 --trtllm-version 1.4.0rc1",
-    "--isl 4096 --osl 1024 --concurrency 32 --attention-dp --set print_iter_log=true --trtllm-version 1.3.0rc20",
+    (
+        "--isl 4096 --osl 1024 --concurrency 32 --attention-dp --set print_iter_log=true "
+        "--trtllm-version 1.3.0rc20"
+    ),
 )
 LAUNCHES = (
     "--trtllm-version 1.3.0rc20",

@@ -158,7 +158,8 @@ def main() -> None:
     counted = {page: count_words(page) for page in PAGES}
     for page in sorted(WRITTEN, key=counted.__getitem__):
         print(
-            f"{counted[page]:6,} {name(page)}{' over' if counted[page] > words_allowed(page) else ''}"
+            f"{counted[page]:6,} "
+            f"{name(page)}{' over' if counted[page] > words_allowed(page) else ''}"
         )
     written = sum(counted[page] for page in WRITTEN)
     print(f"{written:6,} by hand; generated: {sum(counted.values()) - written:,}")

@@ -139,7 +139,10 @@ def cache(data: dict[str, Any]) -> list[str]:
     held, left = rooms["b200"].sequences(8192), rooms["h200"].free / 1e9
     lines += [
         "",
-        f"Four B200 hold Kimi-K2.6-NVFP4 with its head and {held} requests of 8,192 tokens; four H200 lack",
+        (
+            f"Four B200 hold Kimi-K2.6-NVFP4 with its head and {held} requests of 8,192 tokens; "
+            "four H200 lack"
+        ),
     ]
     lines += [f"{-left:.1f} GB each before the first token of cache."]
     return lines
@@ -183,7 +186,10 @@ def speedups(data: dict[str, Any]) -> list[str]:
             lines.append(row_of(*cells, error(predicted, published), spread))
         lines += [
             "",
-            f"Mean absolute error {100 * sum(errors) / len(errors):.1f} %, largest {100 * max(errors):.1f} %.",
+            (
+                f"Mean absolute error {100 * sum(errors) / len(errors):.1f} %, "
+                f"largest {100 * max(errors):.1f} %."
+            ),
             "",
         ]
     return lines
@@ -336,7 +342,10 @@ def extrapolation(data: dict[str, Any]) -> list[str]:
     """
     lines = ["## Acceptance beyond the measured positions", ""]
     lines += [
-        "Error of the acceptance length by draft length. No decay saw the curve that it is scored on.",
+        (
+            "Error of the acceptance length by draft length. "
+            "No decay saw the curve that it is scored on."
+        ),
         "",
     ]
     lines += header(
@@ -380,7 +389,10 @@ def draft_lengths(data: dict[str, Any]) -> list[str]:
     )
     lines = ["## Draft lengths recommended from K = 1 to 3", ""]
     lines += [
-        "Loss against the best draft length by the published acceptance lengths; 1024 tokens in and out. Beyond"
+        (
+            "Loss against the best draft length by the published acceptance lengths; "
+            "1024 tokens in and out. Beyond"
+        )
     ]
     lines += ["K = 3 the recommendation rests on the MiniMax-M3 curves alone.", ""]
     lines += header("curve", "on", *(f"concurrency {c}" for c in (1, 4, 16, 64)), "largest loss")

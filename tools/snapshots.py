@@ -440,8 +440,8 @@ def judged(pages: dict[str, Any], only: str | None) -> Iterator[str]:
             if wrong or free:
                 yield f"{snapshot['release']} {owner}: refused {wrong}, passed {free}"
     yield (
-        f"{fields} documented fields: {refused} refused; {lacking} keys that pages lack: {passed} passed; "
-        f"{doubted} warnings"
+        f"{fields} documented fields: {refused} refused; {lacking} keys that pages lack: "
+        f"{passed} passed; {doubted} warnings"
     )
 
 

@@ -12,7 +12,10 @@ from trtspec.client import servers
 from trtspec.client.client import Answer
 from trtspec.client.servers import TurnCounts
 
-WORDS = "the report says that the river rose again after the storm and the bridge was closed for a week "
+WORDS = (
+    "the report says that the river rose again after the storm "
+    "and the bridge was closed for a week "
+)
 
 
 def answer(steps: int = 30, accepted: int = 45, **more: Any) -> Answer:

@@ -227,7 +227,8 @@ def test_fuzzed_answers_end_in_words() -> None:
     answers = asyncio.run(answering(lambda path, body: bodies[body["seed"]], ask))
     failed = sum(answer.error is not None for answer in answers)
     print(
-        f"{failed} of {len(answers)} fuzzed answers are failures, {len(answers) - failed} are answers"
+        f"{failed} of {len(answers)} fuzzed answers are failures, "
+        f"{len(answers) - failed} are answers"
     )
     assert len(answers) == 500 and 50 < failed < 500
     json.dumps([vars(answer) for answer in answers], ensure_ascii=False).encode("utf-8")

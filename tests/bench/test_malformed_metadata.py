@@ -99,7 +99,8 @@ def mutated(value: Any, dice: random.Random) -> Any:
 def metrics(drafts: str = "10", accepted: str = "4", position: str = "0") -> str:
     return (
         f'# TYPE {DRAFTS} counter\n{DRAFTS}{{engine="0"}} {drafts}\n{DRAFTED}{{engine="0"}} 30\n'
-        f'{ACCEPTED}{{engine="0"}} {accepted}\n{BY_POSITION}{{engine="0",position="{position}"}} 4\n'
+        f'{ACCEPTED}{{engine="0"}} {accepted}\n'
+        f'{BY_POSITION}{{engine="0",position="{position}"}} 4\n'
         'vllm:generation_tokens_total{engine="0"} 14\nvllm:num_requests_running{engine="0"} 1\n'
     )
 

@@ -90,7 +90,8 @@ def test_the_client_adds_next_to_nothing_to_the_first_token(
 
     found = asyncio.run(differences())[1:]
     print(
-        f"{1000 * statistics.median(found):.2f} ms more than a bare socket, median of {len(found)} pairs"
+        f"{1000 * statistics.median(found):.2f} ms more than a bare socket, "
+        f"median of {len(found)} pairs"
     )
     assert statistics.median(found) < 0.006
 
@@ -150,7 +151,8 @@ def test_within_3_percent_of_the_truth(
     figures["tokens/s"] = (speed.tokens_per_s, slots * TOKENS / wrote["request_s"])
     for name, (ours, true) in figures.items():
         print(
-            f"{slots} at a time, {name}: {ours:.5g} measured, {true:.5g} true, {100 * (ours / true - 1):+.2f} %"
+            f"{slots} at a time, {name}: {ours:.5g} measured, {true:.5g} true, "
+            f"{100 * (ours / true - 1):+.2f} %"
         )
         assert ours == pytest.approx(true, rel=0.03), name
 
@@ -175,7 +177,8 @@ def test_within_3_percent_of_another_load_generator(
     ours = figures(run(url, questions, samples=24))
     for key, value in theirs.items():
         print(
-            f"{key}: {ours[key]:.5g} here, {value:.5g} by {peer.__name__}, {100 * (ours[key] / value - 1):+.2f} %"
+            f"{key}: {ours[key]:.5g} here, {value:.5g} by {peer.__name__}, "
+            f"{100 * (ours[key] / value - 1):+.2f} %"
         )
     for key, value in theirs.items():
         assert ours[key] == pytest.approx(value, rel=0.03), key

@@ -170,8 +170,9 @@ def test_equal_runs_raise_an_alarm_in_at_most_5_percent(
     """On a machine whose speed differs from run to run by 5 or 10 %."""
     raised = alarms(40, 0.0, RUNS, 1, mood, rounds, earlier)
     print(
-        f"{raised} alarms in {RUNS} comparisons of equal runs of 40 questions at three concurrencies, {rounds} "
-        f"rounds, {earlier} earlier runs, speed differing by {mood:.0%} from run to run"
+        f"{raised} alarms in {RUNS} comparisons of equal runs of 40 questions at three "
+        f"concurrencies, {rounds} rounds, {earlier} earlier runs, "
+        f"speed differing by {mood:.0%} from run to run"
     )
     assert raised <= 68, "5 % within chance: 1 in 200 such runs has more"
 

@@ -91,7 +91,8 @@ def test_a_dry_run_reads_headers_only_and_says_what_the_run_would(
     there = result.pop("hub")
     weights = weight_bytes(source)
     print(
-        f"{hub.sent_of_weights():,} of {weights:,} bytes of weights were sent, {sum(hub.sent.values()):,} in all"
+        f"{hub.sent_of_weights():,} of {weights:,} bytes of weights were sent, "
+        f"{sum(hub.sent.values()):,} in all"
     )
     assert hub.sent_of_weights() < weights / 5 and there["weight_bytes"] == weights
     assert (there["id"], there["revision"]) == (NAME, COMMIT)

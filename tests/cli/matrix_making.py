@@ -65,11 +65,13 @@ STREAM = BYTES | RUNS | effects(
 )  # fmt: skip
 TRAIN = line("train {target} {data} -o {out}")
 RECIPE = effects(
-    "--attention mha --eagle 3.1 --draft-vocab-size 64 --intermediate-size 96 --aux-layers 1,2,3 --ttt-steps 2 "
-    "--epochs 2 --steps 5 --lr 0.001 --seq-len 18 --batch-size 2 --ttt-decay 0.8 --accumulation 2 "
-    f"--schedule constant --warmup 0.1 --weight-decay 0.1 --grad-clip 0.5 --precision {PRECISION} --held-out 0.3 "
-    "--eval-every 3 --max-time 5 --seed 3 --answer-only --init {head} --config {recipe} --save-every 7 "
-    "--device cuda --acceptance-prompts 3"
+    "--attention mha --eagle 3.1 --draft-vocab-size 64 --intermediate-size 96 --aux-layers 1,2,3 "
+    "--ttt-steps 2 --epochs 2 --steps 5 --lr 0.001 --seq-len 18 --batch-size 2 --ttt-decay 0.8 "
+    "--accumulation 2 "
+    f"--schedule constant --warmup 0.1 --weight-decay 0.1 --grad-clip 0.5 --precision {PRECISION} "
+    "--held-out 0.3 "
+    "--eval-every 3 --max-time 5 --seed 3 --answer-only --init {head} --config {recipe} "
+    "--save-every 7 --device cuda --acceptance-prompts 3"
 )
 
 
@@ -189,8 +191,8 @@ MAKING: dict[str, dict[str, Situation]] = {
         "": Situation(
             SYNTHESIZE,
             effects(
-                "--base-url {url}/v2 --model other --api-key secret --concurrency 1 --samples 2 --max-tokens 4 "
-                "--temperature 0.5 --top-p 0.5 --shard 0/2 --dry-run --json",
+                "--base-url {url}/v2 --model other --api-key secret --concurrency 1 --samples 2 "
+                "--max-tokens 4 --temperature 0.5 --top-p 0.5 --shard 0/2 --dry-run --json",
                 prompts=Effect(
                     instead=line("synthesize {answers} -o {out} --base-url {url}/v1 --samples 3")
                 ),
@@ -262,9 +264,9 @@ MAKING: dict[str, dict[str, Situation]] = {
         "": Situation(
             BENCH,
             effects(
-                "--output {out} --dataset {data} --samples 4 --concurrency 2 --max-tokens 4 --temperature 0.5 "
-                "--seed 9 --against-url plain={url} --compare {results} --model other --thinking off --warmup 3 "
-                "--system Short --recorded-times --json",
+                "--output {out} --dataset {data} --samples 4 --concurrency 2 --max-tokens 4 "
+                "--temperature 0.5 --seed 9 --against-url plain={url} --compare {results} "
+                "--model other --thinking off --warmup 3 --system Short --recorded-times --json",
                 url=Effect(
                     instead=line("bench {nowhere} --samples 2 --concurrency 1 --max-tokens 8")
                 ),

@@ -49,7 +49,8 @@ def test_help_imports_no_torch() -> None:
         "    main()\n"
         "except SystemExit as done:\n"
         "    assert done.code == 0, done.code\n"
-        "heavy = {'torch', 'numpy', 'transformers', 'modelopt', 'fastapi', 'huggingface_hub', 'httpx'}\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'modelopt', 'fastapi', 'huggingface_hub', "
+        "'httpx'}\n"
         "loaded = heavy & set(sys.modules)\n"
         "assert not loaded, loaded\n"
     )

@@ -36,9 +36,13 @@ pytestmark = [
 STANDIN = Path(__file__).parents[1] / "trtllm" / "standin" / "trtllm-serve"
 FASTER = 10  # periods and settling times are divided by it; timeouts and failure thresholds are the chart's
 ENGINE = (
-    "# TensorRT-LLM 1.4.0rc1: trtspec build-config /models/target --head /models/head --trtllm-version 1.4.0rc1"
-    " --goal latency --tp-size 1 --max-batch-size 16 --max-num-tokens 1024 --max-seq-len 1024 --draft-len 3\n"
-    "speculative_config:\n  decoding_type: Eagle\n  max_draft_len: 3\n  speculative_model_dir: /models/head\n"
+    "# TensorRT-LLM 1.4.0rc1: trtspec build-config /models/target --head /models/head "
+    "--trtllm-version 1.4.0rc1 --goal latency --tp-size 1 --max-batch-size 16 "
+    "--max-num-tokens 1024 --max-seq-len 1024 --draft-len 3\n"
+    "speculative_config:\n"
+    "  decoding_type: Eagle\n"
+    "  max_draft_len: 3\n"
+    "  speculative_model_dir: /models/head\n"
 )
 VALUES = {
     "model": {"target": "/models/target", "head": "/models/head", "sizeGiB": 1}, "gpusPerNode": 1,
@@ -254,7 +258,8 @@ def test_no_probe_kills_and_no_request_is_lost(node: Node) -> None:
         for one in clients:
             one.join()
     print(
-        f"\n{answered[0]} requests, {len(lost)} lost; statuses of the two pods that were replaced: {upgraded}"
+        f"\n{answered[0]} requests, {len(lost)} lost; "
+        f"statuses of the two pods that were replaced: {upgraded}"
     )
     assert not lost, lost[:3]
     assert upgraded == [0, 0] and not any(pod.killed for pod in node.pods)

@@ -30,7 +30,10 @@ RUN cd /usr/local/lib/python3.11/dist-packages \\
     && printf '#!/usr/bin/python3\\nimport tensorrt_llm\\nprint(tensorrt_llm.__version__)\\n' > trtllm-serve \\
     && chmod 755 trtllm-serve
 """
-FREEZE = "import importlib.metadata as m; print(sorted(f'{d.name}=={d.version}' for d in m.distributions()))"
+FREEZE = (
+    "import importlib.metadata as m; "
+    "print(sorted(f'{d.name}=={d.version}' for d in m.distributions()))"
+)
 IMPORTS = """
 import importlib, pkgutil, trtspec
 failed, count = [], 0

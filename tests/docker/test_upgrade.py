@@ -87,7 +87,8 @@ def test_what_users_change_is_taken(stage: str) -> None:
             assert not refused(rendered[before], rendered[after]), (before, after)
             count += 1
     print(
-        f"\n{count} upgrades between {len(rendered)} values, stage {stage}: no immutable field changes"
+        f"\n{count} upgrades between {len(rendered)} values, stage {stage}: "
+        "no immutable field changes"
     )
     if stage == "models":
         jobs = {name: [key for key in found if key[0] == "Job"] for name, found in rendered.items()}

@@ -234,7 +234,8 @@ def report(found: list[Seen], grown: float, ended: float) -> dict[str, float]:
     }
     told = ", ".join(f"{name} {value:.2f} s" for name, value in medians.items())
     print(
-        f"\nseed {SEED}, {len(found)} rounds, medians of the longest: {told}; memory {grown:+.1%}; ended {ended:.1f} s"
+        f"\nseed {SEED}, {len(found)} rounds, medians of the longest: {told}; "
+        f"memory {grown:+.1%}; ended {ended:.1f} s"
     )
     print("statuses", dict(sum((seen.statuses for seen in found), Counter())), flush=True)
     return medians

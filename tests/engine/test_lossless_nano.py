@@ -145,6 +145,7 @@ def test_divergences_are_near_ties(
         print(f"\n{format} in {engine.target.dtype}, batch {rows}: {len(found)} of {count} diverge")
         for d, m in judged:
             print(
-                f"  token {d.index}: gap {d.gap:.4f}, clean lead {m.behind:.4f}, margin moves {m.change:.4f}"
+                f"  token {d.index}: gap {d.gap:.4f}, clean lead {m.behind:.4f}, "
+                f"margin moves {m.change:.4f}"
             )
     assert all(measured.explains(divergence) for divergence, measured in judged)

@@ -203,7 +203,8 @@ def test_a_big_answer_blocks_nobody(target_dir: Path, kind: str) -> None:
         len(score["content"] if kind == "chat" else score["top_logprobs"]) for score in scores
     )
     print(
-        f"\n{len(found[0].content) >> 20} MiB; /health {len(waits)} times, longest {max(waits):.2f} s"
+        f"\n{len(found[0].content) >> 20} MiB; /health {len(waits)} times, "
+        f"longest {max(waits):.2f} s"
     )
     assert written == 64_000
     assert max(waits) < 1, max(waits)

@@ -116,8 +116,9 @@ def test_everything_at_once_against_plain_decoding(
     ends, prefix = Counter(output.finish_reason for output in done.values()), engine.prefix.stats
     with capsys.disabled():
         print(
-            f"\n{dtype} {rows} rows {tokens} tokens: {dict(ends)}, {prefix}, accepted "
-            f"{engine.totals.histogram}, leads and bounds of {len(different)} differences: {different}"
+            f"\n{dtype} {rows} rows {tokens} tokens: {dict(ends)}, {prefix}, "
+            f"accepted {engine.totals.histogram}, "
+            f"leads and bounds of {len(different)} differences: {different}"
         )
     assert not (exact and different) and all(map(explained, different))
     assert set(ends) == {"length", "stop", "cancelled"} and all(engine.totals.histogram)

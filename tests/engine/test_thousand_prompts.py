@@ -117,9 +117,10 @@ def test_everything_at_once_against_serial_decoding(
     assert prefix is not None
     with capsys.disabled():
         print(
-            f"\n{len(expected)} prompts, concurrency {rows}: {len(different) + len(cut)} different; "
-            f"{len(ended) - len(whole)} aborted; {prefix.stats.cached_tokens} of {prefix.stats.tokens} prompt tokens "
-            f"reused, {prefix.stats.evicted_blocks} blocks evicted; accepted drafts per round {totals.histogram}"
+            f"\n{len(expected)} prompts, concurrency {rows}: {len(different) + len(cut)} "
+            f"different; {len(ended) - len(whole)} aborted; {prefix.stats.cached_tokens} of "
+            f"{prefix.stats.tokens} prompt tokens reused, {prefix.stats.evicted_blocks} blocks "
+            f"evicted; accepted drafts per round {totals.histogram}"
         )
     assert (different, cut) == ([], [])
     assert len(ended) == len(expected)

@@ -73,14 +73,16 @@ WORDS = (
     "/*x*/1",
 )
 FIELDS = words(
-    "model stream stream_options temperature top_p top_k seed stop stop_token_ids n ignore_eos frequency_penalty "
-    "presence_penalty repetition_penalty min_p min_tokens logit_bias response_format return_token_ids "
-    "reasoning_effort modalities verbosity best_of suffix max_tokens logprobs echo prompt messages top_logprobs tools "
-    "tool_choice parallel_tool_calls chat_template_kwargs max_completion_tokens"
+    "model stream stream_options temperature top_p top_k seed stop stop_token_ids n ignore_eos "
+    "frequency_penalty presence_penalty repetition_penalty min_p min_tokens logit_bias "
+    "response_format return_token_ids reasoning_effort modalities verbosity best_of suffix "
+    "max_tokens logprobs echo prompt messages top_logprobs tools tool_choice parallel_tool_calls "
+    "chat_template_kwargs max_completion_tokens"
 )
 IGNORED = words("partial prefix refusal audio function_call reasoning annotations name nonsense")
 PATHS = words(
-    "/v1/completions /v1/chat/completions /health /v1/models /metrics /openapi.json / /../etc/passwd /%00 /v1"
+    "/v1/completions /v1/chat/completions /health /v1/models /metrics "
+    "/openapi.json / /../etc/passwd /%00 /v1"
 )
 JUNK = (
     b"\x16\x03\x01\x02\x00\x01",

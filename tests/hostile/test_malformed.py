@@ -97,9 +97,15 @@ class Runner:
     def report(self) -> str:
         statuses = dict(sorted(self.statuses.items(), key=str))
         lines = [
-            f"{self.statuses.total()} inputs, {self.processes} processes, statuses {statuses}, {len(self.bad)} bad",
+            (
+                f"{self.statuses.total()} inputs, {self.processes} processes, "
+                f"statuses {statuses}, {len(self.bad)} bad"
+            ),
             f"commands {dict(sorted(self.commands.items()))}",
-            f"longest {self.longest['cpu']:.1f} s of the processor, {self.longest['wall']:.1f} s in all",
+            (
+                f"longest {self.longest['cpu']:.1f} s of the processor, "
+                f"{self.longest['wall']:.1f} s in all"
+            ),
         ]
         return "\n".join([*lines, *self.bad])
 

@@ -158,14 +158,17 @@ def test_hostile_requests_cost_nobody_anything(
     settled = watch.memory[len(watch.memory) // 2 :]
     grown = max(settled[-len(settled) // 5 :]) - max(settled[: len(settled) // 5])
     print(
-        f"\nseed {SEED}: {sent + crowd.sent} requests ({sent} of schemathesis) in {time.monotonic() - began:.0f} s"
+        f"\nseed {SEED}: {sent + crowd.sent} requests ({sent} of schemathesis) in "
+        f"{time.monotonic() - began:.0f} s"
     )
     print(f"statuses {dict(crowd.statuses)}, kinds {dict(crowd.kinds)}")
     print(
-        f"good streams: {good.right} right, {len(good.wrong)} wrong, {good.refused} told to come back"
+        f"good streams: {good.right} right, {len(good.wrong)} wrong, "
+        f"{good.refused} told to come back"
     )
     print(
-        f"/health: {len(watch.memory)} asked, longest {watch.longest:.2f} s, {len(watch.failed)} failed"
+        f"/health: {len(watch.memory)} asked, longest {watch.longest:.2f} s, "
+        f"{len(watch.failed)} failed"
     )
     size = len(watch.memory)
     tenths = [max(watch.memory[size * n // 10 : size * (n + 1) // 10]) >> 20 for n in range(10)]
@@ -194,7 +197,8 @@ def test_soak(server: Running, right: Right) -> None:
     wait_until_idle(server)
     left = time.monotonic() - ended
     print(
-        f"\n{SOAK} requests, {AT_ONCE} at once, {dict(soak.ended)}, in {time.monotonic() - began:.0f} s"
+        f"\n{SOAK} requests, {AT_ONCE} at once, {dict(soak.ended)}, "
+        f"in {time.monotonic() - began:.0f} s"
     )
     print(
         f"{len(soak.wrong)} wrong, idle {left:.0f} s later, {process.memory_info().rss >> 20} MiB",

@@ -98,7 +98,10 @@ def kill_one(number: int, log: Path) -> str | None:
     fault = fault or ("" if expected[status] in text else "cause")
     for pid in left:
         os.kill(pid, signal.SIGKILL)
-    told = f"kill {number}: {sent.name} to {victim}, {phase}: status {status}, left {left}\n{text[-600:]}"
+    told = (
+        f"kill {number}: {sent.name} to {victim}, {phase}: status {status}, left {left}\n"
+        f"{text[-600:]}"
+    )
     return f"{fault}: {told}" if fault else None
 
 

@@ -255,7 +255,8 @@ def test_plain_answers_are_the_same(
     assert not differing(found, plain.answers)
     worst = largest_logprob_difference(found, plain.answers)
     print(
-        f"\nplain: {len(found)} of {len(found)} answers identical, log-probabilities within {worst:.1e}"
+        f"\nplain: {len(found)} of {len(found)} answers identical, "
+        f"log-probabilities within {worst:.1e}"
     )
     assert worst < LOGPROBS
 
@@ -341,8 +342,8 @@ def bench_tells_the_engines_counters(
         after.steps - before.steps, after.drafted - before.drafted, after.accepted - before.accepted
     )
     print(
-        f"\nbench: {results['steps']} steps, {results['tokens']} tokens, ours {ours.steps}, {received}; counters "
-        f"grew by {grown}, surplus {[one['surplus'] for one in passes]}"
+        f"\nbench: {results['steps']} steps, {results['tokens']} tokens, ours {ours.steps}, "
+        f"{received}; counters grew by {grown}, surplus {[one['surplus'] for one in passes]}"
     )
     assert results["source"] == FROM_COUNTERS and told["errors"] == 0
     assert told["prompt_tokens"]["mean"] == pytest.approx(sum(map(len, rendered)) / BENCH_ASKS)
@@ -386,7 +387,8 @@ def test_the_shipped_latent_head_takes_as_many_steps(
         measured = process("bench", url, *BENCH, "-o", tmp_path / "bench", **environment)
         after = own_word(url)
     print(
-        f"\nMLA 3.1 head: {steps} steps, ours {ours.steps}; differing {differing(found, ours.answers)}"
+        f"\nMLA 3.1 head: {steps} steps, ours {ours.steps}; "
+        f"differing {differing(found, ours.answers)}"
     )
     assert not differing(found, ours.answers) and steps == ours.steps
     assert measured.status == 0, measured
@@ -454,7 +456,8 @@ def test_nvfp4_differs_at_near_ties_only(
             (name, divergence.index, divergence.gap, rounding, rounding.explains(divergence))
         )
     print(
-        f"\nNVFP4: {len(prompts) - len(names)} of {len(prompts)} answers identical; first divergences: {gaps}"
+        f"\nNVFP4: {len(prompts) - len(names)} of {len(prompts)} answers identical; "
+        f"first divergences: {gaps}"
     )
     assert all(near for *_, near in gaps)
 
@@ -471,7 +474,10 @@ def test_vllm_bench_serve_measures_the_reference_server(
             ("openai", "/v1/completions"),
             ("openai-chat", "/v1/chat/completions"),
         ):
-            asked = f"--backend {backend} --endpoint {path} --base-url {url} --model nano --tokenizer {NANO}"
+            asked = (
+                f"--backend {backend} --endpoint {path} --base-url {url} --model nano "
+                f"--tokenizer {NANO}"
+            )
             saved = f"--save-result --result-dir {tmp_path} --result-filename {backend}"
             words = f"bench serve {asked} {sizes} {saved}".split()
             printed(program, *words, env=environment, timeout=READY)

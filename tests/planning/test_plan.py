@@ -226,9 +226,9 @@ def test_what_bench_doubted_is_repeated(tmp_path: Path) -> None:
     )
     assert "bench doubted this measurement: the answers repeat themselves" in done.stdout
     assert (
-        "trtspec build-config nvidia/Kimi-K2.6-NVFP4 --head nvidia/Kimi-K2.6-Eagle3 --draft-len 2 --gpu b200"
-        in done.stdout
-    )
+        "trtspec build-config nvidia/Kimi-K2.6-NVFP4 --head nvidia/Kimi-K2.6-Eagle3 "
+        "--draft-len 2 --gpu b200"
+    ) in done.stdout
 
 
 def test_a_bench_file_with_a_length_alone(tmp_path: Path) -> None:

@@ -159,12 +159,12 @@ def test_mxfp4_is_two_files(copied: Path, tmp_path: Path, out: Path) -> None:
     )
     assert [problem for problem in compared["problems"] if problem["severity"] != "info"] == []
     script = (
-        "import sys, torch; from safetensors.torch import save_file; from trtspec.checkpoint.headers import Checkpoint;"
-        "from trtspec.checkpoint.tensors import LazyTensors;"
-        "from trtspec.quant.decode import decoded; from trtspec.quant.conversion_plan import plain_names;"
-        "tensors = LazyTensors(Checkpoint.open(sys.argv[1]));"
-        "names = plain_names(tensors.checkpoint.tensors);"
-        "save_file({name: decoded(tensors, name) for name in names}, sys.argv[2])"
+        "import sys, torch; from safetensors.torch import save_file; "
+        "from trtspec.checkpoint.headers import Checkpoint;from trtspec.checkpoint.tensors import "
+        "LazyTensors;from trtspec.quant.decode import decoded; from trtspec.quant.conversion_plan "
+        "import plain_names;tensors = LazyTensors(Checkpoint.open(sys.argv[1]));names = "
+        "plain_names(tensors.checkpoint.tensors);save_file({name: decoded(tensors, "
+        "name) for name in names}, sys.argv[2])"
     )
     run_copy(copied, "-c", script, source, tmp_path / "decoded.safetensors")
     decoded = load_file(tmp_path / "decoded.safetensors")

@@ -66,7 +66,8 @@ def test_full_at_points_from_the_first_write_to_the_last(tmp_path, shim, points,
         assert files(out) == files(expected), at
         shutil.rmtree(out)
     print(
-        f"full at {len(steps)} of {calls} writes: each said, nothing half-written, the same bytes afterwards"
+        f"full at {len(steps)} of {calls} writes: each said, nothing half-written, "
+        "the same bytes afterwards"
     )
 
 

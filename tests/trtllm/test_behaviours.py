@@ -124,7 +124,10 @@ def test_what_two_changes_decide_is_no_error() -> None:
 
     The key may be older than the crash.
     """
-    text = "speculative_config: {decoding_type: NGram, max_draft_len: 1, use_rejection_sampling: true}\n"
+    text = (
+        "speculative_config: {decoding_type: NGram, max_draft_len: 1, use_rejection_sampling: "
+        "true}\n"
+    )
     assert {f.severity for f in in_doubt(text, "1.3.0rc9", "use_rejection_sampling")} == {"warning"}
 
 
@@ -178,7 +181,11 @@ def test_penalties_are_honoured_where_the_key_allows_them() -> None:
 
 @pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc20", "1.3.0rc22", "1.4.0rc1"])
 def test_without_speculation_no_trap_of_it_is_reported(version: str) -> None:
-    text = "kv_cache_config: {host_cache_size: 1073741824}\nguided_decoding_backend: xgrammar\nmax_batch_size: 64\n"
+    text = (
+        "kv_cache_config: {host_cache_size: 1073741824}\n"
+        "guided_decoding_backend: xgrammar\n"
+        "max_batch_size: 64\n"
+    )
     assert not found(text + "moe_config: {backend: TRTLLM}\n", version)
 
 

@@ -318,7 +318,8 @@ def test_a_hundred_starts_and_stops_leak_nothing(
         assert not list(temporary.iterdir()) and (cycle % 10 or not marked())
     left = marked()
     print(
-        f"\n100 cycles leave {len(left)} processes, {len(list(temporary.iterdir()))} files; port {free_port} is free"
+        f"\n100 cycles leave {len(left)} processes, {len(list(temporary.iterdir()))} files; "
+        f"port {free_port} is free"
     )
     assert not left
 

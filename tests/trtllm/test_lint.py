@@ -63,7 +63,13 @@ def test_a_path_that_is_not_here_is_an_error_where_the_engine_is(here: bool) -> 
 
 
 def test_all_problems_come_at_once_with_their_lines() -> None:
-    text = "max_batch_sise: 8\nmoe_config:\n  backend: WIDEEP\nkv_cache_config:\n  free_gpu_memory_fraction: 2\n"
+    text = (
+        "max_batch_sise: 8\n"
+        "moe_config:\n"
+        "  backend: WIDEEP\n"
+        "kv_cache_config:\n"
+        "  free_gpu_memory_fraction: 2\n"
+    )
     assert {(f.code, f.line) for f in lint(text, Deployment(schema_for(NEW)))} == {
         ("TS-LINT-UNKNOWN-KEY", 1),
         ("TS-LINT-BAD-VALUE", 3),

@@ -173,7 +173,8 @@ def transformers_speed(
     for name, values in speeds.items():
         ratios = [value / base for value, base in zip(values, speeds["generate"], strict=True)]
         print(
-            f"  {name:24} {statistics.median(values):8.1f} tok/s   {statistics.median(ratios):5.2f}x generate"
+            f"  {name:24} {statistics.median(values):8.1f} tok/s   "
+            f"{statistics.median(ratios):5.2f}x generate"
         )
 
 

@@ -37,7 +37,9 @@ CONVERSATION = {
 COMMANDS = {
     "lint": "lint engine.yml --trtllm-version 1.4.0rc1 --target {k26} --head {eagle}",
     "build-config": "build-config {k26} --head {eagle} --trtllm-version 1.4.0rc1 -o built.yml",
-    "serve --dry-run": "serve {k26} --head {eagle} --trtllm-version 1.4.0rc1 --trust-remote-code --dry-run",
+    "serve --dry-run": (
+        "serve {k26} --head {eagle} --trtllm-version 1.4.0rc1 --trust-remote-code --dry-run"
+    ),
     "serve --dry-run, weights here": "serve {nano} --head {head} --trtllm-version 1.4.0rc1 --tp-size 1 "
     "--trust-remote-code --dry-run",
     "quantize": "quantize {nano} -o nvfp4 --policy k2.6 --workers 1",
@@ -47,9 +49,11 @@ COMMANDS = {
     "convert": "convert {head} -o head --to vllm",
     "convert, with a target": "convert {head} -o head --to vllm --target {nano}",
     "check --record": "check {url} --samples 1 --max-tokens 16 --record answers.jsonl",
-    "check --record, a question to its record": "check {url} --samples 1 --max-tokens 16 --record answers.jsonl",
-    "prove": "prove {nano} --head {head} --backend reference --samples 3 --max-tokens 16 --concurrency 1 --port 8918 "
-    "-o proof",
+    "check --record, a question to its record": (
+        "check {url} --samples 1 --max-tokens 16 --record answers.jsonl"
+    ),
+    "prove": "prove {nano} --head {head} --backend reference --samples 3 --max-tokens 16 "
+    "--concurrency 1 --port 8918 -o proof",
     "bench": "bench {url} --samples 1 --max-tokens 16 --concurrency 1 -o measured",
 }
 # The parts of a command that belong to a walk: each begins with the first call of a function and
@@ -101,7 +105,8 @@ def serving() -> Iterator[None]:
             time.sleep(1)
         else:
             sys.exit(
-                "the server did not start: run `trtspec serve kimi-nano --backend reference` to see why"
+                "the server did not start: "
+                "run `trtspec serve kimi-nano --backend reference` to see why"
             )
         yield
     finally:

@@ -141,10 +141,10 @@ def main() -> None:
         result = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
         rate = result["bytes_in"] / result["seconds"]
         print(
-            f"{arguments.format}: {result['quantized']} linears, {result['bytes_in'] / 1e9:.2f} GB in "
-            f"{result['seconds']:.1f} s with {arguments.workers} threads: {rate / 1e9:.3f} GB/s of source, peak RSS "
-            f"{result['peak_rss_bytes'] / 2**20:.0f} MiB, "
-            f"{KIMI_BYTES / rate / 60:.0f} minutes for 595 GB; {result['classes']}"
+            f"{arguments.format}: {result['quantized']} linears, {result['bytes_in'] / 1e9:.2f} "
+            f"GB in {result['seconds']:.1f} s with {arguments.workers} threads: "
+            f"{rate / 1e9:.3f} GB/s of source, peak RSS {result['peak_rss_bytes'] / 2**20:.0f} "
+            f"MiB, {KIMI_BYTES / rate / 60:.0f} minutes for 595 GB; {result['classes']}"
         )
     finally:
         if not arguments.keep:

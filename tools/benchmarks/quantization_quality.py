@@ -67,10 +67,12 @@ def main() -> None:
         for p, a, n in held_out(KimiTokenizer(kimi_nano_dir()), options.texts)
     ]
     print(
-        f"{len(texts)} texts, {sum(len(answer) for _, answer, _ in texts)} tokens; {options.prompts} prompts\n"
+        f"{len(texts)} texts, {sum(len(answer) for _, answer, _ in texts)} tokens; "
+        f"{options.prompts} prompts\n"
     )
     print(
-        "| source | weight scales | activations | perplexity | KL to the source | acceptance length |"
+        "| source | weight scales | activations | perplexity | "
+        "KL to the source | acceptance length |"
     )
     print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +105,10 @@ def measure_source(
         )
         length = f"{acceptance(model, texts, options):.2f}" if options.prompts else "-"
         print(
-            f"| {name} | {weights} | {activations} | {perplexity:.3f} | {mean:.4f} ± {error:.4f} | {length} |",
+            (
+                f"| {name} | {weights} | {activations} | {perplexity:.3f} "
+                f"| {mean:.4f} ± {error:.4f} | {length} |"
+            ),
             flush=True,
         )
 

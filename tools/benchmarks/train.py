@@ -114,8 +114,9 @@ def report(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace)
         run = runs["ours" if name.startswith("ours") else name][0]
         losses = " ".join(f"{loss:.4f}" for loss in run["losses"])
         print(
-            f"{name:13} {value:7.0f} tokens/s, {value / best:.2f}x the best peer, peak memory "
-            f"{run['peak'] / 2**20:.0f} MiB ({(run['peak'] - run['before']) / 2**20:.0f} over imports), losses {losses}"
+            f"{name:13} {value:7.0f} tokens/s, {value / best:.2f}x the best peer, "
+            f"peak memory {run['peak'] / 2**20:.0f} MiB "
+            f"({(run['peak'] - run['before']) / 2**20:.0f} over imports), losses {losses}"
         )
 
 

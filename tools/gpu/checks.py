@@ -310,7 +310,10 @@ def bandwidth(models: Models) -> list[Row]:
         weights_of_a_token(target),
         seconds(models, lambda: target(token, start, cache, length=129)),
     )
-    figure = f"{1e3 * took:.2f} ms a step, {read / 1e6:.0f} MB: {read / took / reached:.1%} of the copy's bandwidth"
+    figure = (
+        f"{1e3 * took:.2f} ms a step, {read / 1e6:.0f} MB: "
+        f"{read / took / reached:.1%} of the copy's bandwidth"
+    )
     return [*rows, Row("memory", "plain step", figure)]
 
 

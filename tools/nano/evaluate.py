@@ -194,7 +194,8 @@ def print_table(found: dict[str, Any], rows: Sequence[Row], greedy: Sequence[Ans
     for kind in found["bf16"]["by_kind"]:
         at = next(index for index, row in enumerate(rows) if row["category"] == kind)
         print(
-            f"\n[{kind}] {(rows[at]['messages'][-1]['content'] or '')[-300:]}\n  -> {greedy[at].text[:300]}"
+            f"\n[{kind}] {(rows[at]['messages'][-1]['content'] or '')[-300:]}\n"
+            f"  -> {greedy[at].text[:300]}"
         )
         print(f"   = {rows[at]['reference'][:300]}")
     brief = {

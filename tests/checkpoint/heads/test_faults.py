@@ -133,7 +133,8 @@ class Judge:
         lines = [f"{sum(self.seen.values())} faults in {len(self.heads)} heads"]
         for kind, seen in self.seen.items():
             lines.append(
-                f"{kind:26} {self.found[kind]:5} of {seen:5} found, {100 * self.found[kind] / seen:.1f} %"
+                f"{kind:26} {self.found[kind]:5} of {seen:5} found, "
+                f"{100 * self.found[kind] / seen:.1f} %"
             )
         lines.append(f"refused by {dict(self.refusals)}, mended by convert {self.mended}")
         lines += [f"missed: {one}" for kind in self.missed for one in self.missed[kind][:8]]

@@ -121,7 +121,8 @@ def test_a_training_step_reads_the_device_once(
     assert all(value.is_cuda and value.grad is None for value in stepper.parameters.values())
     found = dict(transfers.found)
     print(
-        f"EAGLE-{eagle}, {attention}, {precision}: waits per training step {reads.calls / 2:g}; in 2 steps {found}"
+        f"EAGLE-{eagle}, {attention}, {precision}: waits per training step {reads.calls / 2:g}; "
+        f"in 2 steps {found}"
     )
     assert reads.calls == 2
     assert transfers.found["read"] == transfers.found["written"] == 0

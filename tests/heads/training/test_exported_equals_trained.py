@@ -107,7 +107,8 @@ def test_exported_head_computes_what_was_trained(tmp_path, target, attention, ea
     assert head.spec.aux_layers == (1, 3, 4)
     difference = largest_difference(model, head, target)
     print(
-        f"{attention} EAGLE-{eagle} draft vocabulary {spec.draft_vocab_size}: max difference {difference:.2e}"
+        f"{attention} EAGLE-{eagle} draft vocabulary {spec.draft_vocab_size}: "
+        f"max difference {difference:.2e}"
     )
     assert difference < 2e-5
 

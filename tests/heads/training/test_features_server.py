@@ -96,7 +96,8 @@ def test_states_and_losses_are_those_of_the_target_in_memory(
     memory = losses(target_dir, target, plan, data, tmp_path / "memory")
     worst = max(abs(a - b) for a, b in zip(ours, memory, strict=True))
     print(
-        f"{dtype}: {unequal:.1e} of a sample's aux states round otherwise, losses of {len(ours)} steps by {worst:.1e}"
+        f"{dtype}: {unequal:.1e} of a sample's aux states round otherwise, "
+        f"losses of {len(ours)} steps by {worst:.1e}"
     )
     assert worst < 1e-2
 

@@ -128,7 +128,8 @@ def test_an_accumulated_step_weighs_every_token_alike(target, answer_only):
     )
     norm = math.sqrt(sum(float(v.grad.square().sum()) for v in fresh.eagle_module.parameters()))
     print(
-        f"accumulated against by hand: loss {abs(point.loss - loss.item()):.1e}, gradients {worst:.1e}"
+        f"accumulated against by hand: loss {abs(point.loss - loss.item()):.1e}, "
+        f"gradients {worst:.1e}"
     )
     assert worst < 1e-5 and point.grad_norm == pytest.approx(norm, rel=1e-4)
 

@@ -126,7 +126,8 @@ def test_training_on_chunks_gives_the_losses_of_the_online_run(tmp_path, stream,
     )
     apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(got, plain, strict=True) if "loss" in a)
     print(
-        f"other batches of the target, one bf16 rounding apart: losses differ by {apart:.1e} at most"
+        "other batches of the target, one bf16 rounding apart: "
+        f"losses differ by {apart:.1e} at most"
     )
     assert apart < 1e-2
     kept = sorted(path.name[:10] for path in (tmp_path / "s/features").glob("chunk-*"))

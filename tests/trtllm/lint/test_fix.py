@@ -114,7 +114,12 @@ CASES = [
     (
         "a draft length under a wrong name is not joined by a second one",
         NEW,
-        "speculative_config:\n  decoding_type: Eagle\n  speculative_model_dir: /h\n  max_draft_length: 5\n",
+        (
+            "speculative_config:\n"
+            "  decoding_type: Eagle\n"
+            "  speculative_model_dir: /h\n"
+            "  max_draft_length: 5\n"
+        ),
         None,
     ),
     ("a misspelt key is left to the user", NEW, "max_batchsize: 8\nmax_batch_size: 16\n", None),
