@@ -39,7 +39,8 @@ vars(httpx._config.DEFAULT_TIMEOUT_CONFIG).update(
 settings.register_profile("without a clock", deadline=None)
 settings.load_profile("without a clock")
 
-gc.disable()  # what importing and collecting makes stays, and is not searched for garbage, then or later
+# what importing and collecting makes stays, and is not searched for garbage, then or later
+gc.disable()
 
 
 def pytest_collection_finish() -> None:

@@ -90,8 +90,8 @@ def test_no_page_overflows_and_no_script_fails(site: Path, address: str) -> None
                             (page, width, dark, scheme, browser.overflow(), browser.errors)
                         )
             browser.value(
-                "document.body.insertAdjacentHTML('beforeend', '<div style=\"width: "
-                "3000px\">x</div>')"
+                "document.body.insertAdjacentHTML('beforeend', "
+                "'<div style=\"width: 3000px\">x</div>')"
             )
             assert browser.overflow() > 1000, "the measure itself"
     print(f"\n{len(pages(site))} pages, {visits} visits, {len(wrong)} with overflow or errors")

@@ -273,8 +273,8 @@ def vllm_releases() -> list[str]:
     lines = ["\n## vLLM releases\n"]
     lines.append(
         f"`trtspec serve --backend vllm` takes {data['oldest']} to {data['newest']} and judges a "
-        f"newer release as {data['newest']}, with a warning. Options after `--` go to `vllm "
-        "serve`, which judges them itself. "
+        f"newer release as {data['newest']}, with a warning. Options after `--` go to "
+        "`vllm serve`, which judges them itself. "
         "Of vLLM's configuration file `trtspec lint` judges the keys alone.\n"
     )
     lines.append("| weights of the target | evidence |\n|---|---|")

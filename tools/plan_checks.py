@@ -28,8 +28,10 @@ HEAD = """<!-- Written by tools/plan_checks.py from plan_published.yaml. -->
 
 # Predictions beside measurements
 
-Tables behind [the step model of plan](../plan-model.md). Groups marked "held out" were looked at only after the model
-was finished. "Under other assumptions" is the range over even routing, more uneven routing, 1 ms of host time, twice
+Tables behind [the step model of plan](../plan-model.md). Groups marked "held out" were looked \
+at only after the model
+was finished. "Under other assumptions" is the range over even routing, more uneven routing, 1 ms \
+of host time, twice
 the context and CUTLASS kernels.
 
 """
@@ -39,7 +41,8 @@ PUBLISHED = yaml.safe_load((HERE / "plan_published.yaml").read_text(encoding="ut
 CURVES: dict[str, list[float]] = PUBLISHED["curves"]
 KIMI = [name for name in CURVES if name.startswith("kimi")]
 KNOWN = 3  # draft positions that the extrapolation is shown; the further ones score it
-FITTED_FROM = 4  # the first draft length that decides the ratio; below it the shape passes through the curve itself
+# the first draft length that decides the ratio; below it the shape passes through the curve itself
+FITTED_FROM = 4
 RATIOS = [step / 1000 for step in range(850, 1101)]
 
 

@@ -161,8 +161,8 @@ def document(found: list[Compared]) -> str:
         "# Public recipes and what build-config writes",
         "",
         (
-            "Each public recipe beside the file and options that `trtspec "
-            "build-config` gives for the same sizes, with a"
+            "Each public recipe beside the file and options that "
+            "`trtspec build-config` gives for the same sizes, with a"
         ),
         (
             "reason for every difference. "

@@ -180,7 +180,9 @@ async def chat(request: Request) -> Any:
     }
 
 
-async def stream(tokens: list[str], steps: list[int], extra: dict, finish: str, usage: dict):  # type: ignore[no-untyped-def]
+async def stream(  # type: ignore[no-untyped-def]
+    tokens: list[str], steps: list[int], extra: dict, finish: str, usage: dict
+):
     """One chunk per step, as engines do; usage in a last chunk without choices."""
     position, due = 0, time.perf_counter()
     for index, size in enumerate([1, *steps]):

@@ -204,8 +204,11 @@ def test_a_question_about_a_picture_is_not_asked_without_it(tmp_path: Path) -> N
         {"type": "text", "text": "What is it?"},
         {"type": "image_url", "image_url": {"url": address}},
     ]
-    for own in ({"prompt": "What is it?", "images": [address]}, {"prompt": "What is it?", "image": address},
-                {"messages": [{"role": "user", "content": parts}]}):  # fmt: skip
+    for own in (
+        {"prompt": "What is it?", "images": [address]},
+        {"prompt": "What is it?", "image": address},
+        {"messages": [{"role": "user", "content": parts}]},
+    ):
         asked = (
             load_dataset(f"mmstar={write(tmp_path / 'own.jsonl', [own])}").questions[0].request(0)
         )

@@ -239,7 +239,9 @@ def value_faults(draft: Draft) -> Iterator[Fault]:
                 spoil = lambda d, n=name, f=factor: _times(d, n, f)  # noqa: E731
                 yield Fault(f"input_scale x {factor:g}", name, spoil, values=True)
     for name in [name for name in draft.tensors if name.endswith("weight_shape")]:
-        spoil = lambda d, n=name: d.tensors.update({n: d.tensors[n].flip(0) + torch.tensor([8, 0])})  # noqa: E731
+        spoil = lambda d, n=name: d.tensors.update(  # noqa: E731
+            {n: d.tensors[n].flip(0) + torch.tensor([8, 0])}
+        )
         yield Fault("weight_shape", name, spoil, values=True)
 
 
@@ -372,9 +374,13 @@ def scheme_faults(draft: Draft) -> Iterator[Fault]:
         yield Fault("scheme", key, lambda d, k=key, v=value: _group(d)["weights"].update({k: v}))
     if changes:
         yield Fault("scheme", "targets", lambda d: _group(d).update(targets=["re:.*experts.*"]))
-        more = lambda d: d.block["config_groups"].update(group_1=copy.deepcopy(_group(d)))  # noqa: E731
+        more = lambda d: d.block["config_groups"].update(  # noqa: E731
+            group_1=copy.deepcopy(_group(d))
+        )
         yield Fault("scheme", "config_groups", more)
-        spoil = lambda d: _group(d).update(input_activations={"num_bits": 8, "type": "int"})  # noqa: E731
+        spoil = lambda d: _group(d).update(  # noqa: E731
+            input_activations={"num_bits": 8, "type": "int"}
+        )
         yield Fault("scheme", "input_activations", spoil)
 
 

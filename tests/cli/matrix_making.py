@@ -67,11 +67,10 @@ TRAIN = line("train {target} {data} -o {out}")
 RECIPE = effects(
     "--attention mha --eagle 3.1 --draft-vocab-size 64 --intermediate-size 96 --aux-layers 1,2,3 "
     "--ttt-steps 2 --epochs 2 --steps 5 --lr 0.001 --seq-len 18 --batch-size 2 --ttt-decay 0.8 "
-    "--accumulation 2 "
-    f"--schedule constant --warmup 0.1 --weight-decay 0.1 --grad-clip 0.5 --precision {PRECISION} "
-    "--held-out 0.3 "
-    "--eval-every 3 --max-time 5 --seed 3 --answer-only --init {head} --config {recipe} "
-    "--save-every 7 --device cuda --acceptance-prompts 3"
+    "--accumulation 2 --schedule constant --warmup 0.1 --weight-decay 0.1 --grad-clip 0.5 "
+    f"--precision {PRECISION} --held-out 0.3 --eval-every 3 --max-time 5 --seed 3 "
+    "--answer-only --init {head} --config {recipe} --save-every 7 --device cuda "
+    "--acceptance-prompts 3"
 )
 
 

@@ -110,7 +110,10 @@ def test_what_is_taken() -> None:
         bearer("sk-a b") == {"Authorization": "Bearer sk-a b"} and bearer("") == bearer(None) == {}
     )
     assert shown("http://h:1") == "http://h:1"
-    assert feature_source("http://a:1/, http://b:1").urls == ("http://a:1", "http://b:1")  # type: ignore[union-attr]
+    assert feature_source("http://a:1/, http://b:1").urls == (  # type: ignore[union-attr]
+        "http://a:1",
+        "http://b:1",
+    )
     with pytest.raises(UsageError, match="`features`"):
         feature_source("http://a:1,http://b:one")
     assert SECRET not in repr(TargetEndpoint("http://h/v1", SECRET))

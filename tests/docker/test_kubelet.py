@@ -34,7 +34,8 @@ pytestmark = [
     ),
 ]
 STANDIN = Path(__file__).parents[1] / "trtllm" / "standin" / "trtllm-serve"
-FASTER = 10  # periods and settling times are divided by it; timeouts and failure thresholds are the chart's
+# periods and settling times are divided by it; timeouts and failure thresholds are the chart's
+FASTER = 10
 ENGINE = (
     "# TensorRT-LLM 1.4.0rc1: trtspec build-config /models/target --head /models/head "
     "--trtllm-version 1.4.0rc1 --goal latency --tp-size 1 --max-batch-size 16 "

@@ -40,7 +40,8 @@ NOISE, DRAWS = (
 # of a gap; rounding moves float32 logits of a tiny target by a tenth of that at most
 VISIBLE = 1e-3
 RECENT = 96  # tokens of an answer; those before them are computed as a prompt
-LONGER = 24  # positions by which the last of several rows is ahead of the others, as neighbours in a batch are
+# positions by which the last of several rows is ahead of the others, as neighbours in a batch are
+LONGER = 24
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ BAD_BODIES = [
     b'{"prompt": "x", "stop_token_ids": [99999], "min_tokens": 3}',
     b'{"prompt": "x", "repetition_penalty": 1e-300}',
     (
-        b'{"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": '
-        b'{"$ref": "#"}}}}'
+        b'{"prompt": "x", "response_format": {"type": "json_schema", '
+        b'"json_schema": {"schema": {"$ref": "#"}}}}'
     ),
     b'{"prompt": "x", "response_format": {"type": "regex", "regex": "(a{1000}){1000}"}, "n": 6}',
     (

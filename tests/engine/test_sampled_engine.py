@@ -227,7 +227,11 @@ def test_a_seed_decides_alone(
     greedy = [GenerationRequest(f"g{n}", PROMPT[n:], 3 + 4 * n, ignore_eos=True) for n in range(4)]
 
     def results(requests: list[GenerationRequest], rows: int) -> dict[str, list[int]]:
-        options = EngineOptions(max_batch_size=rows, max_seq_len=64, draft_sampling=draft_sampling)  # type: ignore[arg-type]
+        options = EngineOptions(
+            max_batch_size=rows,
+            max_seq_len=64,
+            draft_sampling=draft_sampling,  # type: ignore[arg-type]
+        )
         engine = Engine(target, head, options)
         return {
             name: completion.token_ids for name, completion in engine.generate(requests).items()

@@ -110,9 +110,10 @@ def test_what_does_not_fit_is_refused(
     many = replace(load(card), rows=10**6)
     fitting = footprint(Path("target"), nano, None, many).rows_in(card.free)
     for spec, asked, remedy in (
-        (medium, load(card), "its weights alone do not fit"), (nano, many, f"use `max_batch_size` {fitting}, or"),
+        (medium, load(card), "its weights alone do not fit"),
+        (nano, many, f"use `max_batch_size` {fitting}, or"),
         (nano, replace(many, rows=1, length=10**9), "use `max_batch_size` 1"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(MissingDependency, match="on cuda") as caught:
             require_fitting(Path("target"), spec, None, asked)
         assert remedy in (caught.value.remedy or "")

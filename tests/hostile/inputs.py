@@ -105,16 +105,24 @@ YAMLS: dict[str, bytes] = {
     "wrong types": (
         b"speculative_config: 3\nkv_cache_config: []\nmoe_config: text\ncuda_graph_config: [1]\n"
     ),
-    "strings for numbers": b"max_batch_size: many\nmax_num_tokens: '8k'\ntensor_parallel_size: four\n"
-    b"pipeline_parallel_size: two\nmoe_expert_parallel_size: [1]\n",
+    "strings for numbers": (
+        b"max_batch_size: many\n"
+        b"max_num_tokens: '8k'\n"
+        b"tensor_parallel_size: four\n"
+        b"pipeline_parallel_size: two\n"
+        b"moe_expert_parallel_size: [1]\n"
+    ),
     "odd schedule": b"speculative_config: {max_draft_len: x, draft_len_schedule: {a: b, 1: [2]}}\n",
     "odd lists": b"speculative_config: {decoding_type: [Eagle], eagle3_layers_to_capture: {a: 1}}\n"
     b"cuda_graph_config: {batch_sizes: [a, null, {}]}\n",
-    "nulls": b"speculative_config: null\n"
-    b"kv_cache_config: null\n"
-    b"moe_config: null\n"
-    b"cuda_graph_config: null\n"
-    b"max_batch_size: null\nmax_num_tokens: null\n",
+    "nulls": (
+        b"speculative_config: null\n"
+        b"kv_cache_config: null\n"
+        b"moe_config: null\n"
+        b"cuda_graph_config: null\n"
+        b"max_batch_size: null\n"
+        b"max_num_tokens: null\n"
+    ),
     "front": b"context_servers: 3\ngeneration_servers: {urls: 7}\n",
     "half a front": (
         b"hostname: [1]\nport: nowhere\ncontext_servers: {num_instances: many, urls: [1, null]}\n"

@@ -43,7 +43,12 @@ class Damage:
         self.outcomes: Counter[str] = Counter()
         self.bad: list[str] = []
         for dialect, options in KINDS:
-            head = write_head(room / f"clean-{dialect}", self.target, dialect, **options)  # type: ignore[arg-type]
+            head = write_head(
+                room / f"clean-{dialect}",
+                self.target,
+                dialect,
+                **options,  # type: ignore[arg-type]
+            )
             self.heads.append(head)
             assert self.convert(head, room, room / f"good-{dialect}") == 0
             self.usual.append(self.findings(head, room))

@@ -96,13 +96,16 @@ def interrupt_a_chain(directory: Path, sent: signal.Signals, delay: float) -> No
         from trtspec.errors import termination_as_interrupt
         from trtspec.launch import processes
 
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started the tests with &
+        signal.signal(signal.SIGINT, signal.default_int_handler)  \
+# ignored where a shell started the tests with &
         directory = Path({str(directory)!r})
         with termination_as_interrupt():
-            server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+            server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], \
+start_new_session=True)
             try:
                 print(server.pid, flush=True)
-                with processes.child([sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "0"]) as one:
+                with processes.child([sys.executable, "-m", "http.server", \
+"--bind", "127.0.0.1", "0"]) as one:
                     processes.wait(one)
             finally:
                 processes.stop(server)
@@ -205,7 +208,8 @@ except KeyboardInterrupt:
 """
 SERVED = """processes.served(["serve", "/nowhere"], "http://127.0.0.1:9", Path({log!r}), 9):
         raise AssertionError("served")"""
-WAITED = """processes.child([sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "0"]) as one:
+WAITED = """processes.child([sys.executable, "-m", "http.server", \
+"--bind", "127.0.0.1", "0"]) as one:
         processes.wait(one)"""
 
 

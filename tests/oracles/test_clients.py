@@ -154,7 +154,9 @@ def test_lm_eval(server: Running, tokenizer_dir: Path) -> None:
 def test_guidellm(server: Running, tokenizer_dir: Path, tmp_path: Path) -> None:
     python, report = python_of("guidellm"), tmp_path / "report.json"
     options = {
-        "backend": f"openai_http,target={server.url},model=tiny-kimi,request_format=/v1/completions",
+        "backend": (
+            f"openai_http,target={server.url},model=tiny-kimi,request_format=/v1/completions"
+        ),
         "profile": "concurrent,streams=4",
         "constraint": f"max_requests,count={REQUESTS}",
         "data": "synthetic_text,prompt_tokens=32,output_tokens=16",

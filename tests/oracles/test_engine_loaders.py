@@ -65,7 +65,8 @@ RELEASES = {
 }
 # where the YAML says auto, or nothing: without a transceiver's backend, with NIXL, with another
 AUTO = [["auto", True], ["PYTHON", True], ["PYTHON", False]]
-UNREAD = "gate_up_proj.inv_input_scale"  # upstream writes it for single matrices only, and does not read it here
+# upstream writes it for single matrices only, and does not read it here
+UNREAD = "gate_up_proj.inv_input_scale"
 LOADERS = Path(__file__).with_name("engine_loaders.py")
 PASSES = {"transposed", "d2t shifted", *(f"exchanged: {first}" for first, _ in TWINS)}
 NVFP4 = ("weight", "weight_scale", "weight_scale_2", "input_scale")

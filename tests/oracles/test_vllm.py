@@ -416,8 +416,8 @@ def pruned(prompts: list[GenerationRequest], pruned_head: Path) -> Reference:
 
 @pytest.mark.parametrize("dialect", ["vllm", "speculators"])
 def test_a_pruned_head_takes_as_many_steps(
-    environment: dict[str, str], prompts: list[GenerationRequest], pruned_head: Path, pruned: Reference,
-    tmp_path: Path, dialect: str,
+    environment: dict[str, str], prompts: list[GenerationRequest], pruned_head: Path,
+    pruned: Reference, tmp_path: Path, dialect: str,
 ) -> None:  # fmt: skip
     """vLLM takes the steps of the reference engine with a pruned head.
 

@@ -18,11 +18,13 @@ from tests.tiny import make_target, read_tensors
 from trtspec.quant import nvfp4
 
 ROW = """    "mxfp4": Storage(
-        "MXFP4 in groups of 32", ("weight_packed", "weight_scale"), (("U8",), ("U8",)), ("values", "groups"), 2, 32,
+        "MXFP4 in groups of 32", ("weight_packed", "weight_scale"), (("U8",), ("U8",)), \
+("values", "groups"), 2, 32,
         method="compressed-tensors",
     ),
 """
-DETECTED = """    if method == "compressed-tensors" and block.get("format") == "mxfp4-pack-quantized":
+DETECTED = """    if method == "compressed-tensors" \
+and block.get("format") == "mxfp4-pack-quantized":
         return WeightFormat.MXFP4, 32, None
 """
 CONFIG = {
@@ -44,8 +46,10 @@ def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
     """
     codes = nvfp4.E2M1_VALUES
     table = torch.tensor((*codes, *(-value for value in codes)), dtype=torch.float32)
-    values = table[torch.stack((blocks & 15, blocks >> 4), -1).long()].view(blocks.shape[0], scales.shape[1], -1)
-    return torch.ldexp(values, scales.int().unsqueeze(-1) - 127).view(blocks.shape[0], -1).to(torch.bfloat16)
+    values = table[torch.stack((blocks & 15, blocks >> 4), -1).long()]\
+.view(blocks.shape[0], scales.shape[1], -1)
+    return torch.ldexp(values, scales.int().unsqueeze(-1) - 127).view(blocks.shape[0], -1)\
+.to(torch.bfloat16)
 '''
 
 
@@ -160,11 +164,13 @@ def test_mxfp4_is_two_files(copied: Path, tmp_path: Path, out: Path) -> None:
     assert [problem for problem in compared["problems"] if problem["severity"] != "info"] == []
     script = (
         "import sys, torch; from safetensors.torch import save_file; "
-        "from trtspec.checkpoint.headers import Checkpoint;from trtspec.checkpoint.tensors import "
-        "LazyTensors;from trtspec.quant.decode import decoded; from trtspec.quant.conversion_plan "
-        "import plain_names;tensors = LazyTensors(Checkpoint.open(sys.argv[1]));names = "
-        "plain_names(tensors.checkpoint.tensors);save_file({name: decoded(tensors, "
-        "name) for name in names}, sys.argv[2])"
+        "from trtspec.checkpoint.headers import Checkpoint;"
+        "from trtspec.checkpoint.tensors import LazyTensors;"
+        "from trtspec.quant.decode import decoded; "
+        "from trtspec.quant.conversion_plan import plain_names;"
+        "tensors = LazyTensors(Checkpoint.open(sys.argv[1]));"
+        "names = plain_names(tensors.checkpoint.tensors);"
+        "save_file({name: decoded(tensors, name) for name in names}, sys.argv[2])"
     )
     run_copy(copied, "-c", script, source, tmp_path / "decoded.safetensors")
     decoded = load_file(tmp_path / "decoded.safetensors")

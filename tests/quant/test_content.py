@@ -137,7 +137,12 @@ class Sources:
     def __init__(self, room: Path) -> None:
         self.room, self.clean = room, dict[str, Checkpoint]()
         for name, options in FAMILIES.items():
-            path = make_target(room / name, layers=4, experts=2, **{"shards": 3} | options)  # type: ignore[arg-type]
+            path = make_target(
+                room / name,
+                layers=4,
+                experts=2,
+                **{"shards": 3} | options,  # type: ignore[arg-type]
+            )
             self.clean[name] = Checkpoint.open(path)
             shutil.copytree(path, room / f"{name}-damaged")
 

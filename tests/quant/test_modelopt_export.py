@@ -20,7 +20,8 @@ from trtspec.quant.conversion_plan import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.run import quantize_checkpoint
 
-OTHER = "TRTSPEC_MODELOPT_048_PYTHON"  # the Python of an environment with ModelOpt 0.48: `make test-oracles` makes one
+# the Python of an environment with ModelOpt 0.48: `make test-oracles` makes one
+OTHER = "TRTSPEC_MODELOPT_048_PYTHON"
 VERSIONS = {"0.47": sys.executable, "0.48": os.environ.get(OTHER, "")}
 K25, K26, K27 = (
     "nvfp4_mlp_only-kv_fp8_cast",

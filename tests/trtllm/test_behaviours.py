@@ -20,7 +20,8 @@ CASES = table(__file__)
 TRTLLM = SCHEMAS.parent
 RELEASE = re.compile(r"1\.\d+(\.\d+)?(rc\d+)?(\.post\d+)?")
 SAMPLED = """\
-speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: /h, use_rejection_sampling: false}
+speculative_config: {decoding_type: Eagle, max_draft_len: 3, \
+speculative_model_dir: /h, use_rejection_sampling: false}
 """
 
 
@@ -125,8 +126,8 @@ def test_what_two_changes_decide_is_no_error() -> None:
     The key may be older than the crash.
     """
     text = (
-        "speculative_config: {decoding_type: NGram, max_draft_len: 1, use_rejection_sampling: "
-        "true}\n"
+        "speculative_config: {decoding_type: NGram, max_draft_len: 1, "
+        "use_rejection_sampling: true}\n"
     )
     assert {f.severity for f in in_doubt(text, "1.3.0rc9", "use_rejection_sampling")} == {"warning"}
 

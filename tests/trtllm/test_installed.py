@@ -19,7 +19,8 @@ from trtspec.trtllm.schema import Field
 ENGINE = Path(__file__).parent / "standin_engine"
 GOOD = """\
 kv_cache_config: {free_gpu_memory_fraction: 0.8}
-speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: nvidia/Kimi-K2.6-Eagle3}
+speculative_config: {decoding_type: Eagle, max_draft_len: 3, \
+speculative_model_dir: nvidia/Kimi-K2.6-Eagle3}
 """
 
 
@@ -53,8 +54,8 @@ def test_the_engines_own_classes_judge(tmp_path: Path) -> None:
 
 def test_a_location_inside_a_union_is_the_key_of_the_file(tmp_path: Path) -> None:
     text = (
-        "speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: /h, "
-        "nonsense: 1}\n"
+        "speculative_config: {decoding_type: Eagle, max_draft_len: 3, "
+        "speculative_model_dir: /h, nonsense: 1}\n"
     )
     _, found = lint(text, tmp_path)
     keys = {p["key"] for p in found["problems"] if p["code"] == "TS-LINT-ENGINE-REFUSES"}

@@ -20,8 +20,10 @@ versions: {begins: {after: 1.4.0rc4, by: 1.5.0rc0}}
 behaviours:
   draft_len_schedule: {bounds: lower, first: 1, beyond: last, evidence: verified, source: invented}
 rules:
-  chunks_or_sleep: {when: {enable_chunked_prefill: set, sleep_config: set}, message: enable_chunked_prefill and
-    sleep_config exclude each other, remedy: keep one of the two, evidence: verified, source: invented}
+  chunks_or_sleep: {when: {enable_chunked_prefill: set, sleep_config: set}, \
+message: enable_chunked_prefill and
+    sleep_config exclude each other, \
+remedy: keep one of the two, evidence: verified, source: invented}
 """
 NEW_METHOD = """\
   weaver:
@@ -45,7 +47,8 @@ from trtspec.trtllm.schema import schema_for
 target = find_target("nvidia/Kimi-K2.6-NVFP4").spec
 asked = json.load(sys.stdin)
 print(json.dumps([
-    [[f.code, f.severity, f.key, f.message] for f in lint(text, Deployment(schema_for(version), target))
+    [[f.code, f.severity, f.key, f.message] for f in lint(text, \
+Deployment(schema_for(version), target))
      if f.code != "TS-LINT-KNOWN-ISSUE"]  # which ends with the last notes that were read
     for text, version in asked
 ]))

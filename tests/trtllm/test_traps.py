@@ -17,7 +17,8 @@ from trtspec.trtllm.lint import lint
 from trtspec.trtllm.schema import schema_for
 
 CLEAN = """\
-speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: nvidia/Kimi-K2.6-Eagle3}
+speculative_config: {decoding_type: Eagle, max_draft_len: 3, \
+speculative_model_dir: nvidia/Kimi-K2.6-Eagle3}
 moe_config: {backend: TRTLLM}
 """
 # who names where it is known from

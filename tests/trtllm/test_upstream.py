@@ -33,13 +33,16 @@ KEY_CODES = {
     "TS-LINT-OUT-OF-RANGE",
     "TS-LINT-WRONG-VARIANT",
 }
-# Keys that the class of the manifest's own commit takes and the manifest leaves out, so that it cannot judge them. The
-# text is tensorrt_llm/llmapi/llm_args.py at 0004396720054fd8e205cbf616f21f0b57c6b412:
-# - KvCacheConfig: `mamba_state_cache_interval: Optional[NonNegativeInt] = Field(default=None, status="deprecated",
-#   telemetry=False, exclude=True, description="Deprecated alias for mamba_state_config.periodic_snapshot_interval.")`;
-#   Field's own words: "telemetry=False to opt a type-safe field out"; the manifest holds what telemetry captures
-# - MoeConfig: `load_balancer: Optional[Union[object, str]]`, in its schema "Union[MoeLoadBalancerConfig, dict, str]";
-#   MoeLoadBalancerConfig has `num_slots: Optional[int]`, `layer_updates_per_iter: int`, `initial_global_assignments`
+# Keys that the class of the manifest's own commit takes and the manifest leaves out, so that it
+# cannot judge them. The text is tensorrt_llm/llmapi/llm_args.py at
+# 0004396720054fd8e205cbf616f21f0b57c6b412:
+# - KvCacheConfig: `mamba_state_cache_interval: Optional[NonNegativeInt] = Field(default=None,
+#   status="deprecated", telemetry=False, exclude=True, description="Deprecated alias for
+#   mamba_state_config.periodic_snapshot_interval.")`; Field's own words: "telemetry=False to opt a
+#   type-safe field out"; the manifest holds what telemetry captures
+# - MoeConfig: `load_balancer: Optional[Union[object, str]]`, in its schema
+#   "Union[MoeLoadBalancerConfig, dict, str]"; MoeLoadBalancerConfig has `num_slots: Optional[int]`,
+#   `layer_updates_per_iter: int`, `initial_global_assignments`
 NOT_LISTED = ("kv_cache_config.mamba_state_cache_interval", "moe_config.load_balancer")
 # Keys for which the serve reference's `Choice(...)` counts beside the manifest's values:
 # TorchLlmArgs is the class of the PyTorch backend alone, and an allowlist is what telemetry may

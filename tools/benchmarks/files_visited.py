@@ -40,8 +40,10 @@ COMMANDS = {
     "serve --dry-run": (
         "serve {k26} --head {eagle} --trtllm-version 1.4.0rc1 --trust-remote-code --dry-run"
     ),
-    "serve --dry-run, weights here": "serve {nano} --head {head} --trtllm-version 1.4.0rc1 --tp-size 1 "
-    "--trust-remote-code --dry-run",
+    "serve --dry-run, weights here": (
+        "serve {nano} --head {head} --trtllm-version 1.4.0rc1 --tp-size 1 --trust-remote-code "
+        "--dry-run"
+    ),
     "quantize": "quantize {nano} -o nvfp4 --policy k2.6 --workers 1",
     "quantize, a tensor from plan to shard": "quantize {nano} -o nvfp4 --policy k2.6 --workers 1",
     "train": "train {nano} data.jsonl -o head --steps 2 --batch-size 2 --seq-len 64 --ttt-steps 1 "
@@ -52,8 +54,10 @@ COMMANDS = {
     "check --record, a question to its record": (
         "check {url} --samples 1 --max-tokens 16 --record answers.jsonl"
     ),
-    "prove": "prove {nano} --head {head} --backend reference --samples 3 --max-tokens 16 "
-    "--concurrency 1 --port 8918 -o proof",
+    "prove": (
+        "prove {nano} --head {head} --backend reference --samples 3 --max-tokens 16 "
+        "--concurrency 1 --port 8918 -o proof"
+    ),
     "bench": "bench {url} --samples 1 --max-tokens 16 --concurrency 1 -o measured",
 }
 # The parts of a command that belong to a walk: each begins with the first call of a function and

@@ -38,9 +38,11 @@ COMMANDS = {
 # the other's
 RUN = """\
 import resource, subprocess, sys
-status = subprocess.run([sys.executable, "-m", "trtspec", *sys.argv[1:]], stdout=sys.stderr).returncode
+status = subprocess.run([sys.executable, "-m", "trtspec", *sys.argv[1:]], \
+stdout=sys.stderr).returncode
 used = resource.getrusage(resource.RUSAGE_CHILDREN)
-print(f"processor {used.ru_utime + used.ru_stime:5.2f} s, peak {used.ru_maxrss / 1e3:3.0f} MB, status {status}")
+print(f"processor {used.ru_utime + used.ru_stime:5.2f} s, peak {used.ru_maxrss / 1e3:3.0f} MB, \
+status {status}")
 """
 SMALL_BYTES = 1 << 16
 Entry = tuple[str, tuple[int, ...]]

@@ -274,7 +274,8 @@ def modelopt(arguments: argparse.Namespace, data: list[list[Sample]]) -> dict[st
 
 
 def specforge(arguments: argparse.Namespace, data: list[list[Sample]]) -> dict[str, Any]:
-    import transformers.models.deepseek_v3.modeling_deepseek_v3  # noqa: F401  before triton is a stub
+    # before triton is a stub
+    import transformers.models.deepseek_v3.modeling_deepseek_v3  # noqa: F401
     from transformers import LlamaConfig
 
     before = peak_memory()
@@ -344,7 +345,10 @@ def import_specforge(directory: Path) -> tuple[Any, Any, Any]:
     """
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     triton, language = types.ModuleType("triton"), types.ModuleType("triton.language")
-    triton.jit, triton.next_power_of_2 = lambda kernel: kernel, lambda n: 1 << (n - 1).bit_length()  # type: ignore[attr-defined]
+    triton.jit, triton.next_power_of_2 = (  # type: ignore[attr-defined]
+        lambda kernel: kernel,
+        lambda n: 1 << (n - 1).bit_length(),
+    )
     language.constexpr, triton.language = int, language  # type: ignore[attr-defined]
     for module in (triton, language):
         module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)

@@ -119,7 +119,11 @@ class Models:
     ) -> Engine:
         target, head = self.on(self.device, dtype or self.dtype)
         sizes = EngineOptions(drafts or DRAFTS, rows, 512)
-        return Engine(target, head if drafts else None, replace(sizes, **options))  # type: ignore[arg-type]
+        return Engine(
+            target,
+            head if drafts else None,
+            replace(sizes, **options),  # type: ignore[arg-type]
+        )
 
     def wait(self) -> None:
         if self.device.type == "cuda":

@@ -20,7 +20,8 @@ import yaml
 
 HELDOUT_VALUES = 7  # one value in seven
 HELDOUT_PHRASES = 5  # one phrasing in five
-MADE_UP = 0.65  # of the names and things of training: a model knows a few hundred by heart and copies no others
+# of the names and things of training: a model knows a few hundred by heart and copies no others
+MADE_UP = 0.65
 HALVES = 0.6  # of what is made up: halves of two listed ones; the others are letters
 MORE_FORMS = 0.75  # of the phrasings of training that have further forms
 T = TypeVar("T")

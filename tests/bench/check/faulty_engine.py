@@ -44,8 +44,10 @@ def drafts_kept() -> None:
     """sampled distribution: drafts are kept where the target gives them more than 0.1."""
 
     @wrap(engine, "accept_sampled")
-    def _(exact: Patch, target: torch.Tensor, drafts: torch.Tensor, probs: Any, uniform: torch.Tensor,
-          **more: Any) -> Any:  # fmt: skip
+    def _(
+        exact: Patch, target: torch.Tensor, drafts: torch.Tensor, probs: Any,
+        uniform: torch.Tensor, **more: Any,
+    ) -> Any:  # fmt: skip
         width = drafts.shape[1]
         p = target[:, :width].gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
         kept = torch.where(p > 0.1, 0.0, uniform[:, :width])

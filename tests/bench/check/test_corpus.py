@@ -107,9 +107,16 @@ def test_a_fault_fails_its_row_alone(row: str, fault: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("row", "fault"), [("greedy", "relaxed-acceptance"), ("greedy", "stale-turn-2"),
-                                            ("sampled", "temperature-ignored"), ("transport", "stream-altered"),
-                                            ("acceptance", "collapse-warm")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ("greedy", "relaxed-acceptance"),
+        ("greedy", "stale-turn-2"),
+        ("sampled", "temperature-ignored"),
+        ("transport", "stream-altered"),
+        ("acceptance", "collapse-warm"),
+    ],
+)
 def test_a_fault_is_found_by_continuations_alone(row: str, fault: str) -> None:
     rows = check(fault, "trtllm")
     assert failed(rows).keys() == {row}

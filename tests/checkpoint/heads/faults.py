@@ -293,8 +293,14 @@ def _rope(config: Config) -> Iterator[Fault]:
         ROPE,
     )
     if yarn:
-        for key, value in (("factor", 8.0), ("original_max_position_embeddings", 1024), ("beta_fast", 8.0),
-                           ("mscale_all_dim", 0.5), ("mscale", 2.0), ("rope_type", "default")):  # fmt: skip
+        for key, value in (
+            ("factor", 8.0),
+            ("original_max_position_embeddings", 1024),
+            ("beta_fast", 8.0),
+            ("mscale_all_dim", 0.5),
+            ("mscale", 2.0),
+            ("rope_type", "default"),
+        ):
             yield Fault("rope told twice", key, within("rope_parameters", **{key: value}), ROPE)
         for key, value in (
             ("factor", 8.0),

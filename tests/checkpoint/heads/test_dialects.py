@@ -206,9 +206,15 @@ def told_everywhere(config: dict[str, Any], tensors: dict[str, torch.Tensor]) ->
 
 @pytest.mark.parametrize(
     ("change", "options"),
-    [(told_everywhere, {}), (told_everywhere, MLA), (drop("rope_theta"), {}), (gain(0.99, 1.01), {}),
-     (set_key("hidden_act", "swish"), {}), (ids(-1, 1, 3), MLA)],
-)  # fmt: skip
+    [
+        (told_everywhere, {}),
+        (told_everywhere, MLA),
+        (drop("rope_theta"), {}),
+        (gain(0.99, 1.01), {}),
+        (set_key("hidden_act", "swish"), {}),
+        (ids(-1, 1, 3), MLA),
+    ],
+)
 def test_what_is_told_alike_or_does_no_harm_is_not_reported(
     tmp_path: Path, target_dir: Path, change: Change, options: dict[str, Any]
 ) -> None:
@@ -329,5 +335,9 @@ def test_rows_alone_know_dialects_and_engines_by_name() -> None:
                 for leaf in ast.walk(part)
                 if isinstance(leaf, ast.Constant)
             ]
-            found += [f"{path.name}:{node.lineno} {word}" for word in words if word in names]  # type: ignore[attr-defined]
+            found += [
+                f"{path.name}:{node.lineno} {word}"  # type: ignore[attr-defined]
+                for word in words
+                if word in names
+            ]
     assert found == []

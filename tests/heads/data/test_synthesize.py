@@ -326,9 +326,17 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "remedy"),
-    [("temperature", "--temperature"), ("max_tokens", "--max-tokens"), ("top_p", "--top-p"), ("model", "--model"),
-     ("messages", "PROMPTS"), ("tools", "PROMPTS"), ("seed", "prompt's text"), ("stream", "not streamed")],
-)  # fmt: skip
+    [
+        ("temperature", "--temperature"),
+        ("max_tokens", "--max-tokens"),
+        ("top_p", "--top-p"),
+        ("model", "--model"),
+        ("messages", "PROMPTS"),
+        ("tools", "PROMPTS"),
+        ("seed", "prompt's text"),
+        ("stream", "not streamed"),
+    ],
+)
 def test_an_extra_body_does_not_override_what_the_provenance_names(
     tmp_path: Path, key: str, remedy: str
 ) -> None:

@@ -184,8 +184,11 @@ def test_transformers_schedule_is_the_same():
 
 @settings(max_examples=40)
 @given(
-    count=st.integers(1, 40), batch=st.integers(1, 5), accumulation=st.integers(1, 4), epochs=st.integers(1, 6)
-)  # fmt: skip
+    count=st.integers(1, 40),
+    batch=st.integers(1, 5),
+    accumulation=st.integers(1, 4),
+    epochs=st.integers(1, 6),
+)
 def test_data_order(count, batch, accumulation, epochs):
     """An epoch has each sample once, without the held-out ones, and a longer run begins alike.
 

@@ -169,12 +169,15 @@ def test_another_target_never_gets_these_chunks(tmp_path, stream, plan):
 @pytest.mark.parametrize(
     ("text", "source"),
     [
-        ("auto", ("memory", None, ())), ("memory", ("memory", None, ())), ("stream", ("stream", None, ())),
+        ("auto", ("memory", None, ())),
+        ("memory", ("memory", None, ())),
+        ("stream", ("stream", None, ())),
         ("streams", ("dumps", Path("streams"), ())),
-        ("stream:/data", ("stream", Path("/data"), ())), ("/dumps", ("dumps", Path("/dumps"), ())),
+        ("stream:/data", ("stream", Path("/data"), ())),
+        ("/dumps", ("dumps", Path("/dumps"), ())),
         ("http://a:8000,https://b", ("server", None, ("http://a:8000", "https://b"))),
     ],
-)  # fmt: skip
+)
 def test_what_features_names(text: str, source: tuple) -> None:
     assert feature_source(text) == FeatureSource(text, *source)
 

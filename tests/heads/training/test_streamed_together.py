@@ -24,12 +24,14 @@ from trtspec.heads.training.train_options import TrainOptions, feature_source
 from trtspec.heads.training.training_plan import make_plan
 from trtspec.heads.training.ranks import process_group
 
-target, data, work, epochs = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+target, data, work, epochs = Path(sys.argv[1]), Path(sys.argv[2]), \
+Path(sys.argv[3]), int(sys.argv[4])
 options = TrainOptions(epochs=epochs, batch_size=4, seq_len=96, held_out=0.1, precision="fp32")
 with process_group("cpu") as world:
     stream = open_stream(target, torch.float32, "cpu", world)
     plan = make_plan(target, stream.spec, (str(data),), options, feature_source("stream"))
-    features = stream_features(stream, plan, options, work, "target", chunk_bytes=200_000, world=world)
+    features = stream_features(stream, plan, options, \
+work, "target", chunk_bytes=200_000, world=world)
     ids, lengths = [s.id for s in plan.samples], [len(s.tokens) for s in plan.samples]
     train, held = split_held_out(ids, options.held_out, options.seed)
     batches = batches_of_epoch(lengths, train, options.batch_size, options.seed, 0)

@@ -50,7 +50,12 @@ def check_one(seed: int) -> int:
         assert after.text.count(comment) == 1, (comment, shown)
     again, nothing = with_fixes(after.text, deployment)
     assert again.text == after.text and not nothing, shown
-    touched = [str(path) for f in corrected if f.fix for path in (*f.fix.keywords.values(), f.key)]  # type: ignore[attr-defined]
+    touched = [
+        str(path)
+        for f in corrected
+        if f.fix
+        for path in (*f.fix.keywords.values(), f.key)  # type: ignore[attr-defined]
+    ]
     kept = leaves(after.entries)
     for path, value in leaves(before.entries).items():
         if not any(path == other or path.startswith(f"{other}.") for other in touched):
