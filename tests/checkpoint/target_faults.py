@@ -3,6 +3,11 @@
 A fault is a change to a `Draft` (tensors, config.json, hf_quant_config.json) or to the written
 files. Nothing here uses trtspec's readers: what must be found is decided by what was spoiled. Tests
 count how many are found.
+
+A new fault is a line of the generator for its sort (tensors, values, config, scheme, files), with
+its kind, the tensor or field that a finding must name, and the change:
+
+    yield Fault("scheme", "targets", lambda d: _group(d).update(targets=["re:.*experts.*"]))
 """
 
 import copy

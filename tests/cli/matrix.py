@@ -1,4 +1,8 @@
-"""Runs a command in this process and collects everything that it left to see."""
+"""Runs a command in this process and collects everything that it left to see.
+
+The rows are in matrix_making.py and matrix_serving.py, by command and mode. test_matrix.py runs
+each one with and without its words, and fails if both leave the same.
+"""
 
 import hashlib
 import json

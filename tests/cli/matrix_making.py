@@ -1,4 +1,12 @@
-"""Matrix rows of the commands that make, train and measure: an effect of each option by mode."""
+"""Matrix rows of the commands that make, train and measure: an effect of each option by mode.
+
+A new option is a word in the `effects(...)` of each mode that takes it; its value must change what
+the run leaves:
+
+    SIZED = effects("--gpu b300 --isl 300 --json")
+
+An option that needs more than a word is an `Effect`, and a new mode is a `Situation`.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,7 @@
 """Every option of every command in every mode is honoured, or refused by its flag.
 
 What the run leaves shows it. Every environment variable works or is noted. The table is complete by
-test: an option without a row fails.
+test: an option without a row fails. matrix_making.py and matrix_serving.py say how to add one.
 """
 
 import shutil

@@ -1,4 +1,11 @@
-"""The gate on a corpus: every fault fails only the row that names it, and honest servers pass."""
+"""The gate on a corpus: every fault fails only the row that names it, and honest servers pass.
+
+A new fault is a line of faults.yaml, below the row of check that must fail, with the kind that must
+name it, and its effect in toy_server.py, where `self.fault` is the name:
+
+    greedy:
+      relaxed-acceptance: text
+"""
 
 import asyncio
 import functools

@@ -3,6 +3,10 @@
 The target is a known distribution: of each context, eight words with probabilities that a hash
 decides. So honest answers, their probabilities and what each fault makes of them are exact, and a
 whole check takes a second.
+
+A new fault is a name of faults.yaml and a branch here, at the step that it spoils:
+
+    if fault == "long-altered" and long:
 """
 
 import json
