@@ -121,7 +121,8 @@ def test_what_is_taken() -> None:
 
 @settings(max_examples=50)
 @given(
-    st.text(alphabet=st.sampled_from("aZ0:/.[]%-_é\x7f \t世ß\\"), max_size=40), st.text(max_size=30)
+    st.text(alphabet=st.sampled_from("aZ0:/.[]%-_é\x7f \t世ß\\"), max_size=40),
+    st.text(max_size=30),
 )
 def test_what_is_taken_can_be_sent(address: str, key: str) -> None:
     """What is accepted fails at worst to connect, by the client and the name look-up themselves."""
