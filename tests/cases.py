@@ -1,4 +1,4 @@
-"""Cases of parametrized tests: those that take minutes, and tables, which are data beside the test."""
+"""Cases of parametrized tests: those that take minutes, and tables, kept beside the test."""
 
 import functools
 from pathlib import Path

@@ -1,5 +1,6 @@
-"""`trtspec ...` in this process, through its entry point, with status, stdout and stderr as a shell
-gets them; and in a process of its own.
+"""`trtspec ...` through its entry point, in this process or in one of its own.
+
+A run has the status, stdout and stderr that a shell gets.
 """
 
 import asyncio
@@ -50,9 +51,7 @@ def problem_codes(report: Any) -> set[str]:
 
 
 def trtspec(*words: object, **environment: str) -> Done:
-    """Runs the command with these additional variables, in a wide terminal so that tables do not
-    wrap.
-    """
+    """Runs the command with additional variables, in a terminal too wide to wrap tables."""
     out, err, status = io.StringIO(), io.StringIO(), 0
     with (
         mock.patch.object(sys, "argv", ["trtspec", *map(str, words)]),
@@ -101,8 +100,9 @@ def printed_json(*command: object, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def served(port: int, *command: object) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """URL and process of a server that this command starts on the port, from when it answers until
-    the block ends.
+    """URL and process of a server that this command starts on the port.
+
+    It answers when the block begins, and is ended with it.
     """
     from trtspec.client.client import wait_ready
 
@@ -125,9 +125,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 300) -> None:
 
 
 def calls_of(run: Callable[[], object]) -> int:
-    """How many Python functions a run calls in all its threads: its length, on a machine of any
-    speed.
-    """
+    """Python calls of a run in all its threads: its length, on a machine of any speed."""
     calls = itertools.count()
     with traced(lambda: next(calls)):
         run()
@@ -135,9 +133,7 @@ def calls_of(run: Callable[[], object]) -> int:
 
 
 def killed_at(call: float, run: Callable[[], object]) -> bool:
-    """Runs it in a fork of this process that SIGKILL ends at this call; False where the run ended
-    before.
-    """
+    """Runs it in a fork that SIGKILL ends at this call; False if the run ended before."""
     calls = itertools.count()
 
     def kill_at_call() -> None:
@@ -187,7 +183,7 @@ def program(path: Path, script: str) -> Path:
 
 
 class LocalServer(ThreadingHTTPServer):
-    """Answers on a free port of this machine, or on the one that is given, until it is shut down."""
+    """Answers on a port of this machine, free or given, until it is shut down."""
 
     daemon_threads = True
 
@@ -234,9 +230,7 @@ class _Handler(LocalHandler):
 
 
 def free_port() -> int:
-    """Not one that the system gives to outgoing connections: it is still free when a server has
-    started.
-    """
+    """A port outside those of outgoing connections, so that it stays free until a server starts."""
     while True:
         with contextlib.suppress(OSError), socket.socket() as probe:
             port = 20000 + secrets.randbelow(12000)

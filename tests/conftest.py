@@ -39,7 +39,8 @@ vars(httpx._config.DEFAULT_TIMEOUT_CONFIG).update(
 settings.register_profile("without a clock", deadline=None)
 settings.load_profile("without a clock")
 
-gc.disable()  # what importing and collecting makes stays, and is not searched for garbage, then or later
+# what importing and collecting makes stays, and is not searched for garbage, then or later
+gc.disable()
 
 
 def pytest_collection_finish() -> None:
@@ -49,7 +50,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    """A test module that imported torch gets one thread; torch-free ones do not pay for the import."""
+    """Gives torch one thread in modules that imported it; others do not pay for the import."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
@@ -57,9 +58,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def room() -> Iterator[Path]:
-    """A directory in memory where there is some, for thousands of tiny files each of which is
-    fsynced.
-    """
+    """A directory, in memory if there is some, for thousands of tiny files with an fsync each."""
     with TemporaryDirectory(
         dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     ) as directory:
@@ -76,9 +75,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def upstream_data() -> Path:
-    """Files of other projects that tests may read but the project does not carry;
-    TRTSPEC_UPSTREAM_DATA names them.
-    """
+    """Files of other projects that the project does not carry; TRTSPEC_UPSTREAM_DATA names them."""
     place = os.environ.get("TRTSPEC_UPSTREAM_DATA")
     if not place or not Path(place).is_dir():
         pytest.skip("TRTSPEC_UPSTREAM_DATA does not name a directory of upstream files")

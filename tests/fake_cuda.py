@@ -1,5 +1,4 @@
-"""A CUDA device that computes nothing: every operator is checked and gives a tensor of the right
-shape.
+"""A CUDA device that computes nothing: operators are checked and give tensors of the right shape.
 
 torch's fake tensors carry the device cuda on a build without CUDA. What would wait for a real
 device, because a number or a shape has to be read back, raises: `.item()`, `.tolist()`, a boolean

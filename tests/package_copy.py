@@ -1,6 +1,4 @@
-"""A copy of the package, for tests that add something to it: what that took, and what the copy then
-answers.
-"""
+"""A copy of the package, for tests that add to it: files changed, and the copy's answers."""
 
 import filecmp
 import os

@@ -1,8 +1,7 @@
-"""A target with a recurrent state: Kimi Delta Attention (arXiv 2510.26692) in the place of latent
-attention.
+"""A target with a recurrent state: Kimi Delta Attention in the place of latent attention.
 
 With S the state of a head [K, V], k and q normed keys and queries, g the bounded log gate and beta
-in (0, 1):
+in (0, 1) (arXiv 2510.26692):
 
     S_t = (I - beta_t k_t k_t^T) diag(e^g_t) S_(t-1) + beta_t k_t v_t^T,    o_t = S_t^T q_t
     g_t = -5 sigmoid(e^A (f(x_t) + b))
@@ -37,8 +36,9 @@ def gate(x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """q, k, v, g [B, T, N, D], beta [B, T, N], state [B, N, D, D] -> outputs [B, T, N, D], states
-    after 0 .. T.
+    """Outputs [B, T, N, D], and states after 0 .. T.
+
+    q, k, v, g [B, T, N, D], beta [B, T, N], state [B, N, D, D].
     """
     decay, write = g.exp().unsqueeze(-1), (beta.unsqueeze(-1) * k).unsqueeze(-1)
     k, v = k.unsqueeze(-2), v.unsqueeze(-2)
@@ -93,8 +93,9 @@ class DeltaAttention(nn.Module):
         return self.o_proj(torch.cat(reads, 1))
 
     def run(self, x: Tensor, window: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, T, H] behind a window and a state -> what is read of it, and what is left after 0
-        .. T of its tokens, [B, T + 1, M].
+        """Outputs of x [B, T, H] after a window and a state, and what is kept [B, T + 1, M].
+
+        It is kept after 0 .. T of the tokens.
         """
         window = window.view(len(x), -1, CONV - 1).to(x.dtype)
         state = state.view(len(x), *self.shape, SIZE)
@@ -111,11 +112,11 @@ class DeltaAttention(nn.Module):
 
 
 class HybridState:
-    """Latents by position, beside what recurrent layers keep, which no later call can overwrite: a
-    row moves on by `commit`.
+    """Latents by position, beside what recurrent layers keep.
 
-    `rows` has, by row, where its last call began, and what the layers kept after 0 .. T of the
-    call's tokens that became text, [layers, T + 1, M].
+    No later call can overwrite that: a row moves on by `commit`. `rows` has, by row, where its last
+    call began, and what the layers kept after 0 .. T of the call's tokens that became text,
+    [layers, T + 1, M].
     """
 
     def __init__(self, latents: State, nothing: Tensor) -> None:

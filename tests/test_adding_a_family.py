@@ -1,5 +1,7 @@
-"""Adding a family, really done on a copy of the package: other names of tensors and keys, MXFP4
-under INT4's suffixes, and checkpoints of two formats. What is checked of a Kimi-K2 stays checked.
+"""Adds a family to a copy of the package.
+
+Other names of tensors and keys, MXFP4 under INT4's suffixes, and checkpoints of two formats. What
+is checked of a Kimi-K2 stays checked.
 """
 
 import json
@@ -145,8 +147,9 @@ def test_a_family_is_four_edited_files_and_one_new(copied: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_another_family_loosens_no_check_of_a_k2(copied: Path, tmp_path: Path) -> None:
-    """Neither what it publishes nor its format, whose values lie under INT4's suffixes, holds for a
-    K2.
+    """A K2 may have neither what the new family publishes nor its format.
+
+    The format's values lie under INT4's suffixes.
     """
     source = make_target(tmp_path / "k2", format="int4", layers=2, shards=1)
     path = source / "model.safetensors"
@@ -166,8 +169,9 @@ def test_another_family_loosens_no_check_of_a_k2(copied: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_checkpoint_of_two_formats(copied: Path, tmp_path: Path) -> None:
-    """Experts in NVFP4 and attention in FP8 blocks, as ModelOpt's list of layers says; a wrong list
-    is found, and no K2 has one.
+    """Experts in NVFP4 and attention in FP8 blocks follow ModelOpt's list of layers.
+
+    A wrong list is found, and no K2 has one.
     """
     algorithms: dict[str, str] = {}
 

@@ -1,6 +1,4 @@
-"""The Python API as a notebook uses it: every verb in a fresh process, after every room has been
-imported.
-"""
+"""The Python API as a notebook uses it: every verb in a fresh process, after all imports."""
 
 import inspect
 import os
@@ -23,14 +21,16 @@ EVERYTHING = """
 import importlib, pkgutil, sys
 from pathlib import Path
 import trtspec
-for room in [module.name for module in pkgutil.iter_modules(trtspec.__path__) if module.name != "__main__"]:
+for room in [module.name for module in pkgutil.iter_modules(trtspec.__path__) \
+if module.name != "__main__"]:
     importlib.import_module(f"trtspec.{room}")
 for verb in ("inspect", "lint", "build_config", "plan", "quantize", "convert", "train", "Engine"):
     assert callable(getattr(trtspec, verb)), verb
 
 target, head, out = sys.argv[1:]
 whole = trtspec.inspect(target)
-assert whole.ok and (whole["kind"], whole["format"]) == ("target", "bf16") and whole["parameters"] > 100_000
+assert whole.ok and (whole["kind"], whole["format"]) == ("target", "bf16") \
+and whole["parameters"] > 100_000
 assert trtspec.inspect(Path(head), against=Path(target))["attention"] == "mha"
 
 made = trtspec.quantize(target, Path(out) / "nvfp4", policy="k2.5")
@@ -57,10 +57,13 @@ assert len(answer.token_ids) == 4
 LIGHT = f"""
 import sys
 import trtspec
-assert not [name for name in sys.modules if name.startswith("trtspec.")], "import trtspec loads nothing else"
+assert not [name for name in sys.modules if name.startswith("trtspec.")], \
+"import trtspec loads nothing else"
 
-written = trtspec.build_config("{TARGET}", head="{HEAD}", trtllm_version="1.3.0rc20", isl=1024, osl=1024)
-assert written["config"]["speculative_config"]["max_draft_len"] == 3 and "--tp_size" in written["argv"]
+written = trtspec.build_config("{TARGET}", head="{HEAD}", trtllm_version="1.3.0rc20", \
+isl=1024, osl=1024)
+assert written["config"]["speculative_config"]["max_draft_len"] == 3 \
+and "--tp_size" in written["argv"]
 
 for form in (written["text"], written["config"]):
     judged = trtspec.lint(form, trtllm_version="1.3.0rc20", target="{TARGET}", head="{HEAD}")
@@ -77,9 +80,12 @@ assert decision["fits"] and decision["best"]["concurrency"] in (1, 16)
 assert len(repr(decision)) < 400
 assert trtspec.inspect("{TARGET}")["format"] == "nvfp4"
 assert not trtspec.plan("{TARGET}", gpus=1).ok and trtspec.explain("TS-PAIR-WIDTH")["remedy"]
-for wrong in (lambda: trtspec.plan("{TARGET}", gpu="b999"), lambda: trtspec.lint("no-such-file.yml"),
-              lambda: trtspec.build_config("{TARGET}", draft_len=5), lambda: trtspec.inspect("nobody/nothing"),
-              lambda: trtspec.plan("{TARGET}", tp_size=0), lambda: trtspec.build_config("{TARGET}", goal="speed")):
+for wrong in (lambda: trtspec.plan("{TARGET}", gpu="b999"), \
+lambda: trtspec.lint("no-such-file.yml"),
+              lambda: trtspec.build_config("{TARGET}", draft_len=5), \
+lambda: trtspec.inspect("nobody/nothing"),
+              lambda: trtspec.plan("{TARGET}", tp_size=0), \
+lambda: trtspec.build_config("{TARGET}", goal="speed")):
     try:
         wrong()
     except trtspec.TrtspecError as error:

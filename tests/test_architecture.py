@@ -1,6 +1,4 @@
-"""The rules of the layout, held over the source itself: imports, owners, torch-free rooms, budgets
-in weight.
-"""
+"""Rules of the layout over the source: imports, owners, torch-free rooms, budgets in weight."""
 
 import ast
 import functools
@@ -396,7 +394,7 @@ def called(node: ast.Call) -> str:
 
 
 def plain_variables(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
-    """Parameters annotated as plain names, what is made of the boundary's call, and items of these."""
+    """Parameters annotated as plain names, results of the boundary's call, and their items."""
     arguments = [node for node in ast.walk(function.args) if isinstance(node, ast.arg)]
     names = {a.arg for a in arguments if a.annotation and "PlainName" in ast.unparse(a.annotation)}
     for node in ast.walk(function):

@@ -1,6 +1,7 @@
-"""Every Python and YAML block of README and docs/: Python is run, an engine configuration is
-linted, objects of Kubernetes and values of the chart are compared with their schemas, and so are
-files of compose and CI that pages name.
+"""Every Python and YAML block of README and docs/.
+
+Python is run, an engine configuration is linted, objects of Kubernetes and values of the chart are
+compared with their schemas, and so are files of compose and CI that pages name.
 """
 
 import inspect

@@ -1,6 +1,8 @@
-"""Every command of README and docs/: run where nothing but this machine is needed, dry-run where it
-would launch, and otherwise compared with what takes it: the options of the command, the values of
-the chart, the files that it names.
+"""Every command of README and docs/.
+
+It is run where nothing but this machine is needed, dry-run where it would launch, and otherwise
+compared with what takes it: the options of the command, the values of the chart, the files that it
+names.
 
 A page is read from top to bottom in one directory, so that a command finds what an earlier one
 wrote. A `text` block directly below commands is the captured output of the last of them: each of
@@ -72,9 +74,7 @@ def rehearsed(page: Path) -> str:
 
 
 def run_trtspec(command: Command, script: str) -> str:
-    """Runs what writes or judges configurations; `serve` as a dry run; parses the options of the
-    rest.
-    """
+    """Runs what writes or judges configurations, with `serve` as a dry run; parses the rest."""
     words = command.words[1:]
     if not words or words[0].startswith("-"):
         succeeded(*words)
@@ -118,9 +118,7 @@ def run_helm(command: Command) -> str:
 
 
 def rendered(words: list[str]) -> dict[str, str]:
-    """The chart with the files and values of the words; a release that is upgraded keeps none of
-    the ones before.
-    """
+    """The chart with the words' files and values; an upgrade keeps none of the ones before."""
     helm = pytest.importorskip("helm_python")
     from tests.docker.chart import merged
 
@@ -225,8 +223,9 @@ def test_the_page_of_hardware_leaves_little_unrun() -> None:
 
 
 def test_the_readme_never_installs_into_the_engines_environment() -> None:
-    """Every pip install of README, docs and images is into an environment of its own, or of the
-    reader's.
+    """Every pip install is into an environment of its own, or of the reader's.
+
+    README, docs and images have them.
     """
     for dockerfile in (ROOT / "docker").glob("*.Dockerfile"):
         for line in re.findall(r".*\bpip install\b.*", dockerfile.read_text()):

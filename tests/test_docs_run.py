@@ -1,6 +1,7 @@
-"""The commands of the pages that tests/test_docs_commands.py only parses, run on stand-ins of this
-machine: kimi-nano for a target, its shipped head for a head, reference servers for endpoints, small
-files for data.
+"""The commands of the pages that tests/test_docs_commands.py only parses, run on stand-ins.
+
+kimi-nano for a target, its shipped head for a head, reference servers for endpoints, small files
+for data, all of this machine.
 
 STAND_INS maps the words of a page; SMALLER has the options that make a command take seconds. What
 is left out is in ELSEWHERE, with the test that runs it or the reason why none can. Captured output
@@ -56,7 +57,9 @@ EASIER = {"--min-acceptance": "1.05", "--max-regression": "0.99"}
 OTHER_VALUES = {"cuda": "cpu", "0/8": "0/1", "$SLURM_ARRAY_TASK_ID/8": "0/1"}
 ELSEWHERE = {
     "trtspec demo": "run whole by tests/cli/test_demo.py and by make demo",
-    "--features http": "needs an engine that captures states: tests/heads/training/test_features_server.py",
+    "--features http": (
+        "needs an engine that captures states: tests/heads/training/test_features_server.py"
+    ),
     "--listen": "runs until it is stopped: tests/bench/test_watch.py",
     "--config configs/train/": "names a published target: tests/heads/test_own_head_page.py",
     "--disaggregated": "three files of build-config: tests/trtllm/test_launch.py",
@@ -193,9 +196,7 @@ def stood_in(room: Room, words: list[str]) -> list[str]:
 
 
 def as_written(room: Room, command: Command) -> list[str] | None:
-    """The words of a command with captured output, with this room's addresses; None if they name a
-    stand-in.
-    """
+    """The command's words with this room's addresses; None without output or with a stand-in."""
     words = [re.sub(r"http://([\w.]+):(\d+)", room.url, word) for word in command.words[1:]]
     if (
         not command.shown
@@ -208,9 +209,7 @@ def as_written(room: Room, command: Command) -> list[str] | None:
 
 
 def without_figures(line: str) -> str:
-    """`line` without numbers, addresses and the dtype, which a CPU without bfloat16 chooses
-    otherwise.
-    """
+    """`line` without numbers, addresses and the dtype, which depends on the CPU's bfloat16."""
     line = re.sub(r"http://[\w.:]+", "URL", " ".join(line.split()))
     return re.sub(r"\d[\d,.]*", "0", re.sub(r"\b(bfloat16|float32)\b", "DTYPE", line))
 
@@ -251,8 +250,9 @@ def test_every_command_of_the_page_on_stand_ins(room: Room, page: Path) -> None:
         missing = not_printed(command, done, without_figures) if captured else []
         if done.status not in ((0, 3) if captured or words[0] == "check" else (0,)) or missing:
             wrong.append(
-                f"{page.name}:{command.line}: {command.text}\n    {' '.join(words)}\n    {done.status}: "
-                f"{missing} {done.stderr[-700:]}{done.stdout[-500:]}"
+                f"{page.name}:{command.line}: {command.text}\n"
+                f"    {' '.join(words)}\n"
+                f"    {done.status}: {missing} {done.stderr[-700:]}{done.stdout[-500:]}"
             )
             print("WRONG", wrong[-1], flush=True)
     assert not wrong, "\n".join(wrong)

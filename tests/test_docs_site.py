@@ -1,6 +1,7 @@
-"""The site and a report in a real browser: no page is wider than a desktop, a tablet or a phone, no
-script fails, and every link of the site leads to a page, and a place on it, that is there. The
-browser is the one that TRTSPEC_CHROMIUM names.
+"""The site and a report in a real browser, which TRTSPEC_CHROMIUM names.
+
+No page is wider than a desktop, a tablet or a phone, no script fails, and every link of the site
+leads to a page, and a place on it, that is there.
 """
 
 import functools
@@ -89,7 +90,8 @@ def test_no_page_overflows_and_no_script_fails(site: Path, address: str) -> None
                             (page, width, dark, scheme, browser.overflow(), browser.errors)
                         )
             browser.value(
-                "document.body.insertAdjacentHTML('beforeend', '<div style=\"width: 3000px\">x</div>')"
+                "document.body.insertAdjacentHTML('beforeend', "
+                "'<div style=\"width: 3000px\">x</div>')"
             )
             assert browser.overflow() > 1000, "the measure itself"
     print(f"\n{len(pages(site))} pages, {visits} visits, {len(wrong)} with overflow or errors")

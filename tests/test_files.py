@@ -22,10 +22,18 @@ def test_what_is_no_text_file_cannot_be_read(tmp_path: Path) -> None:
     large.open("wb").truncate(2**40)
     disk.symlink_to("/proc/self/mem")  # as one that fails
     for path, words in {
-        tmp_path: "directory", fifo: "pipe", loop: "symbolic link", unix: "", latin: "line 2 is not UTF-8",
-        large: "more than", disk: "error", Path("/dev/zero"): "a device", tmp_path / "none": "no such file",
-        tmp_path / "latin" / "x": "Not a directory", tmp_path / ("x" * 300): "too long",
-    }.items():  # fmt: skip
+        tmp_path: "directory",
+        fifo: "pipe",
+        loop: "symbolic link",
+        unix: "",
+        latin: "line 2 is not UTF-8",
+        large: "more than",
+        disk: "error",
+        Path("/dev/zero"): "a device",
+        tmp_path / "none": "no such file",
+        tmp_path / "latin" / "x": "Not a directory",
+        tmp_path / ("x" * 300): "too long",
+    }.items():
         with pytest.raises(UsageError, match="cannot be read") as error:
             read_yaml_text(path)
         assert words in error.value.message and error.value.code == "TS-ERROR-FILE"

@@ -162,9 +162,7 @@ def test_a_line_that_does_not_parse_is_named() -> None:
 def test_an_option_with_an_empty_text_is_refused(
     command: str, options: list[str], tmp_path: Path
 ) -> None:
-    """As the variable of a CI job is that was not set: nothing takes it for an option that was left
-    out.
-    """
+    """An empty text, as of a CI variable that was not set, is not an option left out."""
     more = {"prove": ["--head=x"], "synthesize": ["-o", tmp_path / "out"]}.get(command, [])
     for typed in options:
         done = trtspec(command, "http://127.0.0.1:9", typed, *more)

@@ -1,6 +1,4 @@
-"""`trtspec serve --backend vllm` without vLLM: published commands, releases, and what is refused
-before.
-"""
+"""`trtspec serve --backend vllm` without vLLM: published commands, releases, and refusals."""
 
 import json
 import shlex
@@ -35,15 +33,24 @@ KIMI = [
 # as published: the head's card; vllm-project/recipes for K2.6 at 0cc59121; the announcement of
 # EAGLE 3.1 (2026-05-26)
 PUBLISHED = {
-    "lightseek, K2.5": "vllm serve moonshotai/Kimi-K2.5 --tensor-parallel-size 8 --speculative-config "
-    """'{"model": "lightseekorg/kimi-k2.5-eagle3-mla", "method": "eagle3", "num_speculative_tokens": 3}' """
-    "--trust-remote-code",
-    "lightseek, K2.6": "vllm serve moonshotai/Kimi-K2.6 --tensor-parallel-size 8 --speculative-config "
-    """'{"model":"lightseekorg/kimi-k2.6-eagle3-mla","method":"eagle3","num_speculative_tokens":3}' """
-    "--trust-remote-code",
-    "EAGLE 3.1": "vllm serve nvidia/Kimi-K2.6-NVFP4 --tensor-parallel-size 4 --speculative-config "
-    """'{"model":"lightseekorg/kimi-k2.6-eagle3.1-mla","method":"eagle3","num_speculative_tokens":3}' """
-    "--trust-remote-code",
+    "lightseek, K2.5": (
+        "vllm serve moonshotai/Kimi-K2.5 --tensor-parallel-size 8 --speculative-config "
+        """'{"model": "lightseekorg/kimi-k2.5-eagle3-mla", "method": "eagle3", """
+        """"num_speculative_tokens": 3}' """
+        "--trust-remote-code"
+    ),
+    "lightseek, K2.6": (
+        "vllm serve moonshotai/Kimi-K2.6 --tensor-parallel-size 8 --speculative-config "
+        """'{"model":"lightseekorg/kimi-k2.6-eagle3-mla","method":"eagle3","""
+        """"num_speculative_tokens":3}' """
+        "--trust-remote-code"
+    ),
+    "EAGLE 3.1": (
+        "vllm serve nvidia/Kimi-K2.6-NVFP4 --tensor-parallel-size 4 --speculative-config "
+        """'{"model":"lightseekorg/kimi-k2.6-eagle3.1-mla","method":"eagle3","""
+        """"num_speculative_tokens":3}' """
+        "--trust-remote-code"
+    ),
 }
 
 
@@ -65,9 +72,7 @@ def meaning(words: list[str]) -> list[Any]:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_dry_run_begins_with_the_published_command(name: str) -> None:
-    """Word for word, JSON by its meaning; behind it only what the published command leaves to
-    defaults.
-    """
+    """A dry run has the published command's words, JSON by meaning, and then its defaults."""
     published = shlex.split(PUBLISHED[name])
     settings = json.loads(published[6])
     answer = dry(

@@ -1,4 +1,4 @@
-"""The wheel and the source distribution: complete, without a stray file, and working by themselves."""
+"""The wheel and the source distribution: complete, without a stray file, working by themselves."""
 
 import json
 import os

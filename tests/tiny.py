@@ -1,5 +1,4 @@
-"""Kimi-shaped checkpoints small enough for a test: every weight format, both namings, Eagle3 heads,
-a tokenizer.
+"""Kimi-shaped checkpoints small enough for a test: all formats, both namings, heads, tokenizer.
 
 Written without trtspec on purpose: these files stand for what comes from a hub, so they must not
 share code with the readers under test. The same seed gives the same underlying BF16 weights in
@@ -91,7 +90,7 @@ def text_config(*, layers: int, hidden: int, experts: int, vocab: int = VOCAB) -
 
 
 def target_config(text: dict[str, Any], *, nested: bool) -> dict[str, Any]:
-    """Wraps the text part as Kimi-K2.5 does (`nested`), or lays it flat as Kimi-K2-Instruct does."""
+    """Wraps the text part as Kimi-K2.5 does (`nested`), or lays it flat as Kimi-K2-Instruct."""
     if not nested:
         return {key: value for key, value in text.items() if key != "dtype"} | {
             "torch_dtype": "bfloat16"
@@ -103,7 +102,7 @@ def target_config(text: dict[str, Any], *, nested: bool) -> dict[str, Any]:
 
 
 class _Random:
-    """Seeded weights in BF16: matrices keep the variance of their input, gains scatter around one."""
+    """Seeded BF16 weights: matrices keep their input's variance, gains scatter around one."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -148,7 +147,7 @@ def _mla(
 
 
 def text_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
-    """BF16 tensors of the text model under their flat hub names (the correction bias is float32)."""
+    """BF16 tensors of the text model by flat hub names; the correction bias is float32."""
     random, hidden = _Random(seed), config["hidden_size"]
     tensors = {"model.embed_tokens.weight": random.matrix(config["vocab_size"], hidden)}
     for layer in range(config["num_hidden_layers"]):
@@ -229,9 +228,7 @@ def write_tensors(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def write_shards(directory: Path, tensors: dict[str, torch.Tensor], shards: int) -> None:
-    """Deals the tensors to `shards` files in turn, with an index; one file without an index when
-    `shards` is 1.
-    """
+    """Deals the tensors to `shards` files in turn, with an index; one file has no index."""
     if shards == 1:
         write_tensors(directory, tensors)
         return
@@ -306,9 +303,7 @@ def quantized(
 
 
 def make_tokenizer(directory: Path | str, *, vocab_size: int = VOCAB) -> Path:
-    """A tiktoken vocabulary of the 256 bytes with Kimi's 256 special tokens behind it, and a chat
-    template.
-    """
+    """A tiktoken vocabulary of 256 bytes and Kimi's 256 special tokens, and a chat template."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     base = vocab_size - RESERVED

@@ -1,4 +1,4 @@
-"""The four weight formats of published Kimi checkpoints, in their plainest form, for tests/tiny.py."""
+"""The four weight formats of published Kimi checkpoints, in plainest form, for tests/tiny.py."""
 
 import json
 from pathlib import Path
@@ -19,8 +19,9 @@ FP8_CONFIG = {
 
 
 def pack_int4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """compressed-tensors pack-quantized, group 32, symmetric: eight values plus 8 in one int32, low
-    bits first.
+    """Packs as compressed-tensors: group 32, symmetric, eight values plus 8 in an int32.
+
+    Low bits come first.
     """
     rows, columns = weight.shape
     groups = F.pad(weight.float(), (0, -columns % 32)).unflatten(1, (-1, 32))
@@ -37,8 +38,9 @@ def pack_int4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def pack_fp8_block(weight: torch.Tensor, block: int = 128) -> dict[str, torch.Tensor]:
-    """FP8 e4m3 with a float32 scale per 128x128 block, as DeepSeek and Kimi-K2-Instruct store it;
-    ragged edges.
+    """FP8 e4m3 with a float32 scale per 128x128 block, edges ragged.
+
+    DeepSeek and Kimi-K2-Instruct store it so.
     """
     rows, columns = weight.shape
     scales = torch.empty(-(-rows // block), -(-columns // block))
@@ -54,7 +56,7 @@ def pack_fp8_block(weight: torch.Tensor, block: int = 128) -> dict[str, torch.Te
 
 
 def pack_nvfp4(weight: torch.Tensor, amax: torch.Tensor) -> dict[str, torch.Tensor]:
-    """ModelOpt's NVFP4 tensors of one linear, in the plainest way; `amax` is shared by gate and up."""
+    """ModelOpt's NVFP4 tensors of a linear, in the plainest way; gate and up share `amax`."""
     rows, columns = weight.shape
     blocks = weight.float().reshape(rows, columns // 16, 16)
     scale_2 = amax.float() / (6.0 * 448.0)
@@ -78,9 +80,7 @@ def _stem(name: str) -> str:
 
 
 def quantize_tensors(tensors: dict[str, torch.Tensor], format: str) -> dict[str, torch.Tensor]:
-    """Stores the linears that the published checkpoints of this format quantize; everything else
-    stays as it is.
-    """
+    """Stores the linears that published checkpoints of this format quantize; others stay."""
     stored: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         stem, packed = _stem(name), None
@@ -104,9 +104,7 @@ def quantize_tensors(tensors: dict[str, torch.Tensor], format: str) -> dict[str,
 
 
 def nvfp4_config(layers: int, prefix: str) -> dict[str, Any]:
-    """`quantization_config` as the Kimi-K2.5 NVFP4 checkpoint has it: every MLP quantized,
-    attention not.
-    """
+    """`quantization_config` of Kimi-K2.5's NVFP4 checkpoint: every MLP, no attention."""
     ignore = sorted(
         [
             f"{prefix}lm_head",

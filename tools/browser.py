@@ -1,4 +1,4 @@
-"""A headless Chromium, controlled over its DevTools pipe: size, errors and screenshots of a page."""
+"""A headless Chromium over its DevTools pipe: size, errors and screenshots of a page."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Whether two states of the package behave alike: one corpus is run with each, and every row that
-differs is printed.
+"""Whether two states of the package behave alike: prints each row of a corpus that differs.
 
     python tools/fingerprint.py BEFORE AFTER [--whole] [--only AREA] [-o DIR] [--inputs DIR]
 
-BEFORE and AFTER are checkouts (directories with trtspec/ in them) or git revisions. A row is a file
-that a command wrote, or what a command answered. Exit status: 0 all rows equal, 1 some differ or
-the corpus did not run, 2 usage. The two sides run beside each other, on one core each.
-tools/fingerprint_inputs.py makes the inputs, once for both.
+BEFORE and AFTER are checkouts (directories with trtspec/ in them) or git revisions. The corpus is
+run with each. A row is a file that a command wrote, or what a command answered. Exit status: 0 all
+rows equal, 1 some differ or the corpus did not run, 2 usage. The two sides run beside each other,
+on one core each. tools/fingerprint_inputs.py makes the inputs, once for both.
 """
 
 from __future__ import annotations
@@ -56,7 +55,8 @@ def main() -> int:
         rows = run_sides(checkouts, inputs, room / "work", options)
         if listing(inputs) != untouched:
             sys.exit(
-                "fingerprint: a command wrote into the inputs, so the two sides did not read the same"
+                "fingerprint: a command wrote into the inputs, "
+                "so the two sides did not read the same"
             )
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,8 @@ def main() -> int:
     status = compare(rows["before"], rows["after"], options.only or list(AREAS))
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(
-        f"{time.monotonic() - begin:.0f} s, of which {used.ru_utime + used.ru_stime:.0f} s of CPU for inputs and sides"
+        f"{time.monotonic() - begin:.0f} s, "
+        f"of which {used.ru_utime + used.ru_stime:.0f} s of CPU for inputs and sides"
     )
     return status
 
@@ -99,7 +100,8 @@ def checkout(name: str, room: Path) -> Path:
     archive = subprocess.run(["git", "-C", HERE, "archive", name, "trtspec"], capture_output=True)
     if archive.returncode:
         sys.exit(
-            f"fingerprint: {name} is neither a checkout nor a revision with trtspec/: {archive.stderr.decode()}"
+            f"fingerprint: {name} is neither a checkout nor a revision with trtspec/: "
+            f"{archive.stderr.decode()}"
         )
     subprocess.run(["tar", "-x", "-C", room], input=archive.stdout, check=True)
     return room
@@ -149,9 +151,7 @@ def run_sides(
 
 
 def compare(before: Rows, after: Rows, areas: list[str]) -> int:
-    """Prints what differs, and the counts of every area; 1 where something differs or an area is
-    empty.
-    """
+    """Prints the differences and each area's counts; 1 if rows differ or an area is empty."""
     status, table = 0, []
     for area in areas:
         one, other = before[area], after[area]
@@ -166,7 +166,8 @@ def compare(before: Rows, after: Rows, areas: list[str]) -> int:
                 and area != "refusals"
             ):
                 print(
-                    f"{area}: {'no row' if not rows else 'nothing but failures'} {side}; this compares nothing"
+                    f"{area}: {'no row' if not rows else 'nothing but failures'} {side}; "
+                    "this compares nothing"
                 )
                 status = 1
         failures = sum(bool(FAILED.match(value)) for value in one.values())
@@ -176,7 +177,8 @@ def compare(before: Rows, after: Rows, areas: list[str]) -> int:
         table.append((area, len(names) - len(differing), len(differing), failures, len(crashes)))
         status = 1 if differing else status
     print(
-        f"{'area':14} {'equal':>6} {'differ':>6} {'failed':>6} {'crashed':>7}   (failed and crashed: rows of BEFORE)"
+        f"{'area':14} {'equal':>6} {'differ':>6} {'failed':>6} {'crashed':>7}   "
+        "(failed and crashed: rows of BEFORE)"
     )
     for row in [*table, ("all", *(sum(column) for column in list(zip(*table, strict=True))[1:]))]:
         print(f"{row[0]:14} {row[1]:6} {row[2]:6} {row[3]:6} {row[4]:7}")

@@ -1,10 +1,9 @@
-"""The inputs of tools/fingerprint.py, made once and read by both sides: checkpoints, heads, texts,
-engine files.
+"""The inputs of tools/fingerprint.py, made once for both sides.
 
     python tools/fingerprint_inputs.py DIRECTORY [--whole]
 
-Everything follows from seeds. The makers are those of the tests of this checkout, whatever is
-compared.
+They are checkpoints, heads, texts and engine files. Everything follows from seeds. The makers are
+those of the tests of this checkout, whatever is compared.
 """
 
 from __future__ import annotations
@@ -128,8 +127,9 @@ def full_size(directory: Path, format: str) -> None:
 
 
 def heads(root: Path, target: Path) -> None:
-    """A random head of every kind as each project writes it, named
-    dialect-attention-eagle-vocabulary.
+    """A random head of each type as each project writes it.
+
+    Its name is dialect-attention-eagle-vocabulary.
     """
     root.mkdir()
     for dialect, (attention, eagle, vocab) in itertools.product(DIALECTS, HEAD_KINDS):
@@ -162,9 +162,7 @@ def texts(root: Path) -> None:
 
 
 def kimi_nano(root: Path, whole: bool) -> None:
-    """The shipped model and head; random heads of the other kinds, or in the long form heads that
-    were trained.
-    """
+    """The shipped model and head, and random heads of other types; trained ones if `whole`."""
     nano = shutil.copytree(DATA / "kimi-nano", root / "nano")
     made = root / "nano-heads"
     shutil.copytree(DATA / "kimi-nano-eagle3", made / "shipped")
@@ -184,7 +182,10 @@ def kimi_nano(root: Path, whole: bool) -> None:
         if not whole:
             make_head(place, nano, attention=attention, eagle=eagle, draft_vocab=vocab and 1024)
             continue
-        line = f"train {nano} {root}/data/nano.jsonl -o {place} --attention {attention} --eagle {eagle}"
+        line = (
+            f"train {nano} {root}/data/nano.jsonl -o {place} "
+            f"--attention {attention} --eagle {eagle}"
+        )
         line += " --steps 100 --seq-len 96 --acceptance-prompts 0"
         line += " --draft-vocab-size 1024" if vocab else ""
         command = [sys.executable, "-m", "trtspec", *line.split()]
@@ -235,8 +236,9 @@ def known_keys() -> list[str]:
 
 
 def mutate(value: dict[str, Any], keys: list[str], generator: random.Random) -> None:
-    """One change: an odd value, a known key with an odd value, a misspelt key, a lost key, a key in
-    another place.
+    """Makes one change: an odd value, or a known, misspelt, lost or moved key.
+
+    The known key gets an odd value.
     """
     path, odd = generator.choice(leaves(value)), generator.choice(ODD)
     way = generator.choice(["odd", "known", "known", "misspelt", "lost", "moved"])

@@ -1,9 +1,8 @@
-"""One side of tools/fingerprint.py: runs the corpus with the package on PYTHONPATH and writes every
-row to rows.json.
+"""One side of tools/fingerprint.py: runs the corpus and writes every row to rows.json.
 
-The package is used as a user uses it: `python -m trtspec ...`, in this process where the command
-allows it, and the reference server over HTTP. Nothing of it is imported here, so that nothing here
-follows when it is taken apart.
+The package on PYTHONPATH is used as a user uses it: `python -m trtspec ...`, in this process where
+the command allows it, and the reference server over HTTP. Nothing of it is imported here, so that
+nothing here follows when it is taken apart.
 """
 
 from __future__ import annotations
@@ -99,8 +98,9 @@ class Side:
         self, line: str, name: str = "", *, own_process: bool = False, values: bool = True,
         **environment: str,
     ) -> str:  # fmt: skip
-        """A row for what the command answered: status and keys of its JSON object, or its error;
-        with `values`, a row for the whole object. IN/ and WORK/ in the line are the folders of
+        """Adds a row for the command's answer: status and keys of its JSON, or its error.
+
+        With `values`, a row for the whole object. IN/ and WORK/ in the line are the folders of
         inputs and of this side.
         """
         name = name or line
@@ -170,8 +170,9 @@ class Side:
 
 
 def inside(words: list[str], environment: dict[str, str]) -> tuple[int | str, str, str]:
-    """`python -m trtspec` in this process: (status, or the last line of a traceback; stdout;
-    stderr).
+    """Runs `python -m trtspec` in this process: (status, stdout, stderr).
+
+    The status of a crash is the last line of its traceback.
     """
     out, err, status = io.StringIO(), io.StringIO(), 0
     before, kept = dict(os.environ), sys.argv
@@ -255,9 +256,10 @@ def train(side: Side) -> None:
 
 
 def greedy(side: Side) -> None:
-    """Greedy answers by the reference server, with every kind of head and without: a few one after
-    the other, then all in one batch, whose rows end at different times, and that batch again, which
-    reuses their beginnings.
+    """Greedy answers by the reference server, with every type of head and without.
+
+    A few one after the other, then all in one batch, whose rows end at different times, and that
+    batch again, which reuses their beginnings.
     """
     heads = {"none": []}
     kinds = sorted(path.name for path in (side.inputs / "nano-heads").iterdir())
@@ -282,7 +284,7 @@ def greedy(side: Side) -> None:
 
 
 def clients(side: Side) -> None:
-    """Commands that query a server; their figures depend on the clock, so only keys are compared."""
+    """Commands that query a server; clocks decide their figures, so only keys are compared."""
     few = "--samples 32 --max-tokens 96" if side.whole else "--samples 2 --max-tokens 8"
     with served(side, "serves", "--head", "IN/nano-heads/shipped") as url:
         if not url:
@@ -304,8 +306,9 @@ def clients(side: Side) -> None:
 
 @contextlib.contextmanager
 def served(side: Side, name: str, *words: str) -> Iterator[str]:
-    """The address of a reference server of kimi-nano, empty where it did not start; a row says how
-    it ended.
+    """The address of a reference server of kimi-nano, or "" if it did not start.
+
+    A row says how it ended.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -346,9 +349,7 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def lint(side: Side) -> None:
-    """The configurations and mutations for every release, many files at once; each trap for its own
-    release.
-    """
+    """Configurations and mutations for every release, in bulk; each trap for its own release."""
     by_file(side, "configs", "")
     for release, place in itertools.product(RELEASES, ("configs", "mutations")):
         by_file(side, place, f"--trtllm-version {release}")
@@ -392,7 +393,10 @@ BUILDS = (
     "--disaggregated OUT --trtllm-version 1.4.0rc1 --context-url c:1 --generation-url g:1",
     "--role context --trtllm-version 1.4.0rc1",
     "--nodes 2 --tp-size 8 --trtllm-version 1.4.0rc1",
-    "--isl 4096 --osl 1024 --concurrency 32 --attention-dp --set print_iter_log=true --trtllm-version 1.3.0rc20",
+    (
+        "--isl 4096 --osl 1024 --concurrency 32 --attention-dp --set print_iter_log=true "
+        "--trtllm-version 1.3.0rc20"
+    ),
 )
 LAUNCHES = (
     "--trtllm-version 1.3.0rc20",

@@ -1,5 +1,7 @@
-"""Writes the documents of docs/reference that are made from the code: cli-reference.md, problems.md
-(data/problems), support-matrix.md, and chart-values.md from the chart's schema.
+"""Writes the documents of docs/reference that are made from the code.
+
+They are cli-reference.md, problems.md (data/problems), support-matrix.md, and chart-values.md from
+the chart's schema.
 
 `python tools/generate.py` writes them; `--check` (part of `make lint`) exits 1 when one is not up
 to date, and when a problem code is used without being documented or documented without being used.
@@ -27,8 +29,12 @@ AREAS = {
     "cli": "Failures of any command (`error.code` of its `--json`)",
     "inspect": "Checkpoints: targets, heads and their pairs (`trtspec inspect`)",
     "quantize": "Quantization (`trtspec quantize`, `trtspec inspect --against`)",
-    "train": "Draft heads and their training (`trtspec synthesize`, `trtspec train`, `trtspec convert`)",
-    "lint": "Engine configuration and launch (`trtspec build-config`, `trtspec lint`, `trtspec serve`)",
+    "train": (
+        "Draft heads and their training (`trtspec synthesize`, `trtspec train`, `trtspec convert`)"
+    ),
+    "lint": (
+        "Engine configuration and launch (`trtspec build-config`, `trtspec lint`, `trtspec serve`)"
+    ),
     "serve": "Several nodes and disaggregated deployments (`trtspec serve`)",
     "check": "Measurements and the gate (`trtspec bench`, `trtspec check`)",
     "doctor": "The machine (`trtspec doctor`)",
@@ -42,8 +48,9 @@ def cli_reference() -> str:
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     lines = ["# Command reference\n"]
     lines.append(
-        "Every option can also be given as a variable, `TRTSPEC_<COMMAND>_<OPTION>`; the command line wins. "
-        "Underscores are accepted for dashes. `trtspec -q` silences progress.\n"
+        "Every option can also be given as a variable, `TRTSPEC_<COMMAND>_<OPTION>`; "
+        "the command line wins. Underscores are accepted for dashes. "
+        "`trtspec -q` silences progress.\n"
     )
     lines.append("| exit status | meaning |\n|---|---|")
     meanings = {
@@ -122,13 +129,14 @@ def row(label: str, param: Any) -> str:
     told = getattr(param, "show_default", None)
     shown = told if isinstance(told, str) else shown
     text = " ".join((param.help or "").split()).replace("|", "\\|")
-    return f"| {label.replace('|', chr(92) + '|')} | {text} | {'required' if param.required else shown} |"
+    return (
+        f"| {label.replace('|', chr(92) + '|')} | {text} | "
+        f"{'required' if param.required else shown} |"
+    )
 
 
 def stub() -> str:
-    """trtspec/__init__.pyi: the verbs with the types and defaults of their records, for editors and
-    mypy.
-    """
+    """trtspec/__init__.pyi: verbs with their records' types and defaults, for editors and mypy."""
     from trtspec import COMMANDS, lint  # type: ignore[attr-defined]
     from trtspec.records import fields_of, record_of
 
@@ -201,15 +209,17 @@ def problems() -> str:
     codes = documented()
     lines = ["# Problem codes\n"]
     lines.append(
-        "A problem has a `code`, a `severity` (error, warning, info), a place, a message and a remedy. Codes are "
-        "stable: scripts may test for them. `trtspec explain CODE` prints the same in a terminal.\n"
+        "A problem has a `code`, a `severity` (error, warning, info), a place, "
+        "a message and a remedy. Codes are stable: scripts may test for them. "
+        "`trtspec explain CODE` prints the same in a terminal.\n"
     )
     for area in dict.fromkeys(entry["area"] for entry in codes.values()):
         lines.append(f"## {AREAS.get(area, area)}\n")
         for code, entry in codes.items():
             if entry["area"] == area:
                 lines.append(
-                    f'<a id="{code.lower()}"></a>**`{code}`**<br>{entry["summary"]}<br>→ {entry["remedy"]}\n'
+                    f'<a id="{code.lower()}"></a>**`{code}`**<br>{entry["summary"]}<br>→ '
+                    f"{entry['remedy']}\n"
                 )
     return "\n".join(lines)
 
@@ -222,15 +232,18 @@ def support_matrix() -> str:
     models = catalogue()
     lines = ["# Support matrix\n", "## TensorRT-LLM releases\n"]
     lines.append(
-        "Release notes do not say when most of this changed. So a date has two ends: the newest release read without "
-        "the change and the oldest read with it. For a release in between, `trtspec lint` and "
-        "`trtspec serve` warn and name the interval. As evidence, *verified* was read in a release's own files, pull "
-        "requests or issues, or was run; *inferred* follows from snapshots or dates; *unknown* was not examined.\n"
+        "Release notes do not say when most of this changed. So a date has two ends: "
+        "the newest release read without the change and the oldest read with it. "
+        "For a release in between, `trtspec lint` and `trtspec serve` warn and name the interval. "
+        "As evidence, *verified* was read in a release's own files, pull requests or issues, "
+        "or was run; *inferred* follows from snapshots or dates; *unknown* was not examined.\n"
     )
     lines += [*features(), *behaviours(), *speculation()]
     lines += vllm_releases()
     lines.append(
-        "\n## Targets\n\n| hub id | format | size | parsers (reasoning, tools) | not verified |\n|---|---|---|---|---|"
+        "\n## Targets\n\n"
+        "| hub id | format | size | parsers (reasoning, tools) | not verified |\n"
+        "|---|---|---|---|---|"
     )
     for target in models.targets.values():
         size = f"{target.bytes / 1e9:,.0f} GB" if target.bytes else "not known"
@@ -259,8 +272,9 @@ def vllm_releases() -> list[str]:
     data = load_yaml("vllm.yaml")
     lines = ["\n## vLLM releases\n"]
     lines.append(
-        f"`trtspec serve --backend vllm` takes {data['oldest']} to {data['newest']} and judges a newer release as "
-        f"{data['newest']}, with a warning. Options after `--` go to `vllm serve`, which judges them itself. "
+        f"`trtspec serve --backend vllm` takes {data['oldest']} to {data['newest']} and judges a "
+        f"newer release as {data['newest']}, with a warning. Options after `--` go to "
+        "`vllm serve`, which judges them itself. "
         "Of vLLM's configuration file `trtspec lint` judges the keys alone.\n"
     )
     lines.append("| weights of the target | evidence |\n|---|---|")
@@ -290,8 +304,9 @@ def behaviours() -> list[str]:
 
     schemas = rule_files()
     lines = [
-        "\nWhat a release does with what it is given, where that changed or costs something. The names are those of "
-        "the schema files; a line inherits from the one before, and *ends here* marks what it does not inherit:\n"
+        "\nWhat a release does with what it is given, where that changed or costs something. "
+        "The names are those of the schema files; a line inherits from the one before, "
+        "and *ends here* marks what it does not inherit:\n"
     ]
     lines.append("| behaviour | line | from | until | evidence |\n|---|---|---|---|---|")
     for line in schemas:
@@ -349,8 +364,9 @@ def chart_values() -> str:
 
 
 def engine_keys() -> str:
-    """Every key of an engine file in any known release, and whether those below it are known too,
-    for the chart.
+    """Every key of an engine file in any known release, for the chart.
+
+    It says whether the keys below are known too.
     """
     from trtspec.trtllm.schema import OPTIONS, classes
 
@@ -372,8 +388,9 @@ def schema_differences() -> str:
 
     lines = [
         "# What the sources say differently\n",
-        "Each line: the source's release, the class of the engine, and what a key has other than in the sources "
-        "before it. `1.3.0rc27.dev0` is a commit between 1.3.0rc26 and 1.3.0rc27.\n",
+        "Each line: the source's release, the class of the engine, "
+        "and what a key has other than in the sources before it. "
+        "`1.3.0rc27.dev0` is a commit between 1.3.0rc26 and 1.3.0rc27.\n",
     ]
     return "\n".join([*lines, *(f"- {line}" for line in compare())]) + "\n"
 

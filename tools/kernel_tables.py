@@ -1,5 +1,6 @@
-"""Writes trtspec/data/kernels/<gpu>.json: `python tools/kernel_tables.py CLONE`, a clone of
-ai-dynamo/aiconfigurator.
+"""Writes trtspec/data/kernels/<gpu>.json from a clone of ai-dynamo/aiconfigurator.
+
+    python tools/kernel_tables.py CLONE
 
 Only rows of Kimi-K2's shapes are taken, for the kernels that TensorRT-LLM can be set to use;
 latencies become microseconds with one decimal. Nothing is averaged, smoothed or fitted. Needs
@@ -82,8 +83,9 @@ def series(rows: Rows, key: str, wanted: tuple[int, ...] | None = None) -> dict[
 
 
 def moe(read: Callable[[str], Rows], system: str) -> dict[str, Any]:
-    """By weight format, kernel, routing and layout: tokens -> us of one MoE layer without the
-    shared expert.
+    """By weight format, kernel, routing and layout: tokens -> us of an MoE layer.
+
+    The shared expert is not in it.
     """
     found: dict[str, Any] = {}
     for fmt, kernels in MOE.items():
@@ -169,11 +171,15 @@ def gemms(rows: Rows, fixed: str, varied: str) -> dict[int, Any]:
 def tables(read: Callable[[str], Rows], gpu: str, system: str, commit: str) -> dict[str, Any]:
     linear = read(f"{system}/gemm/trtllm/1.3.0rc20/gemm_perf")
     return {
-        "about": f"Measured kernel latencies on {gpu.upper()} in microseconds, taken by tools/kernel_tables.py. "
-        "Attention, all-reduce and BF16 linear layers: TensorRT-LLM 1.3.0rc20. Attention: projections and attention of "
-        "one layer with an FP8 cache, measured on DeepSeek-V3's module with that many local heads; its other shapes "
-        "are Kimi-K2's.",
-        "source": f"ai-dynamo/aiconfigurator (Apache-2.0) {commit} systems/data/{system}, 2026-08-21",
+        "about": f"Measured kernel latencies on {gpu.upper()} in microseconds, "
+        "taken by tools/kernel_tables.py. "
+        "Attention, all-reduce and BF16 linear layers: TensorRT-LLM 1.3.0rc20. Attention: "
+        "projections and attention of one layer with an FP8 cache, "
+        "measured on DeepSeek-V3's module with that many local heads; "
+        "its other shapes are Kimi-K2's.",
+        "source": (
+            f"ai-dynamo/aiconfigurator (Apache-2.0) {commit} systems/data/{system}, 2026-08-21"
+        ),
         **({"same_links_as": SAME_LINKS[gpu]} if gpu in SAME_LINKS else {}),
         "moe": moe(read, system),
         "mla_decode": decode(attention(read, system, "generation")),

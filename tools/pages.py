@@ -1,5 +1,4 @@
-"""What README and docs/ hold: pages, words, sentences, commands with their captured output, code
-blocks.
+"""What README and docs/ hold: pages, words, sentences, commands with output, code blocks.
 
 `python -m tools.pages` prints the words of each page and the sentences of more than 32 words.
 """
@@ -67,9 +66,7 @@ class Command:
 
 
 def commands(page: Path) -> Iterator[Command]:
-    """Commands in console blocks and indented blocks, each with its captured output; a backslash
-    joins lines.
-    """
+    """Commands in console and indented blocks, with captured output; a backslash joins lines."""
     text = page.read_text(encoding="utf-8")
     blocks = [
         (found.start(3), found.end(), found[3])
@@ -137,9 +134,7 @@ def count_words(page: Path) -> int:
 
 
 def paragraphs(page: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of each paragraph, heading, list item and table cell; inline code becomes a word
-    of its own.
-    """
+    """(line, text) of each paragraph, heading, list item and table cell; inline code is a word."""
     for token in MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8")):
         if token.type != "inline" or token.map is None:
             continue
@@ -163,7 +158,8 @@ def main() -> None:
     counted = {page: count_words(page) for page in PAGES}
     for page in sorted(WRITTEN, key=counted.__getitem__):
         print(
-            f"{counted[page]:6,} {name(page)}{' over' if counted[page] > words_allowed(page) else ''}"
+            f"{counted[page]:6,} "
+            f"{name(page)}{' over' if counted[page] > words_allowed(page) else ''}"
         )
     written = sum(counted[page] for page in WRITTEN)
     print(f"{written:6,} by hand; generated: {sum(counted.values()) - written:,}")

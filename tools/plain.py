@@ -1,9 +1,10 @@
-"""Measures how plainly packages are written: `python -m tools.plain [DIRECTORY ...]`, by default
-trtspec by room.
+"""Measures how plainly packages are written.
 
-Prints nodes of the syntax tree per statement, and each thing that a plain style avoids, as a count
-and per 100 statements. A copy of the package is formatted by `ruff format` at 100 columns first.
-budgets.toml limits the counts.
+    python -m tools.plain [DIRECTORY ...]
+
+By default it is trtspec by room. Prints nodes of the syntax tree per statement, and each thing that
+a plain style avoids, as a count and per 100 statements. A copy of the package is formatted by `ruff
+format` at 100 columns first. budgets.toml limits the counts.
 """
 
 from __future__ import annotations

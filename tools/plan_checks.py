@@ -1,5 +1,6 @@
-"""Writes docs/reference/plan-checks.md from plan_published.yaml and the model: `python
-tools/plan_checks.py`.
+"""Writes docs/reference/plan-checks.md from plan_published.yaml and the model.
+
+`python tools/plan_checks.py` writes it again.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ HEAD = """<!-- Written by tools/plan_checks.py from plan_published.yaml. -->
 
 # Predictions beside measurements
 
-Tables behind [the step model of plan](../plan-model.md). Groups marked "held out" were looked at only after the model
-was finished. "Under other assumptions" is the range over even routing, more uneven routing, 1 ms of host time, twice
+Tables behind [the step model of plan](../plan-model.md). Groups marked "held out" were looked \
+at only after the model
+was finished. "Under other assumptions" is the range over even routing, more uneven routing, 1 ms \
+of host time, twice
 the context and CUTLASS kernels.
 
 """
@@ -38,20 +41,23 @@ PUBLISHED = yaml.safe_load((HERE / "plan_published.yaml").read_text(encoding="ut
 CURVES: dict[str, list[float]] = PUBLISHED["curves"]
 KIMI = [name for name in CURVES if name.startswith("kimi")]
 KNOWN = 3  # draft positions that the extrapolation is shown; the further ones score it
-FITTED_FROM = 4  # the first draft length that decides the ratio; below it the shape passes through the curve itself
+# the first draft length that decides the ratio; below it the shape passes through the curve itself
+FITTED_FROM = 4
 RATIOS = [step / 1000 for step in range(850, 1101)]
 
 
 def rates_of(curve: Sequence[float]) -> list[float]:
-    """Conditional rates by position of acceptance lengths for 1, 2, .. drafts; the curve must rise."""
+    """Conditional rates by position, from acceptance lengths for 1, 2, .. drafts that rise."""
     reached = [after - before for before, after in zip([1.0, *curve], curve, strict=False)]
     return [here / before for before, here in zip([1.0, *reached], reached, strict=False)]
 
 
 def fit(curve: Sequence[float]) -> Decay:
-    """The shape of acceptance lengths for 1, 2, .. drafts: `first` and the middle of the next two
-    positions are those of the curve, and the ratio is the one that, from there on, comes closest to
-    its further lengths (least squares of their logarithms).
+    """The shape of acceptance lengths for 1, 2, .. drafts.
+
+    `first` and the middle of the next two positions are those of the curve, and the ratio is the
+    one that, from there on, comes closest to its further lengths (least squares of their
+    logarithms).
     """
     known = rates_of(curve[: FITTED_FROM - 1])
     middle = math.prod(known[1:]) ** (
@@ -136,7 +142,10 @@ def cache(data: dict[str, Any]) -> list[str]:
     held, left = rooms["b200"].sequences(8192), rooms["h200"].free / 1e9
     lines += [
         "",
-        f"Four B200 hold Kimi-K2.6-NVFP4 with its head and {held} requests of 8,192 tokens; four H200 lack",
+        (
+            f"Four B200 hold Kimi-K2.6-NVFP4 with its head and {held} requests of 8,192 tokens; "
+            "four H200 lack"
+        ),
     ]
     lines += [f"{-left:.1f} GB each before the first token of cache."]
     return lines
@@ -180,7 +189,10 @@ def speedups(data: dict[str, Any]) -> list[str]:
             lines.append(row_of(*cells, error(predicted, published), spread))
         lines += [
             "",
-            f"Mean absolute error {100 * sum(errors) / len(errors):.1f} %, largest {100 * max(errors):.1f} %.",
+            (
+                f"Mean absolute error {100 * sum(errors) / len(errors):.1f} %, "
+                f"largest {100 * max(errors):.1f} %."
+            ),
             "",
         ]
     return lines
@@ -327,12 +339,16 @@ def held_out_decays() -> dict[str, dict[str, Decay]]:
 
 
 def extrapolation(data: dict[str, Any]) -> list[str]:
-    """Each Kimi curve predicted from its first positions, by decays fitted without it, and from the
-    other curve.
+    """Each Kimi curve predicted from its first positions.
+
+    By decays fitted without it, and from the other curve.
     """
     lines = ["## Acceptance beyond the measured positions", ""]
     lines += [
-        "Error of the acceptance length by draft length. No decay saw the curve that it is scored on.",
+        (
+            "Error of the acceptance length by draft length. "
+            "No decay saw the curve that it is scored on."
+        ),
         "",
     ]
     lines += header(
@@ -369,16 +385,17 @@ def extrapolated_row(
 
 
 def draft_lengths(data: dict[str, Any]) -> list[str]:
-    """The draft length that K <= 3 recommends, against the best by the published lengths
-    themselves.
-    """
+    """The draft length recommended from K <= 3 against the best by published lengths."""
     model, head = (
         find_target("nvidia/Kimi-K2.5-NVFP4").spec,
         load_head("lightseekorg/kimi-k2.5-eagle3-mla").spec,
     )
     lines = ["## Draft lengths recommended from K = 1 to 3", ""]
     lines += [
-        "Loss against the best draft length by the published acceptance lengths; 1024 tokens in and out. Beyond"
+        (
+            "Loss against the best draft length by the published acceptance lengths; "
+            "1024 tokens in and out. Beyond"
+        )
     ]
     lines += ["K = 3 the recommendation rests on the MiniMax-M3 curves alone.", ""]
     lines += header("curve", "on", *(f"concurrency {c}" for c in (1, 4, 16, 64)), "largest loss")

@@ -1,5 +1,4 @@
-"""Checks the project's text: spelling (codespell), style (proselint), and the words of
-vocabulary.yaml.
+"""Checks the project's text: spelling (codespell), style (proselint) and vocabulary.yaml's words.
 
 `python -m tools.prose` (part of `make lint`) reads every Markdown file of the repository, without
 its code, and for the vocabulary also the messages, help texts, docstrings and comments of the

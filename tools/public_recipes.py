@@ -100,9 +100,7 @@ def complaints(found: list[Compared]) -> list[str]:
 
 
 def judged() -> list[dict[str, Any]]:
-    """The other public files, each with what lint reports: `errors` by code, those of its options
-    too.
-    """
+    """The other public files with lint's reports; `errors` by code, their options' too."""
     found = []
     for item in yaml.safe_load((HERE / "public_recipes.yaml").read_text(encoding="utf-8"))[
         "judged"
@@ -136,7 +134,8 @@ def misjudged(found: list[dict[str, Any]]) -> list[str]:
         works, errors = item["verdict"] == "works", item["errors"]
         if bool(errors) == works or not (works or item["verdict"] in errors):
             wrong.append(
-                f"{item['name']} on {item['version']}: {item['verdict']} and lint says {errors or 'nothing'}"
+                f"{item['name']} on {item['version']}: "
+                f"{item['verdict']} and lint says {errors or 'nothing'}"
             )
     return wrong
 
@@ -161,8 +160,14 @@ def document(found: list[Compared]) -> str:
         "",
         "# Public recipes and what build-config writes",
         "",
-        "Each public recipe beside the file and options that `trtspec build-config` gives for the same sizes, with a",
-        "reason for every difference. A dash means that the setting is left at the engine's default.",
+        (
+            "Each public recipe beside the file and options that "
+            "`trtspec build-config` gives for the same sizes, with a"
+        ),
+        (
+            "reason for every difference. "
+            "A dash means that the setting is left at the engine's default."
+        ),
     ]
     for item in found:
         recipe = item.recipe

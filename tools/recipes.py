@@ -117,27 +117,45 @@ def readme(rows: list[tuple[str, Intent, str]]) -> str:
         "",
         "# Ready recipes",
         "",
-        "Engine configurations of released pairs. The first line of each file is the command that writes it again,",
+        (
+            "Engine configurations of released pairs. "
+            "The first line of each file is the command that writes it again,"
+        ),
         "byte for byte; it also lists the sizes, which are passed as options:",
         "",
         "    trtspec serve nvidia/Kimi-K2.5-NVFP4 --trust-remote-code --host 0.0.0.0 \\",
         "        --config configs/kimi-k2.5-nvfp4-eagle3-4xb200-latency.yml",
         "",
-        f"All are written for TensorRT-LLM {default_release()}. For another release, run the first line with it.",
+        (
+            f"All are written for TensorRT-LLM {default_release()}. For another release, "
+            "run the first line with it."
+        ),
         "",
         "| file | head | GPUs | for |",
         "|---|---|---|---|",
     ]
     for name, item, purpose in rows:
-        gpus = f"{item.tp_size} {(item.gpu or '').upper()}{', attention DP' if item.attention_dp else ''}"
+        gpus = (
+            f"{item.tp_size} "
+            f"{(item.gpu or '').upper()}{', attention DP' if item.attention_dp else ''}"
+        )
         gpus = "none" if item.role == "front" else gpus
         experimental = " (experimental)" if "eagle3.1" in (item.head or "") else ""
         lines.append(f"| `{name}.yml` | {item.head or 'none'}{experimental} | {gpus} | {purpose} |")
     lines += [
         "",
-        "Experimental: the author of the engine's EAGLE-3.1 support lists Kimi's MLA head as not tested.",
-        "None of these has been run on a GPU by this project; they follow the model cards and public recipes, and",
-        "[Public recipes](../docs/reference/public-recipes.md) explains every difference. The same recipes as values",
+        (
+            "Experimental: "
+            "the author of the engine's EAGLE-3.1 support lists Kimi's MLA head as not tested."
+        ),
+        (
+            "None of these has been run on a GPU by this project; "
+            "they follow the model cards and public recipes, and"
+        ),
+        (
+            "[Public recipes](../docs/reference/public-recipes.md) explains every difference. "
+            "The same recipes as values"
+        ),
         "of the Helm chart: `docker/helm/trtspec/recipes/`.",
     ]
     return "\n".join(lines) + "\n"

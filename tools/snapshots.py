@@ -1,8 +1,9 @@
-"""For those who add a release: writes trtspec/trtllm/snapshots, what a source says of the engine's classes.
+"""For those who add a release: writes what a source says of the engine's classes.
 
-`python tools/snapshots.py documented PAGES` reads class pages of the documentation, as JSON: release, class, whether
-the page is complete, and its fields. `installed` reads the classes and options of the engine that is installed here.
-`compare` prints each difference between a page and what the sources before it say, one line each. `judge PAGES
+trtspec/trtllm/snapshots has the files. `python tools/snapshots.py documented PAGES` reads class
+pages of the documentation, as JSON: release, class, whether the page is complete, and its fields.
+`installed` reads the classes and options of the engine that is installed here. `compare` prints
+each difference between a page and what the sources before it say, one line each. `judge PAGES
 --without RELEASE` judges the pages of a release by all other sources.
 """
 
@@ -120,8 +121,9 @@ def documented(pages: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def with_earlier(owner: str, name: str, facts: Facts, release: Version) -> Facts:
-    """The facts of a page, and what the last source before it says that pages do not state, such as
-    a validator's limits where the page has none.
+    """The facts of a page, with what the last source before it says that pages do not state.
+
+    It is a validator's limits, for example, where the page has none.
     """
     before: Facts = {}
     for snapshot in snapshots():
@@ -286,9 +288,7 @@ def read_objects(
 
 
 class Shape:
-    """An annotation as types of the snapshots, listed values, limits, and the classes of its
-    objects.
-    """
+    """An annotation as types of the snapshots, values, limits, and its objects' classes."""
 
     def __init__(self) -> None:
         self.kinds: list[str] = []
@@ -410,8 +410,9 @@ def without(release: str | None) -> Iterator[None]:
 
 
 def judged(pages: dict[str, Any], only: str | None) -> Iterator[str]:
-    """How the fields of complete pages are judged, and the keys that pages lack: a line for each
-    class that is misjudged, and the sums. `only`: pages of one release.
+    """Judges the fields of complete pages, and the keys that pages lack.
+
+    A line for each class that is misjudged, and the sums. `only`: pages of one release.
     """
     refused = passed = fields = lacking = doubted = 0
     for snapshot in documented(pages):
@@ -439,8 +440,8 @@ def judged(pages: dict[str, Any], only: str | None) -> Iterator[str]:
             if wrong or free:
                 yield f"{snapshot['release']} {owner}: refused {wrong}, passed {free}"
     yield (
-        f"{fields} documented fields: {refused} refused; {lacking} keys that pages lack: {passed} passed; "
-        f"{doubted} warnings"
+        f"{fields} documented fields: {refused} refused; {lacking} keys that pages lack: "
+        f"{passed} passed; {doubted} warnings"
     )
 
 

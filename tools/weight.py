@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def measured() -> Counter[str]:
-    """Weight of the package, of tests and of tools, of each room of the package, and `data_bytes`."""
+    """Weights of the package, tests, tools and each room of the package, and `data_bytes`."""
     amounts = Counter(data_bytes=data_bytes())
     for tree in ("trtspec", "tests", "tools"):
         for path in (ROOT / tree).rglob("*.py"):
@@ -62,9 +62,7 @@ def measured() -> Counter[str]:
 
 
 def room(path: Path) -> str:
-    """The folder of the package; files at its top are `ground`, but for those that are a room of
-    their own.
-    """
+    """The folder of the package; its top files are `ground`, but for single-file rooms."""
     if len(path.parts) > 1:
         return path.parts[0]
     return path.stem if path.stem in SINGLE_FILE_ROOMS else "ground"

@@ -1,6 +1,4 @@
-"""Starts stand-in servers as real processes on loopback, one for each distinct setting of a
-session.
-"""
+"""Starts stand-in servers as real processes on loopback, one for each setting of a session."""
 
 import asyncio
 import contextlib
@@ -95,9 +93,7 @@ def results_of(
 
 
 def ci_steps(directory: Path, **variables: str) -> tuple[dict[str, Any], Callable[[str], Done]]:
-    """The steps of configs/ci/endpoint.yml by name, and how a shell runs one of them in
-    `directory`.
-    """
+    """The steps of configs/ci/endpoint.yml by name, and a function that runs one in `directory`."""
     job = yaml.safe_load((ROOT / "configs/ci/endpoint.yml").read_text())["jobs"]["endpoint"]
     shim = program(directory / "bin" / "trtspec", f'exec {sys.executable} -m trtspec "$@"')
     path = f"{shim.parent}:{os.environ['PATH']}"
@@ -113,8 +109,9 @@ def ci_steps(directory: Path, **variables: str) -> tuple[dict[str, Any], Callabl
 async def answering(
     answer: Callable[[str, Any], bytes | None], then: Callable[[str], Awaitable[Any]]
 ) -> Any:  # fmt: skip
-    """`then(url)` while a server answers with `answer(path, body)`: the bytes of a 200, or None for
-    a 404.
+    """Awaits `then(url)` while a server answers with `answer(path, body)`.
+
+    `answer` returns the bytes of a 200, or None for a 404.
     """
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -149,8 +146,9 @@ def measured(
 
 
 def timed(run: EndpointResult, step_s: float) -> Any:
-    """The run as of a machine that takes `step_s` for every step, or for every token of a plain
-    server: data.
+    """The run as measured on a machine that takes `step_s` a step.
+
+    On a plain server each token is a step.
     """
     steps, tokens = Counter[str](), Counter[str]()
     for turn in run.turns_detail:

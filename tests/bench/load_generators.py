@@ -1,6 +1,7 @@
-"""guidellm and `vllm bench serve` against a server: a closed loop over the prompts of a file, and
-their figures in the words of ours. Each runs in an environment of its own, whose Python a variable
-names; skipped without.
+"""guidellm and `vllm bench serve` against a server, with their figures in our words.
+
+Each runs a closed loop over the prompts of a file, in an environment of its own. A variable names
+its Python; without it the test is skipped.
 """
 
 import json
@@ -42,9 +43,10 @@ def tool(variable: str, name: str) -> Path:
 
 
 def guidellm(load: Load, out: Path) -> dict[str, float]:
-    """Seconds, and output tokens per second from the first request's start to the last one's end,
-    as we count them: its own figure is a mean over seconds, of which the last are emptier. Its
-    inter-token latency is our TPOT.
+    """Seconds, and output tokens per second from the first request's start to the last one's end.
+
+    This is how we count them: guidellm's own figure is a mean over seconds, of which the last are
+    emptier. Its inter-token latency is our TPOT.
     """
     backend = {
         "kind": "openai_http",

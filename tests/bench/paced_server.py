@@ -1,5 +1,4 @@
-"""A server whose truth is known: it answers every request with so many tokens after so long,
-whatever is asked.
+"""A server whose truth is known: every answer has the same tokens and times, whatever is asked.
 
 Bytes are written at times that follow from the settings alone, on plain asyncio streams, so that
 nothing stands between the clock and the socket. Started as its own process: `python paced_server.py
@@ -80,7 +79,10 @@ async def fault(writer: asyncio.StreamWriter, kind: str) -> None:
         writer.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\n\r\nbusy")
     elif kind == "html":
         writer.write(
-            b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 16\r\n\r\n<html>404</html>"
+            b"HTTP/1.1 200 OK\r\n"
+            b"Content-Type: text/html\r\n"
+            b"Content-Length: 16\r\n\r\n"
+            b"<html>404</html>"
         )
     elif kind == "garbage":
         writer.write(head)

@@ -1,5 +1,6 @@
-"""The reference server with a cause of low acceptance in its engine: python planted_causes.py CAUSE
-serve ...
+"""The reference server with a planted cause of low acceptance in its engine.
+
+`python planted_causes.py CAUSE serve ...` runs it.
 """
 
 import sys
@@ -27,9 +28,7 @@ def blind_prefix() -> None:
 
 
 def shifted_layers() -> None:
-    """The states of the first layers: kimi-nano's head does not feel those of the layer before its
-    own.
-    """
+    """States of the first layers: kimi-nano's head does not feel those of the layer before."""
     exact = Eagle3Drafter.__init__
 
     def init(drafter: Eagle3Drafter, *given: Any) -> None:

@@ -23,10 +23,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 TEXT = (
-    "the a of to in is that for on with as by this from or be are an it at not which have has was can will if when "
-    "one all been their there would what so up out about who get make time just him know take people into year your "
-    "some could them see other than then now look only come its over think also back after use two how our work first "
-    "well way even new want because any these give day most module function class object string value list returns"
+    "the a of to in is that for on with as by this from or be are an it at not which have has was "
+    "can will if when one all been their there would what so up out about who get make time just "
+    "him know take people into year your some could them see other than then now look only come "
+    "its over think also back after use two how our work first well way even new want because any "
+    "these give day most module function class object string value list returns"
 )
 WORDS = TEXT.split()
 
@@ -148,7 +149,8 @@ def metrics() -> Any:
     ]
     for position, count in sorted(state["per_pos"].items()):
         lines.append(
-            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{label},position="{position}"}} {float(count)}'
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{label},position="{position}"}} '
+            f"{float(count)}"
         )
     return PlainTextResponse("\n".join(lines) + "\n")
 
@@ -178,7 +180,9 @@ async def chat(request: Request) -> Any:
     }
 
 
-async def stream(tokens: list[str], steps: list[int], extra: dict, finish: str, usage: dict):  # type: ignore[no-untyped-def]
+async def stream(  # type: ignore[no-untyped-def]
+    tokens: list[str], steps: list[int], extra: dict, finish: str, usage: dict
+):
     """One chunk per step, as engines do; usage in a last chunk without choices."""
     position, due = 0, time.perf_counter()
     for index, size in enumerate([1, *steps]):

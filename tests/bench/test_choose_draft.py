@@ -23,9 +23,7 @@ ACCEPTED = {0: 0.0, 1: 0.7, 2: 1.1, 3: 1.3, 6: 1.5}  # drafts per step
 
 
 def served(drafts: int, loads: tuple[int, ...] = LOADS) -> BenchResults:
-    """A server with `drafts` drafts, whose steps cost more the more it drafts and the more users it
-    has.
-    """
+    """Results of a server whose step cost grows with its `drafts` and with its users."""
     rng = np.random.default_rng(0)
     turns, speeds = [], []
     for number in range(30):

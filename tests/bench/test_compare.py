@@ -57,7 +57,9 @@ def test_a_fall_is_found_by_question_and_its_verdict_says_so() -> None:
         codes(found) == [("TS-BENCH-REGRESSION", "error")]
         and found.figures[0].paired_by == "question"
     )
-    assert found.figures[0].verdict == "regression" and found.figures[0].high < 1  # type: ignore[operator]
+    assert found.figures[0].verdict == "regression" and (
+        found.figures[0].high < 1  # type: ignore[operator]
+    )
     assert compare(new, [old], 0.2).figures[0].verdict == "no change found"
     assert compare(old, [new]).figures[0].verdict == "improvement"
 

@@ -1,5 +1,7 @@
-"""Acceptance from counters of a server that answers several clients together, as vLLM's: of the
-prompts that were asked, and never of requests whose answers nobody got.
+"""Acceptance from the counters of a server that answers several clients together, as vLLM's.
+
+The counts are those of the prompts that bench asked, and never of requests whose answers nobody
+got.
 """
 
 import asyncio
@@ -43,10 +45,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class CountingServer:
-    """Drafts three tokens in each step and counts as vLLM does: every step when it is made, and
-    drafts accepted past the end of an answer too. `cut` numbers, by prompt, the requests whose
-    answers end without their last event; their steps go on for a while. `received`: (steps,
-    accepted) of each answer by its prompt, as a client that counts itself would have them.
+    """Drafts three tokens in each step and counts as vLLM does.
+
+    A step counts when it is made, and so do drafts accepted past the end of an answer. `cut`
+    numbers, by prompt, the requests whose answers end without their last event; their steps go on
+    for a while. `received`: (steps, accepted) of each answer by its prompt, as a client that counts
+    itself would have them.
     """
 
     cut: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -179,8 +183,10 @@ def test_counters_give_the_truth_for_all_and_by_category() -> None:
 
 
 def test_a_part_with_a_failed_answer_has_no_acceptance(tmp_path: Path) -> None:
-    """The steps of the answer that failed are in the counters and its tokens are not; neither that
-    part nor the one behind it, during which the server still works for it, may have wrong figures.
+    """Neither a level with a failed answer nor the next level has wrong figures.
+
+    The steps of the failed answer are in the counters and its tokens are not. The server still
+    works for it during the next level.
     """
     server, path = CountingServer(cut={"Question 3?": (1, 3)}), tmp_path / "answers.jsonl"
 

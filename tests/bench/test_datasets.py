@@ -1,6 +1,4 @@
-"""The field's data sets, in files with the fields that each of them really has, and files that
-somebody else wrote: each line is a question, or an error that names the line.
-"""
+"""Data sets in their real fields, and files of others: a question a line, or an error with it."""
 
 import json
 from dataclasses import replace
@@ -143,9 +141,7 @@ MADE_OF = CASES["made_of"]
 
 @pytest.mark.parametrize("name", MADE_OF)
 def test_a_question_is_made_of_words_alone(tmp_path: Path, name: str) -> None:
-    """Null, blank, a list, an object, a truth value: no Python text of it is ever asked, the row is
-    named instead.
-    """
+    """A question that is null, blank, a list, an object or a truth value is refused by its line."""
     good = hub_rows_of(name)[0]
     row = {**good, "image": "https://x/a.png"} if name == "mmstar" else good
     for column in MADE_OF[name]:
@@ -208,8 +204,11 @@ def test_a_question_about_a_picture_is_not_asked_without_it(tmp_path: Path) -> N
         {"type": "text", "text": "What is it?"},
         {"type": "image_url", "image_url": {"url": address}},
     ]
-    for own in ({"prompt": "What is it?", "images": [address]}, {"prompt": "What is it?", "image": address},
-                {"messages": [{"role": "user", "content": parts}]}):  # fmt: skip
+    for own in (
+        {"prompt": "What is it?", "images": [address]},
+        {"prompt": "What is it?", "image": address},
+        {"messages": [{"role": "user", "content": parts}]},
+    ):
         asked = (
             load_dataset(f"mmstar={write(tmp_path / 'own.jsonl', [own])}").questions[0].request(0)
         )

@@ -12,7 +12,10 @@ from trtspec.client import servers
 from trtspec.client.client import Answer
 from trtspec.client.servers import TurnCounts
 
-WORDS = "the report says that the river rose again after the storm and the bridge was closed for a week "
+WORDS = (
+    "the report says that the river rose again after the storm "
+    "and the bridge was closed for a week "
+)
 
 
 def answer(steps: int = 30, accepted: int = 45, **more: Any) -> Answer:
@@ -34,8 +37,9 @@ def codes(found: assemble.Findings) -> list[str]:
 
 
 def test_an_average_below_one_is_no_acceptance() -> None:
-    """0.5 made 152 steps of 76 tokens, and accepted -76; a rounded 1 and a 0, which is no count,
-    are honest.
+    """An average of 0.5 tokens is refused: 152 steps of 76 tokens would accept -76.
+
+    A rounded 1 and a 0, which is no count, are honest.
     """
     faults: list[str] = []
     low = [answer(spec_decode=None, tokens_per_iteration=average) for average in (0.5, 1e-9)]

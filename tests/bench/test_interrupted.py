@@ -64,9 +64,7 @@ def bench(url: str, dataset: Path, *more: str) -> list[str]:
 def test_a_run_that_is_stopped_again_and_again_loses_nothing(
     stand_in: Start, dataset: Path, tmp_path: Path
 ) -> None:
-    """Ctrl-C, SIGTERM and ten kills, each followed by --resume; in the end the figures are those of
-    one whole run.
-    """
+    """Ctrl-C, SIGTERM and ten kills, each with --resume, end in the figures of one whole run."""
     url, out, whole = stand_in(step_s=0.02), tmp_path / "out", tmp_path / "whole"
     resume: tuple[str, ...] = ()
     for number in (signal.SIGINT, signal.SIGTERM, *[signal.SIGKILL] * 10):
@@ -122,9 +120,7 @@ class StopsAtThree(ProgressBar):
 
 
 def test_finished_turns_of_a_conversation_that_was_stopped_are_kept(tmp_path: Path) -> None:
-    """Of five turns the run is stopped behind the third: three are on disk, and the fourth was
-    never asked.
-    """
+    """Of five turns, a run that stops after the third has kept three and not asked the fourth."""
     asked: list[Any] = []
     path, bar = tmp_path / "answers.jsonl", StopsAtThree()
     question = Question("long", "c", tuple(f"Turn {n}?" for n in range(5)))
@@ -209,9 +205,7 @@ EVENT: dict[str, Any] = {
 
 
 def test_fuzzed_answers_end_in_words() -> None:
-    """500 streams, each with events that are nearly right: an answer with or without an error,
-    never an exception.
-    """
+    """500 nearly valid streams give an answer, with or without an error, and never an exception."""
     rng = random.Random(0)
     bodies = []
     for _ in range(500):
@@ -233,7 +227,8 @@ def test_fuzzed_answers_end_in_words() -> None:
     answers = asyncio.run(answering(lambda path, body: bodies[body["seed"]], ask))
     failed = sum(answer.error is not None for answer in answers)
     print(
-        f"{failed} of {len(answers)} fuzzed answers are failures, {len(answers) - failed} are answers"
+        f"{failed} of {len(answers)} fuzzed answers are failures, "
+        f"{len(answers) - failed} are answers"
     )
     assert len(answers) == 500 and 50 < failed < 500
     json.dumps([vars(answer) for answer in answers], ensure_ascii=False).encode("utf-8")

@@ -1,6 +1,7 @@
-"""What servers tell about themselves, damaged: /v1/models, /version, /metrics and /server_info
-while bench runs, and the metrics that watch reads. What is not understood is unmeasured with its
-reason; nothing ends a run.
+"""What servers tell about themselves, damaged.
+
+Pages: /v1/models, /version, /metrics and /server_info while bench runs, and the metrics that watch
+reads. What is not understood is unmeasured with its reason; nothing ends a run.
 """
 
 import asyncio
@@ -98,7 +99,8 @@ def mutated(value: Any, dice: random.Random) -> Any:
 def metrics(drafts: str = "10", accepted: str = "4", position: str = "0") -> str:
     return (
         f'# TYPE {DRAFTS} counter\n{DRAFTS}{{engine="0"}} {drafts}\n{DRAFTED}{{engine="0"}} 30\n'
-        f'{ACCEPTED}{{engine="0"}} {accepted}\n{BY_POSITION}{{engine="0",position="{position}"}} 4\n'
+        f'{ACCEPTED}{{engine="0"}} {accepted}\n'
+        f'{BY_POSITION}{{engine="0",position="{position}"}} 4\n'
         'vllm:generation_tokens_total{engine="0"} 14\nvllm:num_requests_running{engine="0"} 1\n'
     )
 
@@ -119,8 +121,9 @@ async def served(
     then: Callable[[str], Awaitable[Any]],
     asked: list[Any] | None = None,
 ) -> Any:
-    """`then(url)` while a server answers `found(path)` at each path, and every chat with the same
-    words; `asked` gets the bodies.
+    """Awaits `then(url)` while a server answers `found(path)` at each path.
+
+    Every chat gets the same words, and `asked` its body.
     """
 
     def answer(path: str, body: Any) -> bytes | None:
@@ -133,7 +136,7 @@ async def served(
 
 
 def bench(first: Pages, later: Pages) -> BenchResults:
-    """A whole run on a server whose pages are `later` from the second time that each is asked for."""
+    """A whole run on a server whose pages are `later` from their second request on."""
     asked: set[str] = set()
 
     def found(path: str) -> str | None:
@@ -234,8 +237,10 @@ def damaged(page: str, dice: random.Random) -> str:
 
 
 def fuzz(seeds: range) -> tuple[int, int]:
-    """(runs, runs with acceptance) of bench, each on a server that damages one of its pages from
-    the first or from the second time on; one that cannot begin says so in words.
+    """(runs, runs with acceptance) of bench, each on a server that damages one of its pages.
+
+    The page is damaged from the first or from the second time on. A run that cannot begin says so
+    in words.
     """
     runs = measured = 0
     for seed in seeds:

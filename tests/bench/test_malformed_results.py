@@ -116,9 +116,7 @@ def whole(
 def test_a_server_that_is_not_there_is_no_obstacle(
     stand_in: Callable[..., str], dataset: Path, tmp_path: Path
 ) -> None:
-    """It leaves nothing; then the same command works against a server that is there, without
-    --force.
-    """
+    """A run without a server leaves no file, so the same command works once there is one."""
     out, url = tmp_path / "out", f"http://127.0.0.1:{free_port()}"
     words = ("--dataset", dataset, "--samples", 2, "--concurrency", 1, "--max-tokens", 8, "-o", out)
     dead = trtspec("bench", url, *words)
@@ -135,9 +133,10 @@ def test_a_server_that_is_not_there_is_no_obstacle(
 def test_the_ci_step_bench_fails_with_its_summary(
     stand_in: Callable[..., str], tmp_path: Path
 ) -> None:
-    """The step as configs/ci/endpoint.yml has it, on a server that fails every third request: its
-    status is that of bench, and the tables are in the job's summary all the same. The check behind
-    it is not skipped.
+    """On a server that fails every third request, the CI step ends with bench's status.
+
+    The step is that of configs/ci/endpoint.yml. The tables are in the job's summary all the same,
+    and the check behind it is not skipped.
     """
     summary = tmp_path / "summary.md"
     steps, run = ci_steps(

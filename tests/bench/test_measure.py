@@ -1,6 +1,4 @@
-"""`bench` against real loopback servers: counts per source, steady rates, interleaving, findings,
-exit statuses.
-"""
+"""`bench` against real loopback servers: counts, rates, interleaving, findings, exit statuses."""
 
 import asyncio
 from collections.abc import Callable
@@ -30,9 +28,7 @@ def codes(results: dict[str, Any]) -> set[str]:
 
 
 def test_every_source_agrees_on_the_same_answers(stand_in: Start, dataset: Path) -> None:
-    """The three kinds of server speculate alike here, so what each tells must lead to the same
-    acceptance.
-    """
+    """The three kinds of server speculate alike, so their counts lead to the same acceptance."""
     exact = run({"e": stand_in(kind="reference")}, dataset)
     average = run({"e": stand_in(kind="trtllm")}, dataset)
     counters = run({"e": stand_in(kind="vllm")}, dataset)

@@ -1,5 +1,4 @@
-"""Times against a server whose truth is known, and against what other people's load generators
-measure on it.
+"""Times against a server whose truth is known, and against other people's load generators on it.
 
 The peers run in environments of their own, named by TRTSPEC_GUIDELLM_PYTHON and
 TRTSPEC_VLLM_PYTHON.
@@ -53,9 +52,7 @@ def codes(results: BenchResults) -> set[str]:
 async def raw_first_token(
     connection: tuple[asyncio.StreamReader, asyncio.StreamWriter], body: dict[str, Any]
 ) -> float:
-    """From writing a request to the read that brought its first text, with nothing but a socket
-    between.
-    """
+    """Seconds from writing a request to reading its first text, over a bare socket."""
     reader, writer = connection
     data, came, first = json.dumps(body).encode(), b"", None
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -71,7 +68,10 @@ async def raw_first_token(
 def test_the_client_adds_next_to_nothing_to_the_first_token(
     paced: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against a bare socket, in processor time of this process, which no other process can add to."""
+    """The client adds next to nothing to a bare socket.
+
+    It is measured in processor time of this process, to which no other process can add.
+    """
     monkeypatch.setattr(client_module.time, "perf_counter", time.process_time)
     url = paced(ttft_s=0.01, gap_s=0.001, tokens=4)
     body = chat_body("paced", [{"role": "user", "content": "Why?"}], RequestSampling(4), 0)
@@ -90,15 +90,14 @@ def test_the_client_adds_next_to_nothing_to_the_first_token(
 
     found = asyncio.run(differences())[1:]
     print(
-        f"{1000 * statistics.median(found):.2f} ms more than a bare socket, median of {len(found)} pairs"
+        f"{1000 * statistics.median(found):.2f} ms more than a bare socket, "
+        f"median of {len(found)} pairs"
     )
     assert statistics.median(found) < 0.006
 
 
 def test_waiting_for_a_connection_is_not_counted(paced: Callable[..., str]) -> None:
-    """Eight requests on five connections: the clocks of three start when others have begun to be
-    answered.
-    """
+    """Of eight requests on five connections, three start their clocks after others are answered."""
     url = paced(ttft_s=0.3, gap_s=0.001, tokens=4)
     body = chat_body("paced", [{"role": "user", "content": "Why?"}], RequestSampling(4), 0)
 
@@ -152,7 +151,8 @@ def test_within_3_percent_of_the_truth(
     figures["tokens/s"] = (speed.tokens_per_s, slots * TOKENS / wrote["request_s"])
     for name, (ours, true) in figures.items():
         print(
-            f"{slots} at a time, {name}: {ours:.5g} measured, {true:.5g} true, {100 * (ours / true - 1):+.2f} %"
+            f"{slots} at a time, {name}: {ours:.5g} measured, {true:.5g} true, "
+            f"{100 * (ours / true - 1):+.2f} %"
         )
         assert ours == pytest.approx(true, rel=0.03), name
 
@@ -177,7 +177,8 @@ def test_within_3_percent_of_another_load_generator(
     ours = figures(run(url, questions, samples=24))
     for key, value in theirs.items():
         print(
-            f"{key}: {ours[key]:.5g} here, {value:.5g} by {peer.__name__}, {100 * (ours[key] / value - 1):+.2f} %"
+            f"{key}: {ours[key]:.5g} here, {value:.5g} by {peer.__name__}, "
+            f"{100 * (ours[key] / value - 1):+.2f} %"
         )
     for key, value in theirs.items():
         assert ours[key] == pytest.approx(value, rel=0.03), key

@@ -1,6 +1,4 @@
-"""Proofs: the script is made of commands that exist, what is refused before a launch, what verdict
-and bundle hold; and whole ones of kimi-nano, killed and resumed.
-"""
+"""Proofs: commands of the script, refusals before a launch, verdict, bundle, kills and resumes."""
 
 import json
 import os
@@ -44,7 +42,7 @@ SMALL = ("--samples", "6", "--max-tokens", "32", "--concurrency", "1,2")
 
 
 def test_the_script_is_made_of_commands_that_exist(tmp_path: Path) -> None:
-    """Every line parses as the command that it names; launches are the same but for head and port."""
+    """Every line parses as the command it names, and launches differ only in head and port."""
     steps = script(replace(SETUP, thinking="medium", card=True), tmp_path)
     assert [step.name for step in steps] == ["plan", "bench-spec", "record", "bench-plain", "score"]
     twice = [(step.name, step.servers) for step in script(replace(SETUP, launches=2), tmp_path)]
@@ -135,9 +133,7 @@ def test_the_sentence_says_verdict_and_speed() -> None:
 def test_the_page_and_the_bundle_hold_what_was_found(
     stand_in: Callable[..., str], dataset: Path, tmp_path: Path
 ) -> None:
-    """Of two measurements whose times are data: verdict, figures with ranges, step times, and a row
-    that fails.
-    """
+    """Two measurements with given times give verdict, ranges, step times and a row that fails."""
     urls = {"spec": stand_in(), "plain": stand_in(kind="plain")}
     results = {
         name: timed(
@@ -235,8 +231,10 @@ def lines_of(file: Path) -> list[str]:
 def test_a_proof_killed_at_five_points_is_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before the first server is ready, in the first round, rounds later, while check records, and
-    while it scores.
+    """A proof is resumed after each of five kills.
+
+    They come before the first server is ready, in the first round, rounds later, while check
+    records, and while it scores.
     """
     out, port, seen = tmp_path / "proof", free_port(), ""
     journal, passed = out / "journal.jsonl", ("--", "--max-queue", "77")

@@ -1,5 +1,6 @@
-"""bench and check against the real reference server: its counters, planted causes of low
-acceptance, the CI workflow. Minutes, so all of it is slow.
+"""bench and check against the real reference server.
+
+Its counters, planted causes of low acceptance, and the CI workflow. Minutes, so all of it is slow.
 """
 
 import contextlib
@@ -67,8 +68,9 @@ def counters(url: str) -> dict[str, float]:
 
 
 def recorded(file: Path, count: int, longest: int) -> Path:
-    """Bodies of chat and completions requests up to about so many tokens, in steps of the power of
-    two; three are asked twice before the next three, while the server still keeps what it computed.
+    """Bodies of chat and completions requests up to about `longest` tokens, in powers of two.
+
+    Three are asked twice before the next three, while the server still keeps what it computed.
     """
     lines = (Path(NANO) / "prompts_heldout.jsonl").read_text().splitlines()
     texts = [json.loads(line)["messages"][-1]["content"] for line in lines]
@@ -113,8 +115,9 @@ def test_recorded_requests_by_length_and_reuse_add_up_to_the_counters(
 def test_a_planted_cause_has_the_shape_that_the_page_describes(
     reference: Callable[..., str], tmp_path: Path, cause: str
 ) -> None:
-    """docs/long-context.md: low where prompts are reused, everywhere from position 1, or in the
-    first minute.
+    """Acceptance is low where docs/long-context.md says, for each cause.
+
+    Causes: reused prompts, everywhere from position 1, the first minute.
     """
     file = recorded(tmp_path / "bodies.jsonl", 192, 1000)
     rows = enumerate(row for row in file.read_text().splitlines() if "messages" in row)
@@ -191,9 +194,7 @@ def test_six_launches_and_resampled_proofs_hold_the_pooled_figure() -> None:
 
 
 def test_the_ci_workflow_runs_as_it_is_written(tmp_path: Path) -> None:
-    """Every `run` step of configs/ci/endpoint.yml but the installation, in its order and with its
-    environment.
-    """
+    """All `run` steps of configs/ci/endpoint.yml but the installation pass in its environment."""
     urls = {name: f"http://127.0.0.1:{free_port()}" for name in ("ENDPOINT", "PLAIN")}
     steps, run_step = ci_steps(tmp_path, **urls, MODEL=NANO, HEAD_DIR=HEAD)
     names = [name for name, step in steps.items() if "run" in step and name != "install"]

@@ -1,5 +1,6 @@
-"""The report: a sentence, figures with ranges, the same tables on page and terminal; nothing of
-degenerate output.
+"""The report: a sentence, figures with ranges, equal tables on page and terminal.
+
+Degenerate output is not in it.
 """
 
 import re

@@ -1,6 +1,4 @@
-"""Intervals cover; `--compare` finds what it says and raises false alarms as rarely as it says:
-1,000 runs each.
-"""
+"""Intervals cover, and `--compare` alarms as rarely as it says, in 1,000 runs each."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,8 +29,7 @@ RATES = np.array([0.78, 0.66, 0.6])  # conditional acceptance of a real head, ro
 def questions(
     rng: np.random.Generator, count: int, fall: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, accepted) of `count` questions: of different lengths, some easy and some hard, turns
-    of one alike.
+    """(steps, accepted) of `count` questions: different lengths, easy and hard, turns of one alike.
 
     `fall` lowers the length that a step yields by that share on average.
     """
@@ -80,8 +77,11 @@ def units(numerators: np.ndarray, denominators: np.ndarray) -> dict[int, tuple[f
 
 @pytest.mark.parametrize(("count", "launches"), [(10, 1), (80, 1), (8, 1), (8, 4)])
 def test_intervals_of_a_paired_ratio_cover(count: int, launches: int) -> None:
-    """Every token of the old run is kept with 0.95. Eight are rounds, which count alike.
-    Of several launches, each is faster or slower as a whole; their intervals may cover more."""
+    """Intervals over questions cover the true ratio.
+
+    Every token of the old run is kept with 0.95. Eight are rounds, which count alike. Of several
+    launches, each is faster or slower as a whole; their intervals may cover more.
+    """
     rng, covered = np.random.default_rng(count), 0
     for _ in range(RUNS):
         steps, accepted = questions(rng, count)
@@ -100,9 +100,7 @@ def test_intervals_of_a_paired_ratio_cover(count: int, launches: int) -> None:
 def run_of(
     rng: np.random.Generator, names: list[str], ease: np.ndarray, fall: float
 ) -> BenchResults:
-    """A run of bench at three concurrencies over the same questions: sampled answers, a machine
-    with its own noise.
-    """
+    """A sampled run of bench at three concurrencies on a machine with noise of its own."""
     count = len(names)
     steps = 20 + rng.poisson(60, count)
     odds = np.log(RATES / (1 - RATES))[None, :] + ease[:, None]
@@ -126,9 +124,7 @@ def run_of(
 def in_a_mood(
     rng: np.random.Generator, run: BenchResults, mood: float, rounds: int
 ) -> BenchResults:
-    """The same run on a machine that is faster or slower for all of its answers, by one factor for
-    each level.
-    """
+    """The same run on a machine that is faster or slower by one factor for each level."""
     speeds, levels = [], []
     for level in run.concurrency:
         factor = float(np.exp(rng.normal(0, mood)))
@@ -174,8 +170,9 @@ def test_equal_runs_raise_an_alarm_in_at_most_5_percent(
     """On a machine whose speed differs from run to run by 5 or 10 %."""
     raised = alarms(40, 0.0, RUNS, 1, mood, rounds, earlier)
     print(
-        f"{raised} alarms in {RUNS} comparisons of equal runs of 40 questions at three concurrencies, {rounds} "
-        f"rounds, {earlier} earlier runs, speed differing by {mood:.0%} from run to run"
+        f"{raised} alarms in {RUNS} comparisons of equal runs of 40 questions at three "
+        f"concurrencies, {rounds} rounds, {earlier} earlier runs, "
+        f"speed differing by {mood:.0%} from run to run"
     )
     assert raised <= 68, "5 % within chance: 1 in 200 such runs has more"
 
@@ -241,7 +238,7 @@ def test_unknown_stays_unknown() -> None:
 
 
 def test_no_interval_reaches_beyond_what_can_be() -> None:
-    """Three questions with two drafts, of which one accepts everything: no step gives four tokens."""
+    """Three questions with two drafts, one of which accepts all, never give four tokens a step."""
     turns = [
         TurnCounts(str(i), "all", 30, 10, accepted, 20, None, "test")
         for i, accepted in enumerate((2, 20, 20))
@@ -253,9 +250,7 @@ def test_no_interval_reaches_beyond_what_can_be() -> None:
 
 
 def test_an_interval_is_over_questions_not_turns() -> None:
-    """Ten copies of each turn of the same question add no information, so the interval must not
-    shrink.
-    """
+    """Ten copies of each turn of a question add no information, so the interval must not shrink."""
     rng = np.random.default_rng(3)
     once = [turn(20, int(rng.integers(0, 60)), question=str(i)) for i in range(30)]
     several = [entry for entry in once for _ in range(10)]

@@ -1,4 +1,4 @@
-"""`trtspec watch` against servers on loopback: what it reads, what it exports, and what it judges."""
+"""`trtspec watch` against servers on loopback: what it reads, exports and judges."""
 
 import json
 import signal
@@ -304,8 +304,9 @@ def test_a_continuous_watch_counts_over_restarts_and_gaps_and_exports_it() -> No
 
 @pytest.mark.slow
 def test_equal_traffic_fails_as_rarely_as_stated(tmp_path: Path) -> None:
-    """1,000 servers like their baseline, with answers as clusters and no drop allowed: 1 % fail,
-    within chance.
+    """Of 1,000 servers like their baseline, with clustered answers, 1 % fail within chance.
+
+    No drop is allowed.
     """
     rng, failed = np.random.default_rng(5), 0
     for number in range(1000):

@@ -1,7 +1,8 @@
-"""ModelOpt's max calibration of a whole model on given batches, exported; a script, one
-quantization per process.
+"""Exports ModelOpt's max calibration of a whole model on given batches.
 
-python -m tests.calibrate.modelopt_whole SOURCE CONFIG BATCHES.json DTYPE OUT
+A script, one quantization per process:
+
+    python -m tests.calibrate.modelopt_whole SOURCE CONFIG BATCHES.json DTYPE OUT
 """
 
 import sys

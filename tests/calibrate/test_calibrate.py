@@ -175,7 +175,8 @@ def test_twenty_kills_leave_the_same_bytes(tmp_path, data):
     assert output.read_bytes() == expected
     assert output.with_name(f"{output.name}.provenance.json").read_bytes() == record
     print(
-        f"{kills} kills, {finished} runs ended between them, resumed behind layers {sorted(resumed)}"
+        f"{kills} kills, {finished} runs ended between them, "
+        f"resumed behind layers {sorted(resumed)}"
     )
     assert not list(tmp_path.glob(".*"))
     assert max(resumed) > 0

@@ -1,6 +1,4 @@
-"""A hub on this machine, as far as downloads and ranged reads need one; every byte of an answer is
-counted.
-"""
+"""A hub on this machine, with the downloads and ranged reads that tests need; bytes are counted."""
 
 import hashlib
 import json
@@ -13,9 +11,10 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class LoopbackHub(LocalServer):
-    """Serves directories under `org/name`, at `main`, which is COMMIT, and `older` ones at their
-    commits. `refuses` is the status that every request gets; `token` must come with each. `sent`
-    counts bytes of bodies by file name.
+    """Serves directories under `org/name`.
+
+    `main` is COMMIT, and `older` ones are at their commits. `refuses` is the status that every
+    request gets; `token` must come with each. `sent` counts bytes of bodies by file name.
     """
 
     def __init__(self, repositories: dict[str, Path]) -> None:

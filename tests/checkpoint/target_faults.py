@@ -1,8 +1,13 @@
-"""Faults of every kind, tensor, field and position in small but complete Kimi checkpoints, for
-tests that count them.
+"""Faults of every kind, tensor, field and position in small but complete Kimi checkpoints.
 
 A fault is a change to a `Draft` (tensors, config.json, hf_quant_config.json) or to the written
-files. Nothing here uses trtspec's readers: what must be found is decided by what was spoiled.
+files. Nothing here uses trtspec's readers: what must be found is decided by what was spoiled. Tests
+count how many are found.
+
+A new fault is a line of the generator for its sort (tensors, values, config, scheme, files), with
+its kind, the tensor or field that a finding must name, and the change:
+
+    yield Fault("scheme", "targets", lambda d: _group(d).update(targets=["re:.*experts.*"]))
 """
 
 import copy
@@ -212,8 +217,9 @@ def _add(draft: Draft, name: str) -> None:
 
 
 def value_faults(draft: Draft) -> Iterator[Fault]:
-    """NaN and infinities at the first, a middle and the last position of every float tensor; scales
-    that are none.
+    """NaN and infinity at the first, a middle and the last position, and invalid scales.
+
+    Each float tensor gets them.
     """
     for name, tensor in draft.tensors.items():
         if not tensor.is_floating_point():
@@ -238,7 +244,9 @@ def value_faults(draft: Draft) -> Iterator[Fault]:
                 spoil = lambda d, n=name, f=factor: _times(d, n, f)  # noqa: E731
                 yield Fault(f"input_scale x {factor:g}", name, spoil, values=True)
     for name in [name for name in draft.tensors if name.endswith("weight_shape")]:
-        spoil = lambda d, n=name: d.tensors.update({n: d.tensors[n].flip(0) + torch.tensor([8, 0])})  # noqa: E731
+        spoil = lambda d, n=name: d.tensors.update(  # noqa: E731
+            {n: d.tensors[n].flip(0) + torch.tensor([8, 0])}
+        )
         yield Fault("weight_shape", name, spoil, values=True)
 
 
@@ -371,9 +379,13 @@ def scheme_faults(draft: Draft) -> Iterator[Fault]:
         yield Fault("scheme", key, lambda d, k=key, v=value: _group(d)["weights"].update({k: v}))
     if changes:
         yield Fault("scheme", "targets", lambda d: _group(d).update(targets=["re:.*experts.*"]))
-        more = lambda d: d.block["config_groups"].update(group_1=copy.deepcopy(_group(d)))  # noqa: E731
+        more = lambda d: d.block["config_groups"].update(  # noqa: E731
+            group_1=copy.deepcopy(_group(d))
+        )
         yield Fault("scheme", "config_groups", more)
-        spoil = lambda d: _group(d).update(input_activations={"num_bits": 8, "type": "int"})  # noqa: E731
+        spoil = lambda d: _group(d).update(  # noqa: E731
+            input_activations={"num_bits": 8, "type": "int"}
+        )
         yield Fault("scheme", "input_activations", spoil)
 
 

@@ -1,6 +1,4 @@
-"""Reasoning, content and tool calls of Kimi's answers, whole and in every possible split of a
-stream.
-"""
+"""Reasoning, content and tool calls of Kimi's answers, whole and in every split of a stream."""
 
 import json
 
@@ -11,9 +9,11 @@ from hypothesis import strategies as st
 from trtspec.checkpoint.chat_parser import Delta, ReplyParser, parse_reply
 
 SECTION = (
-    "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+    "<|tool_calls_section_begin|>"
+    "<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
     '{"city": "Paris"}<|tool_call_end|>'
-    "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
+    "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    "<|tool_calls_section_end|>"
 )
 ANSWERS = [
     ("plain <b>text</b> < |", False),

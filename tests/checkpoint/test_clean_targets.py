@@ -1,6 +1,4 @@
-"""Checkpoints as they are published have no finding above info: none that a user would have to
-learn to ignore.
-"""
+"""Checkpoints as published have no finding above info, which users would learn to ignore."""
 
 import copy
 import shutil
@@ -128,7 +126,9 @@ def test_published_targets(tmp_path: Path, name: str, shards: int) -> None:
 
 @pytest.mark.parametrize("format", ["bf16", "fp8-block", "int4", "nvfp4"])
 def test_the_shipped_model(tmp_path: Path, format: str) -> None:
-    """INT4 has groups of 32: there experts of 48 are experts of 64 of which 16 rows and columns are
+    """The shipped model is clean in every format.
+
+    INT4 has groups of 32: there experts of 48 are experts of 64, of which 16 rows and columns are
     zero.
     """
     for name in ("tiktoken.model", "tokenizer_config.json", "chat_template.jinja"):

@@ -1,6 +1,4 @@
-"""The one reader of conversations: the same records from every format, every field honoured, named
-or refused.
-"""
+"""The one reader of conversations: equal records from every format, each field used or refused."""
 
 import json
 from collections import Counter
@@ -167,8 +165,9 @@ def test_a_file_is_read_a_line_at_a_time(tmp_path):
 
 
 def test_columns_that_a_row_lacks_are_not_nulls_of_it(tmp_path):
-    """Columns give each struct the keys of all; `parameters: null` would reach the prompt through
-    the template.
+    """Columns that a row lacks are not null: `parameters: null` would reach the prompt.
+
+    A file in columns gives each struct the keys of all, and the template prints them.
     """
     bare = {"type": "function", "function": {"name": "now"}}
     full = {

@@ -1,6 +1,4 @@
-"""What a user types becomes a directory, a published model, or a clear refusal; offline and without
-a download.
-"""
+"""A user's words become a directory, a published model or a refusal, without a download."""
 
 import os
 import sys
@@ -159,9 +157,7 @@ def test_a_file_is_a_usage_error(tmp_path: Path) -> None:
 
 
 def test_a_partly_cached_checkpoint_is_not_whole(tmp_path: Path, empty_cache: Path) -> None:
-    """With one shard missing, a command that needs weights refuses; one that needs the config gets
-    it.
-    """
+    """With one shard missing, only a command that needs no weights gets the checkpoint."""
     model = make_target(tmp_path / "model")
     published(empty_cache, "someone/kimi-tune", model, leave_out="model-00002-of-00002.safetensors")
     with pytest.raises(MissingDependency):
@@ -211,9 +207,7 @@ def test_every_figure_has_a_source() -> None:
 
 
 def differing(known_value: Any, published_value: Any, where: str) -> list[str]:
-    """Keys of ours that the published config states differently; keys that it lacks count as
-    differing.
-    """
+    """Keys of ours that the published config states differently or lacks."""
     if isinstance(known_value, dict) and isinstance(published_value, dict):
         return [
             line

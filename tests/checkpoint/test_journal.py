@@ -41,7 +41,10 @@ def without_flock(directory: Path, error: str) -> dict[str, str]:
     compiler, shim = shutil.which("gcc"), directory / f"{error}.so"
     if compiler is None:
         pytest.skip("no gcc here")
-    code = f"#include <errno.h>\nint flock(int file, int how) {{ (void)file; (void)how; errno = {error}; return -1; }}"
+    code = (
+        "#include <errno.h>\n"
+        f"int flock(int file, int how) {{ (void)file; (void)how; errno = {error}; return -1; }}"
+    )
     printed(compiler, "-shared", "-fPIC", "-o", shim, "-xc", "-", input=code)
     return os.environ | {"LD_PRELOAD": str(shim)}
 

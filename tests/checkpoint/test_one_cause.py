@@ -1,5 +1,6 @@
-"""One cause is one finding, whose remedy is the right one: absent towers, renamed tensors,
-misplaced heads.
+"""One cause gives one finding with the right remedy.
+
+Causes: absent towers, renamed tensors, misplaced heads.
 """
 
 import json

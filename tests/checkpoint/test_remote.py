@@ -1,6 +1,4 @@
-"""A checkpoint on the hub is judged by its headers, without its weights; shown against a hub on a
-loopback socket.
-"""
+"""A checkpoint on a hub (here on a loopback socket) is judged by its headers, without weights."""
 
 import os
 import shutil
@@ -93,7 +91,8 @@ def test_a_dry_run_reads_headers_only_and_says_what_the_run_would(
     there = result.pop("hub")
     weights = weight_bytes(source)
     print(
-        f"{hub.sent_of_weights():,} of {weights:,} bytes of weights were sent, {sum(hub.sent.values()):,} in all"
+        f"{hub.sent_of_weights():,} of {weights:,} bytes of weights were sent, "
+        f"{sum(hub.sent.values()):,} in all"
     )
     assert hub.sent_of_weights() < weights / 5 and there["weight_bytes"] == weights
     assert (there["id"], there["revision"]) == (NAME, COMMIT)

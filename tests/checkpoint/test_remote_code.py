@@ -165,8 +165,13 @@ def test_a_launch_with_code_that_nobody_trusts_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("link", "codes"), [("../secret.py", {"TS-CODE-LINK"}), ("imported.py", set()), ("gone.py", {"TS-CODE-ABSENT"})]
-)  # fmt: skip
+    ("link", "codes"),
+    [
+        ("../secret.py", {"TS-CODE-LINK"}),
+        ("imported.py", set()),
+        ("gone.py", {"TS-CODE-ABSENT"}),
+    ],
+)
 def test_a_link_must_stay_in_the_checkpoint(target: Path, link: str, codes: set[str]) -> None:
     bring_code(target)
     (target.parent / "secret.py").write_text(CODE)

@@ -1,6 +1,4 @@
-"""What is learned of a conversation: each answer as the row has it, behind the prompt that a server
-would be sent.
-"""
+"""Each answer is learned as the row has it, after the prompt that a server would be sent."""
 
 import json
 import os
@@ -52,9 +50,7 @@ def renderings(tmp_path: Path, tokenizer: KimiTokenizer, row: dict[str, Any]) ->
 def answers_of(
     part: Rendering | Sample, tokenizer: KimiTokenizer
 ) -> Iterator[tuple[tuple[int, ...], str, dict[str, Any]]]:
-    """Each answer that is learned: the tokens before it, its text, and the message that the text is
-    parsed to.
-    """
+    """Each learned answer: the tokens before it, its text, and the message parsed from it."""
     end = tokenizer.special_id("<|im_end|>")
     for start, written in enumerate(part.answer):
         if written and not part.answer[start - 1]:

@@ -1,5 +1,6 @@
-"""Seeded faults of configs, tokenizers and rows: at least 95 of 100 are refused or named, the
-others are printed.
+"""Of 100 seeded faults of configs, tokenizers and rows at least 95 are refused or named.
+
+The others are printed.
 """
 
 import json
@@ -25,7 +26,7 @@ MARK = re.compile(r"\[[BE]OS\]|\[PAD\]|<\|(im|tool|media)_\w+\|>|</?think>")
 
 
 def spoil_json(draw: random.Random, value: Any) -> str:
-    """Leaves out, renames or replaces what a random place of `value` holds; returns what was done."""
+    """Drops, renames or replaces the value at a random path; returns what was done."""
     key = draw.choice([*value] if isinstance(value, dict) else range(len(value)))
     if value[key] and isinstance(value[key], dict | list):
         return f"{key}.{spoil_json(draw, value[key])}"

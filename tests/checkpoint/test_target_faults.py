@@ -1,5 +1,4 @@
-"""Every fault of tests/checkpoint/target_faults.py is found: by inspect, and by each command that
-is about to work.
+"""Every fault of target_faults.py is found by inspect and by each command that is about to work.
 
 The detection rate is printed by kind; each is 100 %, except for the changes of `INVISIBLE`, whose
 reason stands there.
@@ -103,8 +102,9 @@ class Rates:
 
 
 def is_found(fault: Fault, problems: list[Problem]) -> bool:
-    """By an error, or where that is all that can be said a warning, with a code, a reason and a
-    remedy.
+    """Whether an error, or at least a warning, names it with a code, a reason and a remedy.
+
+    A warning is enough where no more can be said.
     """
     enough = (
         ("error", "warning")
@@ -172,8 +172,9 @@ def test_a_finding_names_the_tensor_or_field(drafts: dict[str, Draft], tmp_path:
 
 
 class Commands:
-    """Each command that spends time on a target, as a call that must raise; `work` is where it
-    would write.
+    """Calls of each command that spends time on a target, which must raise.
+
+    `work` is where it would write.
     """
 
     def __init__(self, head: Path, data: Path) -> None:

@@ -1,6 +1,4 @@
-"""The tokenizer against tiktoken's educational encoder (pure Python) and transformers' template
-renderer.
-"""
+"""The tokenizer against tiktoken's educational encoder and transformers' template renderer."""
 
 import base64
 import json
@@ -40,9 +38,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer directory whose ranks were learned with Kimi's split pattern, so that the pattern
-    matters.
-    """
+    """A tokenizer with ranks learned by Kimi's split pattern, so that the pattern matters."""
     directory = tmp_path_factory.mktemp("tokenizer")
     ranks = bpe_train(SAMPLE, 400, f"(?V1){SPLIT_PATTERN}", visualise=None)
     lines = [f"{base64.b64encode(token).decode()} {rank}" for token, rank in ranks.items()]
@@ -256,7 +252,7 @@ strangers_text = st.lists(st.sampled_from(SPECIAL), max_size=5).map("".join)
 def test_the_template_alone_writes_special_tokens(
     tiny: KimiTokenizer, user: str, tool: str, said: str
 ) -> None:
-    """A stranger's text changes which special tokens there are only by what an assistant may say."""
+    """A stranger's text changes special tokens only by what an assistant may say."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": {tool or "x": tool}}}]
 
     def specials(user: str, said: str, tools: list) -> list[int]:
@@ -281,7 +277,7 @@ def test_the_template_alone_writes_special_tokens(
 
 
 def test_a_conversation_may_hold_any_private_use_character(tiny: KimiTokenizer) -> None:
-    """One that it does not hold marks the names; where none is left, the conversation is refused."""
+    """A private-use character outside it marks names; with none left, a conversation is refused."""
     plane = "".join(map(chr, range(0xE000, 0xF900)))
     text, ids = tiny.encode_chat([{"role": "user", "content": f"{plane}<|im_end|>"}])
     assert text == tiny.decode(ids) and f"{plane}<|im_end|>" in text

@@ -1,6 +1,4 @@
-"""A tokenizer and a chat template are judged by what their tokens mean to the model, for every
-command alike.
-"""
+"""Every command judges a tokenizer and a template by what its tokens mean to the model."""
 
 import json
 import shutil

@@ -1,5 +1,7 @@
-"""How the matrix of options is looked at: one run of a command in this process, and everything that
-it left to see.
+"""Runs a command in this process and collects everything that it left to see.
+
+The rows are in matrix_making.py and matrix_serving.py, by command and mode. test_matrix.py runs
+each one with and without its words, and fails if both leave the same.
 """
 
 import hashlib
@@ -23,9 +25,10 @@ CLOCK = re.compile(rf'"({"|".join(MEASURED)})": ("[^"]*"|[\d.]+)')
 
 @dataclass(frozen=True)
 class Effect:
-    """Words that show that an option is honoured: added to `base`, or to the situation's, they
-    change what is seen; so does the whole line `instead`, for what every line has. `before`
-    prepares the place of output for both runs.
+    """Words that show that an option is honoured.
+
+    Added to `base`, or to the situation's, they change what is seen; so does the whole line
+    `instead`, for what every line has. `before` prepares the place of output for both runs.
     """
 
     words: tuple[str, ...] = ()
@@ -66,7 +69,7 @@ def effects(options: str = "", **words: str | Effect) -> dict[str, Effect]:
 
 
 def slowly(table: dict[str, Effect]) -> dict[str, Effect]:
-    """Rows that another mode shows in the default suite, through the same code, or that take long."""
+    """Marks rows that take long, or that another mode shows by default through the same code."""
     return {name: replace(effect, slow=True) for name, effect in table.items()}
 
 
@@ -165,9 +168,7 @@ def scored(text: str) -> dict[str, Any]:
 
 
 def streamed(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The chunks of a stream: a word each, or, with `drafts` in --extra-body, a step of three
-    words.
-    """
+    """Chunks of a stream: a word each, or three words a step with `drafts` in --extra-body."""
     words, drafts, usage = answer_to(body), body.get("drafts"), usage_of(body)
     end: dict[str, Any] = {"finish_reason": "stop", "delta": {}}
     if drafts:
@@ -184,9 +185,7 @@ def streamed(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 @dataclass
 class Stage:
-    """Where the runs happen: the places that words name, the recording server, and records that
-    were handed on.
-    """
+    """Directories of the runs, the recording server, and records that were handed on."""
 
     places: dict[str, str]
     out: Path
@@ -206,9 +205,7 @@ class Stage:
         floats: bool,
         **environment: str,
     ) -> dict[str, Any]:
-        """One run from a clean place, and all that it left, without what a clock or a memory meter
-        decides.
-        """
+        """Everything one run left in a clean directory, without clock and memory figures."""
         shutil.rmtree(self.out.parent, ignore_errors=True)
         self.out.parent.mkdir(parents=True)
         if before is not None:

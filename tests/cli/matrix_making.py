@@ -1,5 +1,11 @@
-"""The rows of the matrix for the commands that make, train and measure: one effect of every option
-in every mode.
+"""Matrix rows of the commands that make, train and measure: an effect of each option by mode.
+
+A new option is a word in the `effects(...)` of each mode that takes it; its value must change what
+the run leaves:
+
+    SIZED = effects("--gpu b300 --isl 300 --json")
+
+An option that needs more than a word is an `Effect`, and a new mode is a `Situation`.
 """
 
 from pathlib import Path
@@ -67,11 +73,12 @@ STREAM = BYTES | RUNS | effects(
 )  # fmt: skip
 TRAIN = line("train {target} {data} -o {out}")
 RECIPE = effects(
-    "--attention mha --eagle 3.1 --draft-vocab-size 64 --intermediate-size 96 --aux-layers 1,2,3 --ttt-steps 2 "
-    "--epochs 2 --steps 5 --lr 0.001 --seq-len 18 --batch-size 2 --ttt-decay 0.8 --accumulation 2 "
-    f"--schedule constant --warmup 0.1 --weight-decay 0.1 --grad-clip 0.5 --precision {PRECISION} --held-out 0.3 "
-    "--eval-every 3 --max-time 5 --seed 3 --answer-only --init {head} --config {recipe} --save-every 7 "
-    "--device cuda --acceptance-prompts 3"
+    "--attention mha --eagle 3.1 --draft-vocab-size 64 --intermediate-size 96 --aux-layers 1,2,3 "
+    "--ttt-steps 2 --epochs 2 --steps 5 --lr 0.001 --seq-len 18 --batch-size 2 --ttt-decay 0.8 "
+    "--accumulation 2 --schedule constant --warmup 0.1 --weight-decay 0.1 --grad-clip 0.5 "
+    f"--precision {PRECISION} --held-out 0.3 --eval-every 3 --max-time 5 --seed 3 "
+    "--answer-only --init {head} --config {recipe} --save-every 7 --device cuda "
+    "--acceptance-prompts 3"
 )
 
 
@@ -191,8 +198,8 @@ MAKING: dict[str, dict[str, Situation]] = {
         "": Situation(
             SYNTHESIZE,
             effects(
-                "--base-url {url}/v2 --model other --api-key secret --concurrency 1 --samples 2 --max-tokens 4 "
-                "--temperature 0.5 --top-p 0.5 --shard 0/2 --dry-run --json",
+                "--base-url {url}/v2 --model other --api-key secret --concurrency 1 --samples 2 "
+                "--max-tokens 4 --temperature 0.5 --top-p 0.5 --shard 0/2 --dry-run --json",
                 prompts=Effect(
                     instead=line("synthesize {answers} -o {out} --base-url {url}/v1 --samples 3")
                 ),
@@ -264,9 +271,9 @@ MAKING: dict[str, dict[str, Situation]] = {
         "": Situation(
             BENCH,
             effects(
-                "--output {out} --dataset {data} --samples 4 --concurrency 2 --max-tokens 4 --temperature 0.5 "
-                "--seed 9 --against-url plain={url} --compare {results} --model other --thinking off --warmup 3 "
-                "--system Short --recorded-times --json",
+                "--output {out} --dataset {data} --samples 4 --concurrency 2 --max-tokens 4 "
+                "--temperature 0.5 --seed 9 --against-url plain={url} --compare {results} "
+                "--model other --thinking off --warmup 3 --system Short --recorded-times --json",
                 url=Effect(
                     instead=line("bench {nowhere} --samples 2 --concurrency 1 --max-tokens 8")
                 ),

@@ -1,5 +1,11 @@
-"""The rows of the matrix for the commands around an engine: one effect of every option in every
-mode.
+"""Matrix rows of the commands around an engine: an effect of each option by mode.
+
+A new option is a word in the `effects(...)` of each mode that takes it; its value must change what
+the run leaves:
+
+    SIZED = effects("--gpu b300 --isl 300 --json")
+
+An option that needs more than a word is an `Effect`, and a new mode is a `Situation`.
 """
 
 import json
@@ -17,8 +23,8 @@ from trtspec.bench.statistics import summarize
 TARGET, HEAD = "nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3"
 PLAN = ("plan", TARGET, "--head", HEAD)
 SIZED = effects(
-    "--gpu b300 --gpus 8 --attention-dp --isl 300 --osl 300 --concurrency 2 --ttft 900 --tpot 20 --kv-fraction 0.5 "
-    "--json",
+    "--gpu b300 --gpus 8 --attention-dp --isl 300 --osl 300 --concurrency 2 --ttft 900 --tpot 20 "
+    "--kv-fraction 0.5 --json",
     target=Effect(instead=line("plan nvidia/Kimi-K2.6-NVFP4")),
     head=Effect(instead=("plan", TARGET, "--head", "nvidia/Kimi-K2-Thinking-Eagle3")),
     tp_size="--tp 4",
@@ -33,8 +39,8 @@ PARTS = (*SERVER, "--disaggregated", "{out}")
 CHART_PARTS = (*CHART, "--disaggregated", "{out}")
 DYNAMO_PARTS = (*PARTS, *DYNAMO[2:])
 WITH_HEAD = effects(
-    "--goal throughput --tp-size 8 --max-batch-size 7 --max-num-tokens 9000 --max-seq-len 4096 --nodes 2 --gpu b300 "
-    "--concurrency 9 --trust-remote-code --json",
+    "--goal throughput --tp-size 8 --max-batch-size 7 --max-num-tokens 9000 --max-seq-len 4096 "
+    "--nodes 2 --gpu b300 --concurrency 9 --trust-remote-code --json",
     head=f"--head {HEAD}",
     version="--trtllm-version 1.2.1",
     experts_over="--ep-size 4",
@@ -121,8 +127,9 @@ SERVING: dict[str, dict[str, Situation]] = {
             PROVE,
             effects(
                 "--head {mla} --output {out}.2 --backend vllm --gpu b300 --gpus 8 --draft-len 5 "
-                "--dataset {questions} --samples 4 --max-tokens 32 --concurrency 2 --accept-unmeasured sampled "
-                "--port 8999 --launches 2 --startup-timeout 5 --dry-run --json",
+                "--dataset {questions} --samples 4 --max-tokens 32 --concurrency 2 "
+                "--accept-unmeasured sampled --port 8999 --launches 2 --startup-timeout 5 "
+                "--dry-run --json",
                 target=Effect(
                     instead=line("prove {other} --head {head} --backend reference -o {out}")
                 ),
@@ -162,7 +169,10 @@ SERVING: dict[str, dict[str, Situation]] = {
         "an engine file of TensorRT-LLM": Situation(
             LINT,
             effects(
-                "--trtllm-version 1.2.1 --target nvidia/Kimi-K2.5-NVFP4 --installed --diff --strict --json",
+                (
+                    "--trtllm-version 1.2.1 --target nvidia/Kimi-K2.5-NVFP4 --installed --diff "
+                    "--strict --json"
+                ),
                 files=Effect(instead=line("lint {recipe} --trtllm-version 1.3.0rc20")),
                 head=Effect(
                     line("--head nvidia/Kimi-K2.6-Eagle3"), base=(*LINT, "--target", TARGET)
@@ -183,8 +193,8 @@ SERVING: dict[str, dict[str, Situation]] = {
             | ADDRESS
             | SIZES
             | effects(
-                "--config {engine} --trtllm-version 1.2.1 --goal throughput --tp-size 8 --trust-remote-code "
-                "--launcher lws --role context",
+                "--config {engine} --trtllm-version 1.2.1 --goal throughput --tp-size 8 "
+                "--trust-remote-code --launcher lws --role context",
                 target=Effect(
                     instead=line(
                         "serve nvidia/Kimi-K2.6-NVFP4 --dry-run --trtllm-version 1.3.0rc20"
@@ -238,7 +248,10 @@ SERVING: dict[str, dict[str, Situation]] = {
             ADDRESS
             | SIZES
             | effects(
-                "--head {head} --dtype float32 --device cuda --prefix-cache-mib 7 --max-queue 7 --api-key sesame",
+                (
+                    "--head {head} --dtype float32 --device cuda --prefix-cache-mib 7 "
+                    "--max-queue 7 --api-key sesame"
+                ),
                 target=Effect(instead=line("serve {other} --backend reference --dry-run")),
                 draft_len=Effect(line("--draft-len 2"), base=(*REFERENCE, "--head", "{head}")),
                 draft_sampling=Effect(

@@ -49,7 +49,8 @@ def test_help_imports_no_torch() -> None:
         "    main()\n"
         "except SystemExit as done:\n"
         "    assert done.code == 0, done.code\n"
-        "heavy = {'torch', 'numpy', 'transformers', 'modelopt', 'fastapi', 'huggingface_hub', 'httpx'}\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'modelopt', 'fastapi', 'huggingface_hub', "
+        "'httpx'}\n"
         "loaded = heavy & set(sys.modules)\n"
         "assert not loaded, loaded\n"
     )
@@ -152,7 +153,7 @@ def test_every_reporting_command_answers_in_json_when_it_is_typed_wrongly(comman
 
 
 def test_a_missing_optional_package_names_its_extra(tmp_path: Path) -> None:
-    """An interpreter in which torch cannot be imported, as after installing the base package alone."""
+    """Without torch, as in a base install, the message names the extra to install."""
     script = "import sys; sys.modules['torch'] = None; from trtspec.cli.app import main; main()"
     output = str(tmp_path / "head")
     words = ("convert", "kimi-nano-eagle3", "-o", output, "--to", "vllm")

@@ -1,6 +1,4 @@
-"""The demo: only its own directory is emptied, its question can be read, and the whole chain runs
-through.
-"""
+"""The demo empties its own directory only, asks a readable question and runs to its end."""
 
 import contextlib
 import random
@@ -45,9 +43,7 @@ def test_only_a_demo_directory_is_ever_emptied(tmp_path: Path) -> None:
 
 
 def lasting_ports() -> int:
-    """The first of the demo's ports, none of which the system gives to an outgoing connection
-    minutes later.
-    """
+    """The first of ports that the system gives to no outgoing connection minutes later."""
     for first in range(20000 + random.randrange(5000), 32000, 2):
         with contextlib.suppress(TrtspecError):
             require_free_ports(first, 2)

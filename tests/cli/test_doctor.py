@@ -1,4 +1,4 @@
-"""`trtspec doctor`: a stand-in nvidia-smi, an environment with a trap, and no secret in the output."""
+"""`trtspec doctor`: a stand-in nvidia-smi, an environment with a trap, no secret in the output."""
 
 import os
 import stat
@@ -79,9 +79,7 @@ def test_a_wrong_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_fits_a_terminal_of_80_columns_and_names_what_is_missing(tmp_path: Path) -> None:
-    """Without a GPU and without engines on PATH: no line of the table is longer than the terminal,
-    and the remedies are whole lines below it.
-    """
+    """Without a GPU or engines, table lines fit 80 columns and remedies below are whole lines."""
     empty = str(tmp_path)
     done = succeeded("doctor", PATH=empty, COLUMNS="80", FORCE_COLOR="1", TERM="dumb")
     table, _, remedies = done.stdout.partition("\nfor ")

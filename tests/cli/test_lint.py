@@ -1,6 +1,4 @@
-"""`trtspec lint` as a command: excerpts, several files, --strict, --fix and --diff, --json on
-failure too.
-"""
+"""`trtspec lint` as a command: excerpts, many files, --strict, --fix, --diff, --json on failure."""
 
 import io
 import os
@@ -154,13 +152,24 @@ def test_json_is_printed_on_every_failure(files: dict[str, str], words: tuple[st
 LONG = "x" * 5000
 MALFORMED = {
     "brackets": "[" * 50_000,  # and what else is no YAML: tests/trtllm/test_nodes.py
-    "beyond floats": "max_batch_size: 1.0e+400\nkv_cache_config: {free_gpu_memory_fraction: .nan}\n",
+    "beyond floats": (
+        "max_batch_size: 1.0e+400\nkv_cache_config: {free_gpu_memory_fraction: .nan}\n"
+    ),
     "many digits": f"max_batch_size: {'9' * 390}\nmax_seq_len: 0x{'f' * 390}\n",
     "many unknown keys": "".join(f"key_{n}: {n}\n" for n in range(14_000)),
     "odd keys": "~: 1\ntrue: 2\n1.5: 3\n'': 4\n'a.b': 5\n",
-    "odd values": "speculative_config: !!set {a, b}\nmoe_config: !!omap [{a: 1}]\nkv_cache_config: 2001-01-01\n",
-    "long names": f"moe_config: {{load_balancer: {LONG}}}\nspeculative_config: {{speculative_model_dir: {LONG}}}\n",
-    "a first line that is cut off": "# TensorRT-LLM 1.4.0rc1: trtspec build-config 'x\nstream_interval: 2\n",
+    "odd values": (
+        "speculative_config: !!set {a, b}\n"
+        "moe_config: !!omap [{a: 1}]\n"
+        "kv_cache_config: 2001-01-01\n"
+    ),
+    "long names": (
+        f"moe_config: {{load_balancer: {LONG}}}\n"
+        f"speculative_config: {{speculative_model_dir: {LONG}}}\n"
+    ),
+    "a first line that is cut off": (
+        "# TensorRT-LLM 1.4.0rc1: trtspec build-config 'x\nstream_interval: 2\n"
+    ),
 }
 
 

@@ -1,6 +1,7 @@
-"""Every option of every command in every mode is honoured, seen in what the run leaves, or refused
-by its flag; every environment variable works or is noted. The table is complete by test: an option
-without a row fails.
+"""Every option of every command in every mode is honoured, or refused by its flag.
+
+What the run leaves shows it. Every environment variable works or is noted. The table is complete by
+test: an option without a row fails. matrix_making.py and matrix_serving.py say how to add one.
 """
 
 import shutil
@@ -146,9 +147,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 
 def drafting(results: dict[str, Any]) -> dict[str, Any]:
-    """Results as of a server with three drafts: each step accepts one of them, and its answers took
-    a while.
-    """
+    """Results as of a server with three drafts: each step accepts one, and answers took a while."""
     told = dict.fromkeys(("turns", "questions"), 2) | dict.fromkeys(("steps", "accepted"), 100)
     told |= {"tokens": 200, "drafted": 300, "acceptance_length": 2.0}
     told |= {"histogram": [0, 100, 0, 0], "cumulative": [1.0, 0.0, 0.0]}
@@ -172,7 +171,7 @@ def hide_a_nan(checkpoint: Path, name: str) -> None:
 
 @pytest.fixture(autouse=True)
 def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training and the demo take minutes: what they would begin with is kept instead, as a record."""
+    """Training and the demo take minutes, so their starting values are kept as a record instead."""
     finished = {
         "parameters": 1,
         "training": {"steps": 1, "tokens_seen": 1, "seconds": 1.0, "accuracy": [0.5]},

@@ -1,6 +1,4 @@
-"""Every command that resumes, on a file system without flock: it says what the lock is, and writes
-the same bytes.
-"""
+"""Every command that resumes writes the same bytes without flock, and says what the lock is."""
 
 from pathlib import Path
 

@@ -1,5 +1,6 @@
-"""A journal holds answers of one server: after `kill -9`, a command refuses another one by name,
-and a second run.
+"""A journal holds answers of one server.
+
+After `kill -9`, a command refuses another server by name, and a second run.
 """
 
 import os

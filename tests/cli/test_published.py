@@ -38,9 +38,7 @@ def test_inspect_plan_and_build_config_agree(target: str, head: str) -> None:
 
 
 def test_the_headline_is_the_best_measured_point() -> None:
-    """Beyond the highest load, the longest draft or the context that is known, there is a range and
-    no figure.
-    """
+    """Beyond the known load, draft length or context there is a range and no figure."""
     best = trtspec.plan(K25[0], head=K25[1])["best"]
     assert (best["concurrency"], best["draft_len"], best["trust"]) == (16, 3, "model card")
     long_draft = {"max_draft": 8, "acceptance": "3.6@3", "concurrency": [1]}

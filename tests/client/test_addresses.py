@@ -1,6 +1,4 @@
-"""Addresses and keys as users mistype them: refused before anything is sent or written, and no
-secret is repeated.
-"""
+"""Mistyped addresses and keys are refused before anything is sent, and no secret is repeated."""
 
 import asyncio
 import json
@@ -112,7 +110,10 @@ def test_what_is_taken() -> None:
         bearer("sk-a b") == {"Authorization": "Bearer sk-a b"} and bearer("") == bearer(None) == {}
     )
     assert shown("http://h:1") == "http://h:1"
-    assert feature_source("http://a:1/, http://b:1").urls == ("http://a:1", "http://b:1")  # type: ignore[union-attr]
+    assert feature_source("http://a:1/, http://b:1").urls == (  # type: ignore[union-attr]
+        "http://a:1",
+        "http://b:1",
+    )
     with pytest.raises(UsageError, match="`features`"):
         feature_source("http://a:1,http://b:one")
     assert SECRET not in repr(TargetEndpoint("http://h/v1", SECRET))
@@ -120,12 +121,11 @@ def test_what_is_taken() -> None:
 
 @settings(max_examples=50)
 @given(
-    st.text(alphabet=st.sampled_from("aZ0:/.[]%-_é\x7f \t世ß\\"), max_size=40), st.text(max_size=30)
+    st.text(alphabet=st.sampled_from("aZ0:/.[]%-_é\x7f \t世ß\\"), max_size=40),
+    st.text(max_size=30),
 )
 def test_what_is_taken_can_be_sent(address: str, key: str) -> None:
-    """Against the client and the name look-up themselves: whatever is not refused fails at worst to
-    connect.
-    """
+    """What is accepted fails at worst to connect, by the client and the name look-up themselves."""
     try:
         url, headers = server_url(f"http://{address}"), bearer(key)
     except UsageError:

@@ -1,6 +1,4 @@
-"""The client against servers that break off, stay silent, close connections or answer something
-else.
-"""
+"""The client against servers that break off, stay silent, close or answer something else."""
 
 import asyncio
 import math
@@ -54,8 +52,10 @@ def test_an_answer_that_breaks_off_is_a_reason(answer: bytes) -> None:
 def test_a_connection_is_not_used_when_the_server_is_about_to_close_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A server that resets a connection over which a request comes after more than the time that
-    clients keep one: what uvicorn does at 5 s, without the luck that it takes to meet the moment.
+    """A request never goes over a connection that the server is about to close.
+
+    The server resets one over which a request comes after more than the time that clients keep it:
+    what uvicorn does at 5 s, without the luck that it takes to meet the moment.
     """
     resets, model = [], b'{"data": [{"id": "m"}]}'
     monkeypatch.setattr(client, "KEPT_S", 0.2)

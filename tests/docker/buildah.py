@@ -1,5 +1,7 @@
-"""Debian's buildah, and bases that stand in for the public ones: a Debian with Python, and on it,
-for each tag of the engine's image, the libraries that the release pins.
+"""Debian's buildah, and bases that stand in for the public ones.
+
+They are a Debian with Python, and on it, for each tag of the engine's image, the libraries that the
+release pins.
 """
 
 import json

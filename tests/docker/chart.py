@@ -1,5 +1,6 @@
-"""Renders the chart as `helm template` does; `python -m tests.docker.chart` writes the golden files
-again.
+"""Renders the chart as `helm template` does.
+
+`python -m tests.docker.chart` writes the golden files again.
 """
 
 import copy
@@ -109,8 +110,9 @@ def kind(values: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def golden(values: dict[str, Any]) -> str:
-    """All objects as text, but for what build-config and the scripts say: the files of /etc/trtspec
-    and their hash.
+    """All objects as text; /etc/trtspec's files and hash are left out.
+
+    Those are what build-config and the scripts say.
     """
     texts = []
     for name, text in render(values).items():

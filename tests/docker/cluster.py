@@ -1,5 +1,4 @@
-"""A small cluster: places the pods of rendered objects by the rules that matter here, and runs them
-to a standstill.
+"""A small cluster: places the pods of rendered objects and runs them to a standstill.
 
 Rules, as Kubernetes documents them: resource requests hold for the pod's life, taints and
 tolerations, node selectors, required pod affinity (the first pod of its kind may start anywhere)
@@ -90,9 +89,7 @@ def pods(objects: Iterable[dict[str, Any]]) -> list[Pod]:
 
 @dataclass
 class Cluster:
-    """`volume`: what a claim without ReadWriteMany is made of; `shared`: every claim is mounted
-    everywhere.
-    """
+    """`volume` backs a claim without ReadWriteMany; `shared`: every claim mounts everywhere."""
 
     nodes: list[Node]
     volume: Literal["network", "local"] = "network"
@@ -219,9 +216,7 @@ def terms(spec: dict[str, Any], kind: str) -> list[dict[str, Any]]:
 
 
 def orders(objects: Iterable[dict[str, Any]], most: int = 60) -> Iterator[list[Pod]]:
-    """Fresh pods in every order in which the scheduler may see them: all orders of a few, else a
-    fixed sample.
-    """
+    """Fresh pods in every order of the scheduler: all orders of a few, else a fixed sample."""
     listed = list(objects)
     count = len(pods(listed))
     few: Iterable[Iterable[int]] = itertools.permutations(range(count))

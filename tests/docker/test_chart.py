@@ -1,5 +1,6 @@
-"""The chart: rendered by Helm's own library, held against Kubernetes' schemas, and its engine file
-against lint.
+"""The chart, rendered by Helm's own library, against Kubernetes' schemas.
+
+lint judges its engine file.
 """
 
 import dataclasses
@@ -110,8 +111,9 @@ def test_helm_lint_and_the_values_schema_agree(path: Path) -> None:
 
 @functools.cache
 def custom_schema(kind: str) -> dict[str, Any] | None:
-    """Of a custom resource: ours, which has what the chart uses, or with TRTSPEC_CRDS=DIR the
-    project's own.
+    """Schema of a custom resource: ours for the fields the chart uses, or from TRTSPEC_CRDS=DIR.
+
+    That folder has the projects' own.
     """
     if directory := os.environ.get("TRTSPEC_CRDS"):
         for path in Path(directory).glob("*.yaml"):
@@ -145,7 +147,7 @@ def closed(schema: Any) -> Any:
 
 @functools.cache
 def validate(text: str, version: str) -> None:
-    """Strictly, by Kubernetes' own schema; each object once, though several values sets render it."""
+    """Validates strictly by Kubernetes' own schema, each object once for all values sets."""
     kubernetes_validate.validate(json.loads(text), version, strict=True)
 
 
@@ -221,9 +223,7 @@ def container_grace(path: Path) -> int:
 
 
 def test_the_front_names_every_server_and_nothing_else(tmp_path: Path) -> None:
-    """Its file says what `build-config --role front` writes for these addresses; the addresses are
-    those of pods.
-    """
+    """The front's file equals `build-config --role front`, and its addresses are those of pods."""
     for name, context in (("disaggregated", 3), ("disaggregated-nodes", 1)):
         found = objects_of(named(name))
         (config,) = (item for item in found if item["kind"] == "ConfigMap")

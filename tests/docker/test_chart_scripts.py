@@ -1,6 +1,4 @@
-"""The scripts of the chart, run: the leader of several nodes, the liveness probe, the drain before
-a stop.
-"""
+"""The chart's scripts, run: leader of several nodes, liveness probe, drain before a stop."""
 
 import os
 import socket
@@ -24,8 +22,9 @@ def test_scripts_parse(name: str) -> None:
 
 
 def test_the_leader_waits_for_its_workers_and_hands_on_what_belongs_to_all(tmp_path: Path) -> None:
-    """leader.sh for real, with an ssh that fails at first, and trtspec and mpirun that print what
-    they are given.
+    """leader.sh waits for its workers and gives mpirun what all need.
+
+    ssh fails at first; trtspec and mpirun print what they are given.
     """
     programs = tmp_path / "bin"
     once = f"[ -e {tmp_path}/tried ] || {{ touch {tmp_path}/tried; exit 1; }}"

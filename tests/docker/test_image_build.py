@@ -1,5 +1,6 @@
-"""The CPU and the quantize image, really built and run: by Debian's buildah, over a Debian base
-that stands in for the public one.
+"""The CPU and the quantize image, really built and run by Debian's buildah.
+
+Their base is a Debian that stands in for the public one.
 """
 
 import ast
@@ -114,7 +115,7 @@ def complete(port: int) -> dict:
 
 
 def test_the_quantize_image_imports_and_quantizes(buildah: Buildah) -> None:
-    """kimi-nano in it, by the stream engine, and everything of ModelOpt that trtspec uses imports."""
+    """The image quantizes kimi-nano by the stream engine and imports what we use of ModelOpt."""
     started = time.monotonic()
     buildah.build("docker/quantize.Dockerfile", "trtspec:quantize", *PYPI)
     print(f"\nbuilt in {time.monotonic() - started:.0f} s")

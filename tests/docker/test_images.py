@@ -1,6 +1,4 @@
-"""Dockerfiles and compose files: linted, pinned, without root, and naming only files that are
-there.
-"""
+"""Dockerfiles and compose files are linted, pinned, without root, and name existing files."""
 
 import re
 import shutil

@@ -1,5 +1,4 @@
-"""A kubelet in small runs the pods of a rendered server: real processes, a read-only root, their
-probes and preStop.
+"""A kubelet in small runs a rendered server's pods: processes, read-only root, probes, preStop.
 
 Engine and checkpoint are the stand-in and kimi-nano. Clients ask through a Service of the ready
 pods while the server is scaled out and upgraded: nothing is killed for a probe and no request is
@@ -35,11 +34,16 @@ pytestmark = [
     ),
 ]
 STANDIN = Path(__file__).parents[1] / "trtllm" / "standin" / "trtllm-serve"
-FASTER = 10  # periods and settling times are divided by it; timeouts and failure thresholds are the chart's
+# periods and settling times are divided by it; timeouts and failure thresholds are the chart's
+FASTER = 10
 ENGINE = (
-    "# TensorRT-LLM 1.4.0rc1: trtspec build-config /models/target --head /models/head --trtllm-version 1.4.0rc1"
-    " --goal latency --tp-size 1 --max-batch-size 16 --max-num-tokens 1024 --max-seq-len 1024 --draft-len 3\n"
-    "speculative_config:\n  decoding_type: Eagle\n  max_draft_len: 3\n  speculative_model_dir: /models/head\n"
+    "# TensorRT-LLM 1.4.0rc1: trtspec build-config /models/target --head /models/head "
+    "--trtllm-version 1.4.0rc1 --goal latency --tp-size 1 --max-batch-size 16 "
+    "--max-num-tokens 1024 --max-seq-len 1024 --draft-len 3\n"
+    "speculative_config:\n"
+    "  decoding_type: Eagle\n"
+    "  max_draft_len: 3\n"
+    "  speculative_model_dir: /models/head\n"
 )
 VALUES = {
     "model": {"target": "/models/target", "head": "/models/head", "sizeGiB": 1}, "gpusPerNode": 1,
@@ -139,9 +143,7 @@ class Pod:
         os.killpg(self.process.pid, signal.SIGKILL)
 
     def stop(self, grace: float) -> int:
-        """As a kubelet ends a pod: out of the Service, preStop, SIGTERM, and SIGKILL after the
-        grace period.
-        """
+        """Ends a pod as a kubelet does: leave the Service, preStop, SIGTERM, SIGKILL at `grace`."""
         self.ready, self.stopping = False, True
         ends = time.monotonic() + grace
         hook = self.spec["lifecycle"]["preStop"]["exec"]["command"]
@@ -257,7 +259,8 @@ def test_no_probe_kills_and_no_request_is_lost(node: Node) -> None:
         for one in clients:
             one.join()
     print(
-        f"\n{answered[0]} requests, {len(lost)} lost; statuses of the two pods that were replaced: {upgraded}"
+        f"\n{answered[0]} requests, {len(lost)} lost; "
+        f"statuses of the two pods that were replaced: {upgraded}"
     )
     assert not lost, lost[:3]
     assert upgraded == [0, 0] and not any(pod.killed for pod in node.pods)

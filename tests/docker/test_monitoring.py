@@ -1,6 +1,4 @@
-"""Alert rules and dashboard: promtool accepts and plays them, and every metric that they name is
-exported.
-"""
+"""promtool accepts and plays rules and dashboard, and every metric they name is exported."""
 
 import os
 import re
@@ -59,9 +57,7 @@ def promtool(*words: str | Path) -> str:
 
 @pytest.mark.parametrize("target", ["test-oracles", "test-all"])
 def test_make_names_the_promtool_among_the_oracles(target: str, tmp_path: Path) -> None:
-    """By an absolute path, since it runs elsewhere; nothing where none could be fetched, and the
-    user's own first.
-    """
+    """make names promtool by an absolute path, the user's own first, none if not fetched."""
     fetched = tmp_path / ".oracles/promtool/usr/bin/promtool"
     program(tmp_path / ".venv/bin/python", 'echo "<$TRTSPEC_PROMTOOL>" "$@"')
     command = [
@@ -111,9 +107,7 @@ def test_promtool_parses_every_query_of_the_dashboard(tmp_path: Path) -> None:
 
 
 def named() -> set[str]:
-    """Every sample that a rule, a panel or a variable of the dashboard names, less the rules' own
-    records.
-    """
+    """Samples that rules, panels and dashboard variables name, without the rules' own records."""
     board = read_json(MONITORING / "dashboard.json")
     variables = [str(variable["query"]) for variable in board["templating"]["list"]]
     texts = [*(rule["expr"] for rule in rules()), *(query for _, query in queries()), *variables]
@@ -178,8 +172,9 @@ def test_tensorrt_llms_metrics_are_all_exported() -> None:
 
 @pytest.mark.slow
 def test_vllms_metrics_are_all_exported() -> None:
-    """By its own logger, made for a server that speculates and that nobody has asked yet: no model
-    is loaded.
+    """vLLM's own logger, made for a speculating server that nobody has asked, exports every metric.
+
+    No model is loaded.
     """
     python = os.environ.get("TRTSPEC_VLLM_PYTHON")
     if not python:
@@ -194,9 +189,7 @@ def test_vllms_metrics_are_all_exported() -> None:
 
 
 def test_the_dashboard_can_be_imported() -> None:
-    """What Grafana's import refuses or shows as an empty panel: ids twice, panels without a source,
-    overlaps.
-    """
+    """Grafana's import refuses no id and shows no empty panel: ids once, sources, no overlaps."""
     board = read_json(MONITORING / "dashboard.json")
     variables = {variable["name"] for variable in board["templating"]["list"]}
     assert board["uid"] and variables == {"source", "instance"}

@@ -1,6 +1,4 @@
-"""Whether a release comes up at all: the chart's pods on small clusters, in every order in which
-they may be placed.
-"""
+"""A release comes up: the chart's pods on small clusters, placed in every possible order."""
 
 from collections.abc import Callable
 

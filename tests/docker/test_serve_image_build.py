@@ -1,5 +1,4 @@
-"""The serving image, really built over a base for each tag that docs/hardware.md lists, and what
-runs in it.
+"""The serving image, really built over a base for each tag of docs/hardware.md, and then run.
 
 The bases carry what the release publishes as its requirements, as far as trtspec meets it, and a
 package in the engine's name that imports them as the engine does.
@@ -20,18 +19,24 @@ PINS = yaml.safe_load((HERE / "engine_pins.yaml").read_text())
 TAGS = re.findall(r"^\| `(\d[^`]*)` \|", (ROOT / "docs/hardware.md").read_text(), re.MULTILINE)
 ENGINE = """FROM localhost/base
 RUN python3 -m venv /tmp/venv \\
-    && /tmp/venv/bin/pip install --no-cache-dir --target /usr/local/lib/python3.11/dist-packages {requirements} \\
+    && /tmp/venv/bin/pip install --no-cache-dir --target \
+/usr/local/lib/python3.11/dist-packages {requirements} \\
     && rm -rf /tmp/venv
 COPY standin_engine/tensorrt_llm /usr/local/lib/python3.11/dist-packages/tensorrt_llm
 RUN cd /usr/local/lib/python3.11/dist-packages \\
-    && printf '\\nimport huggingface_hub, numpy, transformers\\n__version__ = "{tag}"\\n' >> tensorrt_llm/__init__.py \\
+    && printf '\\nimport huggingface_hub, numpy, transformers\\n__version__ = "{tag}"\\n' \
+>> tensorrt_llm/__init__.py \\
     && mkdir tensorrt_llm-{tag}.dist-info && cd tensorrt_llm-{tag}.dist-info \\
     && printf 'Metadata-Version: 2.1\\nName: tensorrt_llm\\nVersion: {tag}\\n' > METADATA \\
     && cd /usr/local/bin \\
-    && printf '#!/usr/bin/python3\\nimport tensorrt_llm\\nprint(tensorrt_llm.__version__)\\n' > trtllm-serve \\
+    && printf '#!/usr/bin/python3\\nimport tensorrt_llm\\nprint(tensorrt_llm.__version__)\\n' \
+> trtllm-serve \\
     && chmod 755 trtllm-serve
 """
-FREEZE = "import importlib.metadata as m; print(sorted(f'{d.name}=={d.version}' for d in m.distributions()))"
+FREEZE = (
+    "import importlib.metadata as m; "
+    "print(sorted(f'{d.name}=={d.version}' for d in m.distributions()))"
+)
 IMPORTS = """
 import importlib, pkgutil, trtspec
 failed, count = [], 0
@@ -39,7 +44,8 @@ for module in pkgutil.walk_packages(trtspec.__path__, "trtspec."):
     try:
         importlib.import_module(module.name); count += 1
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("torch", "transformers", "fastapi", "uvicorn", "llguidance",
+        if (error.name or "").partition(".")[0] not in ("torch", "transformers", \
+"fastapi", "uvicorn", "llguidance",
             "prometheus_client", "modelopt", "safetensors.torch", "numba", "datasets", "starlette"):
             failed.append(f"{module.name}: {error}")
     except Exception as error:

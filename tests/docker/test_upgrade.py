@@ -1,5 +1,6 @@
-"""`helm upgrade` between what users change: rendered before and after, no object changes a field
-that Kubernetes or its controller keeps as it was created.
+"""`helm upgrade` between what users change alters no field that must stay as created.
+
+Values are rendered before and after; Kubernetes or a controller keeps such a field.
 """
 
 import itertools
@@ -86,7 +87,8 @@ def test_what_users_change_is_taken(stage: str) -> None:
             assert not refused(rendered[before], rendered[after]), (before, after)
             count += 1
     print(
-        f"\n{count} upgrades between {len(rendered)} values, stage {stage}: no immutable field changes"
+        f"\n{count} upgrades between {len(rendered)} values, stage {stage}: "
+        "no immutable field changes"
     )
     if stage == "models":
         jobs = {name: [key for key in found if key[0] == "Job"] for name, found in rendered.items()}

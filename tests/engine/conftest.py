@@ -1,6 +1,4 @@
-"""A tiny float32 target, heads of every kind for it, its tokenizer, requests of mixed lengths, and
-a server.
-"""
+"""A tiny float32 target, heads of every kind, its tokenizer, mixed requests and a server."""
 
 import atexit
 import contextlib
@@ -79,8 +77,9 @@ def head_of(
 
 @pytest.fixture(scope="session")
 def requests() -> list[GenerationRequest]:
-    """20 greedy requests, prompts of 3 to 60 tokens, 1 to 24 new ones: rows start and end at
-    different times.
+    """20 greedy requests, prompts of 3 to 60 tokens, 1 to 24 new ones.
+
+    Rows start and end at different times.
     """
     random = torch.Generator().manual_seed(7)
 
@@ -100,9 +99,7 @@ def requests() -> list[GenerationRequest]:
 
 @torch.inference_mode()
 def greedy_by_definition(target: KimiModel, request: GenerationRequest) -> list[int]:
-    """Greedy tokens by running the whole text through the model for each one: no cache, no batch,
-    no engine.
-    """
+    """Greedy tokens by one forward of the whole text for each: no cache, no batch, no engine."""
     tokens = list(request.prompt_ids)
     produced: list[int] = []
     ends = set() if request.ignore_eos else set(target.spec.eos_token_ids)

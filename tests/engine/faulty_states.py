@@ -1,5 +1,7 @@
-"""The reference server of a target with a recurrent state and, but for `honest`, a fault in it:
-python -m tests.engine.faulty_states FAULT serve ..."""
+"""The reference server of a target with a recurrent state and a fault in it (`honest`: none).
+
+`python -m tests.engine.faulty_states FAULT serve ...` runs it.
+"""
 
 import sys
 from typing import Any

@@ -40,16 +40,16 @@ NOISE, DRAWS = (
 # of a gap; rounding moves float32 logits of a tiny target by a tenth of that at most
 VISIBLE = 1e-3
 RECENT = 96  # tokens of an answer; those before them are computed as a prompt
-LONGER = 24  # positions by which the last of several rows is ahead of the others, as neighbours in a batch are
+# positions by which the last of several rows is ahead of the others, as neighbours in a batch are
+LONGER = 24
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first token at which two runs differ; `gap` is the larger lead of best over second logit
-    in the two runs.
+    """The first token at which two runs differ.
 
-    Where one run ends and the other does not, the tokens are -1 and the gap is infinite: no
-    rounding does that.
+    `gap` is the larger lead of best over second logit in the two runs. Where one run ends and the
+    other does not, the tokens are -1 and the gap is infinite: no rounding does that.
     """
 
     index: int
@@ -70,16 +70,12 @@ class Rounding:
     behind: float
 
     def explains(self, divergence: Divergence) -> bool:
-        """True for a near-tie: the gap in the runs, and the clean lead over either token, are
-        within rounding.
-        """
+        """True for a near-tie: the runs' gap and the clean lead over either token are rounding."""
         return max(divergence.gap, self.behind) <= SAFETY * self.change
 
 
 def first_divergence(plain: Output, other: Output) -> Divergence | None:
-    """Compares two completions of the same greedy request, both recorded with `record_gaps`; None:
-    the same tokens.
-    """
+    """Compares two outputs of a greedy request, recorded with `record_gaps`; None if equal."""
     for index, (left, right) in enumerate(zip(plain.token_ids, other.token_ids, strict=False)):
         if left != right:
             return Divergence(index, left, right, max(plain.gaps[index], other.gaps[index]))
@@ -94,9 +90,7 @@ def first_divergence(plain: Output, other: Output) -> Divergence | None:
 def rounding_at(
     target: KimiModel, prompt: list[int], plain: Output, divergence: Divergence
 ) -> Rounding:
-    """Computes the context of a divergence again, in SHAPES and after PREFILLS, with the target
-    alone.
-    """
+    """Computes a divergence's context again by the target alone, in SHAPES after PREFILLS."""
     if divergence.token < 0:
         return Rounding(0.0, float("inf"))
     emitted = plain.token_ids[: divergence.index]
@@ -109,9 +103,9 @@ def rounding_at(
 def leads_and_bounds(
     target: KimiModel, prompt: list[int], plain: Output, other: Output, divergence: Divergence
 ) -> dict[str, tuple[float, float]]:
-    """What may have parted two runs, each with the lead that rounding would have turned around and
-    the bound below which it can: the two logits, and the experts chosen where the runs first
-    computed something else.
+    """Leads that may have parted two runs, each with the bound below which rounding can turn it.
+
+    Leads of the two logits, and of the experts chosen where the runs first computed something else.
     """
     if divergence.token < 0:
         return {}
@@ -148,9 +142,10 @@ def router_tie(
 def quantized_rounding_at(
     target: KimiModel, prompt: list[int], plain: Output, divergence: Divergence
 ) -> Rounding:
-    """As `rounding_at`, for a target that quantizes its activations and another implementation of
-    it: sums in another order move an activation by about NOISE, which takes some of them to the
-    next of NVFP4's few values. The context is computed DRAWS times with that much noise before each
+    """Returns `rounding_at` for quantized activations and another implementation of the target.
+
+    Sums in another order move an activation by about NOISE, which takes some of them to the next of
+    NVFP4's few values. The context is computed DRAWS times with that much noise before each
     quantization.
     """
     if divergence.token < 0:
@@ -176,14 +171,15 @@ def _rounding_in(logits: Tensor, divergence: Divergence) -> Rounding:
 
 
 def spacing(value: float, dtype: torch.dtype) -> float:
-    """Distance of neighbouring numbers of `dtype` at `value`: for bfloat16 at 5.0 it is 2^2 * 2^-7."""
+    """Distance of neighbouring numbers of `dtype` at `value`: 2^2 * 2^-7 for bfloat16 at 5.0."""
     return math.ldexp(torch.finfo(dtype).eps, math.frexp(value)[1] - 1) if value else 0.0
 
 
 @torch.inference_mode()
 def clean(target: KimiModel, prompt: list[int], emitted: list[int]) -> tuple[Tensor, Tensor]:
-    """Logits [N, V] and margins of the experts [N] after prompt and emitted tokens, one row per
-    computation, after each of PREFILLS in all SHAPES.
+    """Logits [N, V] and expert margins [N] after prompt and emitted tokens.
+
+    One row per computation, after each of PREFILLS in all SHAPES.
     """
     text = prompt + emitted
     begin = max(len(prompt), len(text) - RECENT)
@@ -229,11 +225,10 @@ def _decode(
     width: int,
     place: int,
 ) -> tuple[Tensor, Tensor]:
-    """Feeds `emitted` to all rows, `width` tokens a call, so that the last one has `place` in its
-    call; logits [N, V], margins [N].
+    """Feeds `emitted` to all rows, `width` tokens a call; returns logits [N, V] and margins [N].
 
-    Tokens behind it stand for drafts. Of several rows the last is LONGER positions ahead and is not
-    looked at.
+    The last token has `place` in its call, and tokens behind it stand for drafts. Of several rows
+    the last is LONGER positions ahead and is not looked at.
     """
     device = target.embed.weight.device
     ahead = torch.zeros(rows, dtype=torch.int64, device=device)

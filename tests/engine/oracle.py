@@ -1,5 +1,4 @@
-"""A drafter that knows the right continuation and spoils it at random: every acceptance pattern
-occurs.
+"""A drafter that knows the right continuation and spoils it at random: every pattern occurs.
 
 Around an Eagle3 drafter it also keeps that drafter's own proposals, so that a test can compare them
 with what a head computed from scratch would propose.
@@ -28,8 +27,9 @@ class Proposal:
 
 @dataclass
 class Oracle:
-    """Overwrites a drafter's proposals, which it keeps, with `answers`: each token is right with
-    probability `hit`.
+    """Overwrites a drafter's proposals, which it keeps, with `answers`.
+
+    Each token is right with probability `hit`.
     """
 
     drafter: Eagle3Drafter
@@ -62,10 +62,10 @@ def with_oracle(engine: Engine, answers: dict[str, list[int]], hit: float = 0.75
 def drafts_from_scratch(
     target: KimiModel, head: Eagle3Head, text: list[int], proposal: Proposal
 ) -> list[int]:
-    """Up to three greedy drafts after text[:length]: all true rows at once, then a chain over a
-    growing text, no cache.
+    """Up to three greedy drafts after text[:length], without a cache.
 
-    Ends before a draft whose logit leads by less than 1e-4, which rounding may decide either way.
+    All true rows are computed at once, then a chain over a growing text. Ends before a draft whose
+    logit leads by less than 1e-4, which rounding may decide either way.
     """
     tokens = torch.tensor([text[: proposal.length]])
     layers = tuple(head.spec.aux_layers or target.spec.default_aux_layers)

@@ -1,5 +1,4 @@
-"""Runs the reference server for the tests as a process of its own: TARGET HEAD PORT [option=value
-...].
+"""Runs the reference server for tests as a process: TARGET HEAD PORT [option=value ...].
 
 SIGUSR1 kills its engine thread.
 """

@@ -1,6 +1,7 @@
-"""The engine on a CUDA device that computes nothing (tests/fake_cuda.py): no tensor strays to the
-CPU, nothing reads a number back, but for the one transfer of a round. Routed experts read the sizes
-of their groups, so that they are replaced here.
+"""The engine on a CUDA device that computes nothing (tests/fake_cuda.py).
+
+No tensor strays to the CPU, and nothing but the one transfer of a round reads a number back. Routed
+experts read the sizes of their groups, so they are replaced here.
 """
 
 from collections.abc import Iterator
@@ -57,9 +58,7 @@ def models(specs: tuple[ModelSpec, HeadSpec], dtype: torch.dtype) -> tuple[KimiM
 
 
 def in_nvfp4(target: KimiModel, dtype: torch.dtype) -> None:
-    """Replaces what NVIDIA's policy quantizes, the MLPs and all experts, by NVFP4 modules of the
-    same shapes.
-    """
+    """Puts NVFP4 modules of the same shapes in place of the MLPs and experts of NVIDIA's policy."""
 
     def linear(out_features: int, in_features: int) -> NVFP4Linear:
         return NVFP4Linear(

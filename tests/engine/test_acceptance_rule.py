@@ -1,6 +1,4 @@
-"""The acceptance rules by themselves: greedy by definition, sampled by the distribution it must
-leave unchanged.
-"""
+"""Acceptance rules: greedy by definition, sampled by the distribution it must leave unchanged."""
 
 import pytest
 import torch
@@ -47,9 +45,7 @@ def distributions(shape: tuple[int, ...], seed: int, sharpness: float) -> torch.
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**31), sharpness=st.floats(0.1, 5), vocab=st.integers(2, 12))
 def test_one_draft_leaves_exactly_p(seed: int, sharpness: float, vocab: int) -> None:
-    """P(token) = q(x) min(1, p/q) + P(reject) residual(x), computed without any random number, is
-    p.
-    """
+    """P(token) = q(x) min(1, p/q) + P(reject) residual(x), without a random number, is p."""
     p, q = distributions((2, vocab), seed, sharpness)
     kept = torch.minimum(p, q)
     reconstructed = kept + (1 - kept.sum()) * residual(p.unsqueeze(0), q.unsqueeze(0))[0]
@@ -58,9 +54,7 @@ def test_one_draft_leaves_exactly_p(seed: int, sharpness: float, vocab: int) -> 
 
 @pytest.mark.parametrize("case", ["drawn", "deterministic", "pruned", "counts"])
 def test_joint_distribution_of_two_tokens(case: str) -> None:
-    """First and second token over 60000 rounds against p(x) p(y|x), for drafts from a quite
-    different q.
-    """
+    """Over 60000 rounds two tokens follow p(x) p(y|x), for drafts from a quite different q."""
     vocab, rounds = 5, 60000
     random = torch.Generator().manual_seed(5)
     first, second = distributions((vocab,), 1, 1.0), distributions((vocab, vocab), 2, 1.0)

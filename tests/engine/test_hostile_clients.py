@@ -1,6 +1,4 @@
-"""Odd, rude and broken clients of the reference server: each gets its own refusal, and nobody else
-notices.
-"""
+"""Odd, rude and broken clients: each gets its own refusal, and nobody else notices."""
 
 import contextlib
 import json
@@ -61,9 +59,14 @@ BAD_BODIES = [
     b'{"prompt": "x", "stop_token_ids": [-1]}',
     b'{"prompt": "x", "stop_token_ids": [99999], "min_tokens": 3}',
     b'{"prompt": "x", "repetition_penalty": 1e-300}',
-    b'{"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}',
+    (
+        b'{"prompt": "x", "response_format": {"type": "json_schema", '
+        b'"json_schema": {"schema": {"$ref": "#"}}}}'
+    ),
     b'{"prompt": "x", "response_format": {"type": "regex", "regex": "(a{1000}){1000}"}, "n": 6}',
-    b'{"prompt": "x", "response_format": {"type": "regex", "regex": "a"}, "min_tokens": 7}',  # nothing is left
+    (
+        b'{"prompt": "x", "response_format": {"type": "regex", "regex": "a"}, "min_tokens": 7}'
+    ),  # nothing is left
     b'{"prompt": "x", "max_tokens": "8"}',
     b'{"prompt": "x", "max_tokens": true}',
     b'{"prompt": "\\ud800"}',

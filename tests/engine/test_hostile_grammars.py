@@ -1,5 +1,4 @@
-"""Grammars that would stop a server, beside innocent requests: who waits how long, what it takes,
-and how it ends.
+"""Grammars that would stop a server, beside innocent requests: who waits, memory, and the end.
 
 TRTSPEC_HOSTILE_GRAMMARS (1000) is their number, TRTSPEC_SEED (1) chooses them, TRTSPEC_ROUNDS (5)
 how often all of it is done; what is printed and held to are medians over the rounds.
@@ -104,8 +103,9 @@ class Seen:
 
 
 async def bystanders(url: str, begun: Event, done: Event) -> Seen:
-    """Victims stream without a grammar, innocents ask for short answers, one after the other until
-    `done`.
+    """Until `done`, victims stream without a grammar and innocents ask for short answers.
+
+    Innocents ask one after the other.
     """
     seen = Seen()
 
@@ -190,9 +190,7 @@ def watched(url: str, begun: Event, done: Event) -> Seen:
 
 
 def one_round(url: str, number: int, count: int) -> Seen:
-    """The others are a process of their own: what they wait for is the server, not the attackers'
-    client.
-    """
+    """Others run in a process of their own: no wait is due to the attackers' client."""
     context = multiprocessing.get_context("fork")
     with context.Manager() as manager, ProcessPoolExecutor(1, context) as pool:
         begun, done = manager.Event(), manager.Event()
@@ -208,9 +206,7 @@ def one_round(url: str, number: int, count: int) -> Seen:
 
 
 def run(target_dir: Path, count: int, rounds: int) -> tuple[list[Seen], float, float]:
-    """What the rounds saw, how much memory grew (share of what the process had), and seconds until
-    SIGTERM ended it.
-    """
+    """The rounds, the memory growth (share of the process) and seconds until SIGTERM ended it."""
     running = launch(target_dir, "-", "max_batch_size=16", "max_seq_len=256", "prefix_bytes=0")
     process = psutil.Process(running.process.pid)
     try:
@@ -238,7 +234,8 @@ def report(found: list[Seen], grown: float, ended: float) -> dict[str, float]:
     }
     told = ", ".join(f"{name} {value:.2f} s" for name, value in medians.items())
     print(
-        f"\nseed {SEED}, {len(found)} rounds, medians of the longest: {told}; memory {grown:+.1%}; ended {ended:.1f} s"
+        f"\nseed {SEED}, {len(found)} rounds, medians of the longest: {told}; "
+        f"memory {grown:+.1%}; ended {ended:.1f} s"
     )
     print("statuses", dict(sum((seen.statuses for seen in found), Counter())), flush=True)
     return medians

@@ -1,6 +1,4 @@
-"""Greedy speculative output equals greedy output by definition, token for token, whatever the batch
-does.
-"""
+"""Greedy speculative output equals greedy output by definition, whatever the batch does."""
 
 import pytest
 
@@ -90,8 +88,9 @@ def test_drafts_are_those_of_a_head_without_cache(
     requests: list[GenerationRequest],
     expected: dict[str, list[int]],
 ) -> None:
-    """After accepted and rejected drafts, moved rows and chunked prefill, the head proposes from
-    the true text.
+    """The head proposes from the true text, as a head without a cache does.
+
+    Before it came accepted and rejected drafts, moved rows and chunked prefill.
     """
     head = head_of(kind)
     engine = Engine(
@@ -125,9 +124,7 @@ def test_context_end(drafting: bool, target: KimiModel, head_of: HeadOf) -> None
 
 
 def test_end_token_inside_the_drafts(target: KimiModel, head_of: HeadOf) -> None:
-    """Tokens after an accepted end token are dropped, and counted neither as output nor as
-    accepted.
-    """
+    """Tokens after an accepted end token are dropped and count neither as output nor accepted."""
     free = greedy_by_definition(target, GenerationRequest("e", list(range(9)), 12, ignore_eos=True))
     end = free[4]
     cut = free[: free.index(end) + 1]
@@ -147,9 +144,7 @@ def test_end_token_inside_the_drafts(target: KimiModel, head_of: HeadOf) -> None
 def test_stop_strings(
     drafting: bool, target: KimiModel, head_of: HeadOf, tokenizer: KimiTokenizer
 ) -> None:
-    """A stop string that begins in one step and ends in the next cuts tokens and text where plain
-    decoding would.
-    """
+    """A stop string across two steps cuts tokens and text where plain decoding would."""
     prompt = tokenizer.encode("stop here please")
     free = greedy_by_definition(target, GenerationRequest("s", prompt, 40, ignore_eos=True))
     text = tokenizer.decode(free, skip_special=True)
@@ -186,9 +181,7 @@ def test_stop_strings(
 def test_cancel_and_refill(
     target: KimiModel, requests: list[GenerationRequest], expected: dict[str, list[int]]
 ) -> None:
-    """Cancelling a waiting, a prefilling and a decoding request leaves the others' tokens as they
-    are.
-    """
+    """Cancelling a waiting, a prefilling and a decoding request leaves the others' tokens."""
     engine = Engine(target, options=EngineOptions(max_batch_size=3, prefill_tokens=8))
     for request in requests:
         engine.submit(request)

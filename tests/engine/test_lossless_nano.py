@@ -1,10 +1,9 @@
-"""kimi-nano with its trained head: greedy speculative output against plain output at batch 1 on
-held-out prompts.
+"""kimi-nano with its trained head: greedy speculative against plain output on held-out prompts.
 
-float32: token for token. bfloat16 and NVFP4: every first divergence is a near-tie under the
-rounding measured at that very position. NVFP4 is computed in bfloat16 where the CPU has it
-natively, else in float32; bfloat16 always as such, which a CPU without it computes in float32 and
-rounds.
+Plain output is at batch 1. float32: token for token. bfloat16 and NVFP4: every first divergence is
+a near-tie under the rounding measured at that very position. NVFP4 is computed in bfloat16 where
+the CPU has it natively, else in float32; bfloat16 always as such, which a CPU without it computes
+in float32 and rounds.
 """
 
 import json
@@ -146,6 +145,7 @@ def test_divergences_are_near_ties(
         print(f"\n{format} in {engine.target.dtype}, batch {rows}: {len(found)} of {count} diverge")
         for d, m in judged:
             print(
-                f"  token {d.index}: gap {d.gap:.4f}, clean lead {m.behind:.4f}, margin moves {m.change:.4f}"
+                f"  token {d.index}: gap {d.gap:.4f}, clean lead {m.behind:.4f}, "
+                f"margin moves {m.change:.4f}"
             )
     assert all(measured.explains(divergence) for divergence, measured in judged)

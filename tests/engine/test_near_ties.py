@@ -1,6 +1,4 @@
-"""Near-ties: bf16 divergences are explained by measured rounding, and what a wrong engine emits is
-not.
-"""
+"""Measured rounding explains bf16 divergences, and no output of a wrong engine."""
 
 import copy
 from dataclasses import replace
@@ -27,7 +25,7 @@ from trtspec.models.weights import load_target
 def judged(
     target: KimiModel, requests: list[GenerationRequest], plain: dict[str, Output], engine: Engine
 ) -> list[tuple[Divergence, Rounding]]:
-    """The earliest two first divergences of the engine's answers with the rounding measured there."""
+    """The two earliest first divergences of the engine's answers with the rounding there."""
     done = engine.generate(requests)
     found = [(r, d) for r in requests if (d := first_divergence(plain[r.id], done[r.id]))]
     found.sort(key=lambda pair: pair[1].index)  # the earlier, the less there is to compute again
@@ -204,9 +202,7 @@ def test_logprobs_are_the_models(
     requests: list[GenerationRequest],
     expected: dict[str, list[int]],
 ) -> None:
-    """Each emitted token's log-probability equals the one from running its whole prefix through the
-    model.
-    """
+    """Each emitted token's log-probability equals that of a forward of its whole prefix."""
     wanted = [request.model_copy(update={"logprobs": 3}) for request in requests[:6]]
     engine = Engine(
         target, head_of(("mla", "3", None)), EngineOptions(max_batch_size=4, max_seq_len=128)

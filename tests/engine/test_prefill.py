@@ -1,6 +1,4 @@
-"""Prompts that wait together are computed in one pass: the same numbers, and nobody pays for a
-neighbour.
-"""
+"""Prompts that wait together are computed in one pass: equal numbers, no cost for a neighbour."""
 
 import itertools
 from typing import Any
@@ -47,9 +45,7 @@ def test_pieces_of_several_texts_give_what_each_gives_alone(
 
 
 def check_pieces(target: KimiModel, head: Eagle3Head, layers: tuple[int, ...]) -> None:
-    """Target and head, from different positions, against the batched forward that has one text
-    only.
-    """
+    """Checks target and head from different positions against a forward of one text at a time."""
     texts = [
         torch.randint(0, 100, (1, n), generator=torch.Generator().manual_seed(n))
         for n in (40, 7, 23)
@@ -129,8 +125,9 @@ def test_what_fails_ends_its_request_alone(
     step: str,
     calls: set,
 ) -> None:
-    """What is kept of computed texts stays right, too: the same requests again give the same
-    answers.
+    """A failing step ends its request alone, and the kept prefixes stay right.
+
+    The same requests again give the same answers.
     """
     prompts = [list(range(n, n + 40)) for n in range(4)]
     requests = [

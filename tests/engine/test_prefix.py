@@ -1,6 +1,4 @@
-"""Prefix reuse: what is taken from the cache is what would have been computed, for the target and
-for its head.
-"""
+"""What the prefix cache gives equals what would be computed, for the target and for its head."""
 
 import random
 from dataclasses import replace
@@ -79,9 +77,7 @@ def test_the_least_recently_used_text_leaves_first() -> None:
 
 
 def conversations(count: int, turns: int) -> list[list[GenerationRequest]]:
-    """Per conversation its turns, each of which begins with the one before; all begin with the same
-    10 tokens.
-    """
+    """Turns by conversation, each beginning with the one before; all share 10 first tokens."""
     numbers = random.Random(5)
     system = [numbers.randrange(256) for _ in range(10)]
     made = []
@@ -104,8 +100,10 @@ def serial(target: KimiModel, requests: list[GenerationRequest]) -> dict[str, li
 def test_lossless_with_chunks_cancels_and_eviction(
     kind: Kind, target: KimiModel, head_of: HeadOf
 ) -> None:
-    """A turn is sent when the one before has ended or was cancelled; 40 blocks of 4 tokens hold a
-    part of it all.
+    """Turns with chunks, cancels and eviction get the plain answers.
+
+    A turn is sent when the one before has ended or was cancelled; 40 blocks of 4 tokens hold a part
+    of it all.
     """
     left = conversations(8, 4)
     expected = serial(target, [request for one in left for request in one])

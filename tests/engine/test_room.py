@@ -1,6 +1,4 @@
-"""Requests that are more than a server takes are refused before they cost anything; big answers
-block nobody.
-"""
+"""Oversized requests are refused before they cost anything, and big answers block nobody."""
 
 import asyncio
 import contextlib
@@ -47,8 +45,9 @@ async def until(happened: Callable[[], bool]) -> None:
 def test_a_burst_finds_a_bounded_queue(
     target: KimiModel, tokenizer: KimiTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 200 requests at once 8 are taken, the others refused while none of the 8 has moved; later
-    there is room.
+    """Of 200 requests at once 8 are taken and the others refused, until there is room again.
+
+    None of the 8 has moved by then.
     """
     engine = Engine(
         target, options=EngineOptions(max_batch_size=2, max_seq_len=64), tokenizer=tokenizer
@@ -81,9 +80,7 @@ def test_a_burst_finds_a_bounded_queue(
 def test_the_role_comes_with_the_first_token(
     target: KimiModel, tokenizer: KimiTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of a stream is sent before the engine has made a token: its first piece has the role
-    and that token.
-    """
+    """A stream's first chunk has the role and the engine's first token, and is not sent before."""
     engine = Engine(
         target, options=EngineOptions(max_batch_size=1, max_seq_len=128), tokenizer=tokenizer
     )
@@ -123,9 +120,7 @@ def test_the_role_comes_with_the_first_token(
 
 
 def test_scores_of_a_request_are_limited(target: KimiModel, tokenizer: KimiTokenizer) -> None:
-    """16 choices of 4,000 tokens with 20 alternatives each are taken; what could be more than the
-    limit is not.
-    """
+    """16 choices of 4,000 tokens with 20 alternatives are taken, more than the limit is not."""
     engine = Engine(
         target, options=EngineOptions(max_batch_size=1, max_seq_len=8192), tokenizer=tokenizer
     )
@@ -187,9 +182,7 @@ BIG = {
 @pytest.mark.clock
 @pytest.mark.alone
 def test_a_big_answer_blocks_nobody(target_dir: Path, kind: str) -> None:
-    """/health answers within a second while log-probabilities of 64,000 tokens, 20 alternatives
-    each, are written.
-    """
+    """/health answers within a second while 64,000 tokens with 20 alternatives each are written."""
     found: list[httpx.Response] = []
     with served(target_dir, "-", "max_batch_size=16", "max_seq_len=4160") as running:
         url = f"{running.url}/v1/{'chat/completions' if kind == 'chat' else 'completions'}"
@@ -210,7 +203,8 @@ def test_a_big_answer_blocks_nobody(target_dir: Path, kind: str) -> None:
         len(score["content"] if kind == "chat" else score["top_logprobs"]) for score in scores
     )
     print(
-        f"\n{len(found[0].content) >> 20} MiB; /health {len(waits)} times, longest {max(waits):.2f} s"
+        f"\n{len(found[0].content) >> 20} MiB; /health {len(waits)} times, "
+        f"longest {max(waits):.2f} s"
     )
     assert written == 64_000
     assert max(waits) < 1, max(waits)

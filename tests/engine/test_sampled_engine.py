@@ -1,6 +1,4 @@
-"""Sampled requests: the target's distribution with and without drafts, whatever else is in the
-batch.
-"""
+"""Sampled requests have the target's distribution, with and without drafts, in any batch."""
 
 import copy
 from collections import Counter
@@ -34,9 +32,7 @@ RUNS = 800
 
 @pytest.fixture(scope="module")
 def small(target: KimiModel) -> KimiModel:
-    """The tiny target cut to 5 tokens and 4 layers, so that all outcomes of three tokens can be
-    counted.
-    """
+    """The tiny target cut to 5 tokens and 4 layers, to count all outcomes of three tokens."""
     small = copy.deepcopy(target)
     small.spec = replace(target.spec, vocab_size=VOCAB, num_hidden_layers=4, eos_token_ids=())
     del small.layers[4:]
@@ -138,9 +134,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @torch.inference_mode()
 def exact(small: KimiModel, **fields: Any) -> dict[tuple[int, ...], float]:
-    """Probability of each outcome by the chain rule with transformers' processors, in the
-    documented order: bans, biases, penalties, temperature, top_k, top_p. OpenAI's two penalties by
-    their formula.
+    """Probability of each outcome by the chain rule with transformers' processors.
+
+    In the documented order: bans, biases, penalties, temperature, top_k, top_p. OpenAI's two
+    penalties by their formula.
     """
     constraints = GenerationRequest("", PROMPT, 3, **{"temperature": 1.2, **fields})
     found: dict[tuple[int, ...], float] = {(): 1.0}
@@ -188,8 +185,9 @@ def warpers(asked: GenerationRequest) -> list[LogitsProcessor]:
 def test_every_option_has_transformers_distribution(
     option: str, draft_sampling: str, small: KimiModel, head_of: HeadOf
 ) -> None:
-    """With and without drafts, against probabilities of transformers' own processors; without the
-    option they would differ.
+    """With and without drafts, outcomes have the probabilities of transformers' processors.
+
+    Without the option they would differ.
     """
     head = head_for(small, head_of(("mla", "3.1", None)), [0, 2, 3])
     counts = outcomes(small, head, 7, draft_sampling, **OPTIONS[option])
@@ -218,9 +216,7 @@ def fits(counts: Counter, probabilities: dict[tuple[int, ...], float]) -> bool:
 def test_a_seed_decides_alone(
     draft_sampling: str, drafting: bool, target: KimiModel, head_of: HeadOf
 ) -> None:
-    """The same seeded request alone, among greedy and sampled mates, and in another order of
-    arrival.
-    """
+    """A seed gives the same tokens alone, among greedy and sampled mates, and in another order."""
     head = head_of(("mha", "3", None)) if drafting else None
     seeded = [
         GenerationRequest(
@@ -231,7 +227,11 @@ def test_a_seed_decides_alone(
     greedy = [GenerationRequest(f"g{n}", PROMPT[n:], 3 + 4 * n, ignore_eos=True) for n in range(4)]
 
     def results(requests: list[GenerationRequest], rows: int) -> dict[str, list[int]]:
-        options = EngineOptions(max_batch_size=rows, max_seq_len=64, draft_sampling=draft_sampling)  # type: ignore[arg-type]
+        options = EngineOptions(
+            max_batch_size=rows,
+            max_seq_len=64,
+            draft_sampling=draft_sampling,  # type: ignore[arg-type]
+        )
         engine = Engine(target, head, options)
         return {
             name: completion.token_ids for name, completion in engine.generate(requests).items()

@@ -1,6 +1,4 @@
-"""Sampling against transformers' own logit warpers, and the inverse distribution function against
-counting.
-"""
+"""Sampling against transformers' logit warpers, and its inverse distribution against counts."""
 
 import pytest
 import torch
@@ -69,9 +67,7 @@ def test_draw_follows_the_distribution_and_never_takes_zero() -> None:
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24])
 def test_draw_at_the_ends(uniform: float) -> None:
-    """The largest number below one still draws a token that has a probability, in a vocabulary of
-    Kimi's size.
-    """
+    """The largest number below one draws a token with a probability, in Kimi's vocabulary size."""
     probs = torch.zeros(1, 163840)
     probs[0, 1000:2000] = torch.rand(1000, generator=torch.Generator().manual_seed(3)) + 0.1
     token = int(draw(probs, torch.tensor([uniform])))

@@ -1,5 +1,6 @@
-"""The unmodified openai client against the reference server in its own process, and the server's
-manners.
+"""The unmodified openai client against the reference server in a process of its own.
+
+The server's manners are tested too.
 """
 
 import json

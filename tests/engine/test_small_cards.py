@@ -1,6 +1,4 @@
-"""Commodity GPUs without one: for a card's memory and compute capability, what the preflight says
-of a target.
-"""
+"""What the preflight says of a target by a card's memory and compute capability, without a GPU."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,8 +63,9 @@ def nano() -> ModelSpec:
 
 @pytest.fixture(scope="module")
 def medium(nano: ModelSpec) -> ModelSpec:
-    """The sizes of Moonlight-16B-A3B, the small published model of this architecture, with
-    Kimi-K2's query latents.
+    """Sizes of Moonlight-16B-A3B, the small published model of this architecture.
+
+    It has Kimi-K2's query latents here.
     """
     sizes = {
         "hidden_size": 2048,
@@ -91,7 +90,7 @@ def medium(nano: ModelSpec) -> ModelSpec:
 
 @pytest.mark.slow
 def test_what_fits_on_small_cards(nano: ModelSpec, medium: ModelSpec) -> None:
-    """Bounds by hand: 16.0e9 weights of 2 or 4 bytes, 5 % to spare, are more than any of them has."""
+    """By hand, 16.0e9 weights of 2 or 4 bytes with 5 % to spare fit on none of the cards."""
     print("\n| card | GB | type | kimi-nano |\n|---|---|---|---|")
     for card in CARDS:
         rows = footprint(Path(), nano, None, load(card)).rows_in(card.free)
@@ -111,9 +110,10 @@ def test_what_does_not_fit_is_refused(
     many = replace(load(card), rows=10**6)
     fitting = footprint(Path("target"), nano, None, many).rows_in(card.free)
     for spec, asked, remedy in (
-        (medium, load(card), "its weights alone do not fit"), (nano, many, f"use `max_batch_size` {fitting}, or"),
+        (medium, load(card), "its weights alone do not fit"),
+        (nano, many, f"use `max_batch_size` {fitting}, or"),
         (nano, replace(many, rows=1, length=10**9), "use `max_batch_size` 1"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(MissingDependency, match="on cuda") as caught:
             require_fitting(Path("target"), spec, None, asked)
         assert remedy in (caught.value.remedy or "")

@@ -1,5 +1,4 @@
-"""check against servers of a target with a recurrent state, in float32: its faults are named,
-honest ones pass.
+"""check names faults of a recurrent state in float32, and passes honest servers.
 
 TRTSPEC_HONEST_CHECKS (3) checks of an honest server, each with questions of its own.
 """

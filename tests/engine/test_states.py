@@ -1,5 +1,4 @@
-"""Speculation on a recurrent state: reuse with eviction, chunks, stops and aborts leave the greedy
-text as it is.
+"""Speculation on a recurrent state keeps the greedy text: eviction, chunks, stops and aborts.
 
 In float64 the text is judged by one forward of the whole, without a cache: each token must be the
 best one behind those before. In float32 runs may part where rounding decides: every difference is
@@ -71,8 +70,9 @@ def test_everything_at_once_against_plain_decoding(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Each request runs twice, the second time up to a stop token; a fifth of the first ones are
-    aborted.
+    """Requests, run twice, the second time to a stop token, equal plain decoding.
+
+    A fifth of the first runs are aborted.
     """
     target, exact = HybridModel(load_target(target_dir, dtype=dtype)), dtype == torch.float64
     head = load_head(make_head(tmp_path, target_dir, attention="mla"), target, dtype=dtype)
@@ -116,8 +116,9 @@ def test_everything_at_once_against_plain_decoding(
     ends, prefix = Counter(output.finish_reason for output in done.values()), engine.prefix.stats
     with capsys.disabled():
         print(
-            f"\n{dtype} {rows} rows {tokens} tokens: {dict(ends)}, {prefix}, accepted "
-            f"{engine.totals.histogram}, leads and bounds of {len(different)} differences: {different}"
+            f"\n{dtype} {rows} rows {tokens} tokens: {dict(ends)}, {prefix}, "
+            f"accepted {engine.totals.histogram}, "
+            f"leads and bounds of {len(different)} differences: {different}"
         )
     assert not (exact and different) and all(map(explained, different))
     assert set(ends) == {"length", "stop", "cancelled"} and all(engine.totals.histogram)

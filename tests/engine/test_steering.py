@@ -1,5 +1,6 @@
-"""Penalties, biases, bans, lengths, grammars: transformers' own processors as the oracle, with and
-without drafts.
+"""Penalties, biases, bans, lengths and grammars against transformers' own processors.
+
+All of it with and without drafts.
 """
 
 import asyncio
@@ -42,8 +43,9 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
 
 @torch.inference_mode()
 def by_definition(target: KimiModel, wish: dict[str, Any], count: int) -> list[int]:
-    """Greedy tokens: the whole text through the model for each, transformers' processors, OpenAI's
-    penalty formula.
+    """Greedy tokens by forwards of the whole text.
+
+    Transformers' processors and OpenAI's penalty formula decide each one.
     """
     constraints = GenerationRequest("", PROMPT, count, **wish)
     processors = LogitsProcessorList(before_penalties(constraints))
@@ -247,8 +249,9 @@ class Lookup(BaseModel):
 def test_a_strict_function_is_called_as_it_says(
     client: openai.OpenAI, tokenizer: KimiTokenizer
 ) -> None:
-    """openai's parse sends strict functions and leaves the choice to the model: when that opens a
-    call, it is one.
+    """A strict function of openai's parse is called as it says, if the model opens a call.
+
+    parse leaves the choice to the model.
     """
     tools = [openai.pydantic_function_tool(Lookup)]
     asked: dict[str, Any] = {"model": "tiny-kimi", "messages": ASK, "tools": tools}

@@ -1,8 +1,7 @@
-"""1,000 prompts of conversations on kimi-nano with its head, float32: everything at once against
-serial decoding.
+"""1,000 prompts of conversations on kimi-nano with its head: all at once against serial decoding.
 
-Prefix reuse with eviction, chunked prefill, aborts, a draft length by batch size. Half an hour of
-one quiet core; fewer prompts by TRTSPEC_TEST_PROMPTS.
+In float32, with prefix reuse and eviction, chunked prefill, aborts, and a draft length by batch
+size. Half an hour of one quiet core; fewer prompts by TRTSPEC_TEST_PROMPTS.
 """
 
 import json
@@ -33,9 +32,7 @@ SYSTEMS = [
 
 @dataclass
 class Conversation:
-    """What its user says, and its requests; each one's prompt has the serial answer to the one
-    before.
-    """
+    """Texts of its user, and its requests; each prompt has the serial answer to the one before."""
 
     messages: list[dict[str, str]]
     says: list[str]
@@ -50,8 +47,9 @@ def target() -> KimiModel:
 
 @pytest.fixture(scope="module")
 def conversations(target: KimiModel) -> tuple[list[Conversation], dict[str, list[int]]]:
-    """The requests by conversation, and what serial decoding answers: one request at a time, no
-    drafts, no reuse.
+    """The requests by conversation, and their answers by serial decoding.
+
+    It runs one request at a time, with no drafts and no reuse.
     """
     tokenizer, numbers = KimiTokenizer(kimi_nano_dir()), random.Random(11)
     texts = [
@@ -119,9 +117,10 @@ def test_everything_at_once_against_serial_decoding(
     assert prefix is not None
     with capsys.disabled():
         print(
-            f"\n{len(expected)} prompts, concurrency {rows}: {len(different) + len(cut)} different; "
-            f"{len(ended) - len(whole)} aborted; {prefix.stats.cached_tokens} of {prefix.stats.tokens} prompt tokens "
-            f"reused, {prefix.stats.evicted_blocks} blocks evicted; accepted drafts per round {totals.histogram}"
+            f"\n{len(expected)} prompts, concurrency {rows}: {len(different) + len(cut)} "
+            f"different; {len(ended) - len(whole)} aborted; {prefix.stats.cached_tokens} of "
+            f"{prefix.stats.tokens} prompt tokens reused, {prefix.stats.evicted_blocks} blocks "
+            f"evicted; accepted drafts per round {totals.histogram}"
         )
     assert (different, cut) == ([], [])
     assert len(ended) == len(expected)

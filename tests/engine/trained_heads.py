@@ -32,9 +32,10 @@ Head = tuple[HeadSpec, HeadTensors]
 
 @dataclass(frozen=True)
 class Text:
-    """Row t of each tensor belongs to position t. tokens int64 [S]; choices int64 [S]: the target's
-    likeliest token after each position; states: layer outputs [S, n * H], those of the default
-    layers side by side.
+    """Row t of each tensor belongs to position t.
+
+    tokens int64 [S]; choices int64 [S]: the target's likeliest token after each position; states:
+    layer outputs [S, n * H], those of the default layers side by side.
     """
 
     tokens: Tensor

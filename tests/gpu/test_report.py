@@ -32,7 +32,7 @@ def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_ci_job_runs_as_it_is_written_on_a_cpu(tmp_path: Path) -> None:
-    """The step `test-gpu` of configs/ci/gpu.yml, all of `make test-gpu` in small and in bfloat16."""
+    """`test-gpu` of configs/ci/gpu.yml runs all of `make test-gpu` in small and in bfloat16."""
     job = yaml.safe_load((ROOT / "configs/ci/gpu.yml").read_text())["jobs"]["gpu"]
     step = next(step for step in job["steps"] if step.get("name") == "test-gpu")
     shim = program(tmp_path / "bin" / "python", f'exec {sys.executable} "$@"')

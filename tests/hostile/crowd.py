@@ -1,5 +1,6 @@
-"""Clients of a server under attack: good streams with their right answers, a crowd of attackers, a
-watch on health.
+"""Clients of a server under attack: good streams, a crowd of attackers, and a watch on health.
+
+The streams know their right answers.
 """
 
 import asyncio
@@ -82,9 +83,7 @@ def streamed_text(answer: bytes) -> str | None:
 
 @dataclass
 class Watch:
-    """Watches /health and the memory of a process (bytes) from a process of its own, until it is
-    ended.
-    """
+    """Watches /health and a process's memory (bytes) from a process of its own, until ended."""
 
     host: str
     port: int
@@ -186,9 +185,7 @@ class Crowd:
 
 @dataclass
 class Soak:
-    """Many requests, many at once: a tenth malformed, a third of clients that leave; the others
-    want the truth.
-    """
+    """Many requests at once: a tenth malformed, a third abandoned; the others want the truth."""
 
     crowd: Crowd
     known: Right

@@ -1,8 +1,7 @@
-"""Malformed inputs for every command that reads files, from a seed: what is wrong, the command line
-and the files.
+"""Malformed inputs for every command that reads files, from a seed.
 
-Each case stands in a directory of its own, a copy of a small valid target, head, engine YAML,
-prompts, results and recording, of which one is spoilt.
+A case is its fault, the command line and the files. It stands in a directory of its own, a copy of
+a small valid target, head, engine YAML, prompts, results and recording, of which one is spoilt.
 """
 
 import json
@@ -103,16 +102,31 @@ YAMLS: dict[str, bytes] = {
     "directive": b"%YAML 9.9\n---\na: 1\n",
     "nan": b"kv_cache_config: {free_gpu_memory_fraction: .nan}\n",
     "infinite": b"max_batch_size: .inf\nmax_num_tokens: -.inf\nmax_seq_len: 1e999\n",
-    "wrong types": b"speculative_config: 3\nkv_cache_config: []\nmoe_config: text\ncuda_graph_config: [1]\n",
-    "strings for numbers": b"max_batch_size: many\nmax_num_tokens: '8k'\ntensor_parallel_size: four\n"
-    b"pipeline_parallel_size: two\nmoe_expert_parallel_size: [1]\n",
+    "wrong types": (
+        b"speculative_config: 3\nkv_cache_config: []\nmoe_config: text\ncuda_graph_config: [1]\n"
+    ),
+    "strings for numbers": (
+        b"max_batch_size: many\n"
+        b"max_num_tokens: '8k'\n"
+        b"tensor_parallel_size: four\n"
+        b"pipeline_parallel_size: two\n"
+        b"moe_expert_parallel_size: [1]\n"
+    ),
     "odd schedule": b"speculative_config: {max_draft_len: x, draft_len_schedule: {a: b, 1: [2]}}\n",
     "odd lists": b"speculative_config: {decoding_type: [Eagle], eagle3_layers_to_capture: {a: 1}}\n"
     b"cuda_graph_config: {batch_sizes: [a, null, {}]}\n",
-    "nulls": b"speculative_config: null\nkv_cache_config: null\nmoe_config: null\ncuda_graph_config: null\n"
-    b"max_batch_size: null\nmax_num_tokens: null\n",
+    "nulls": (
+        b"speculative_config: null\n"
+        b"kv_cache_config: null\n"
+        b"moe_config: null\n"
+        b"cuda_graph_config: null\n"
+        b"max_batch_size: null\n"
+        b"max_num_tokens: null\n"
+    ),
     "front": b"context_servers: 3\ngeneration_servers: {urls: 7}\n",
-    "half a front": b"hostname: [1]\nport: nowhere\ncontext_servers: {num_instances: many, urls: [1, null]}\n",
+    "half a front": (
+        b"hostname: [1]\nport: nowhere\ncontext_servers: {num_instances: many, urls: [1, null]}\n"
+    ),
 }
 ODD: list[Any] = [
     None,

@@ -1,5 +1,4 @@
-"""Requests that no server wants: bodies with odd values, bytes that are no HTTP, and clients
-without manners.
+"""Requests that no server wants: odd bodies, bytes that are not HTTP, clients without manners.
 
 `Attacks(seed)` gives an endless, reproducible sequence. Each attack is bytes to send and how to
 behave while sending.
@@ -74,14 +73,16 @@ WORDS = (
     "/*x*/1",
 )
 FIELDS = words(
-    "model stream stream_options temperature top_p top_k seed stop stop_token_ids n ignore_eos frequency_penalty "
-    "presence_penalty repetition_penalty min_p min_tokens logit_bias response_format return_token_ids "
-    "reasoning_effort modalities verbosity best_of suffix max_tokens logprobs echo prompt messages top_logprobs tools "
-    "tool_choice parallel_tool_calls chat_template_kwargs max_completion_tokens"
+    "model stream stream_options temperature top_p top_k seed stop stop_token_ids n ignore_eos "
+    "frequency_penalty presence_penalty repetition_penalty min_p min_tokens logit_bias "
+    "response_format return_token_ids reasoning_effort modalities verbosity best_of suffix "
+    "max_tokens logprobs echo prompt messages top_logprobs tools tool_choice parallel_tool_calls "
+    "chat_template_kwargs max_completion_tokens"
 )
 IGNORED = words("partial prefix refusal audio function_call reasoning annotations name nonsense")
 PATHS = words(
-    "/v1/completions /v1/chat/completions /health /v1/models /metrics /openapi.json / /../etc/passwd /%00 /v1"
+    "/v1/completions /v1/chat/completions /health /v1/models /metrics "
+    "/openapi.json / /../etc/passwd /%00 /v1"
 )
 JUNK = (
     b"\x16\x03\x01\x02\x00\x01",
@@ -97,8 +98,11 @@ CHUNKS = (b"zz\r\n", b"-1\r\n", b"5\r\nabc", b"FFFFFFFFFFFFFFFFF\r\n")
 
 @dataclass(frozen=True)
 class Attack:
-    """What to send, and how: at once, closing the sending side, leaving before the answer, or with
-    `LARGE` bytes of body to follow."""
+    """Bytes to send, and the manner of sending.
+
+    At once, closing the sending side, leaving before the answer, or with `LARGE` bytes of body to
+    follow.
+    """
 
     name: str
     data: bytes
@@ -162,7 +166,7 @@ class Attacks:
         return Attack("odd field", post_json(path, body))
 
     def _odd_text(self) -> Attack:
-        """JSON that Python would not write: the text of one value replaced, or the whole cut off."""
+        """JSON that Python would not write: one value's text replaced, or the whole cut off."""
         path, body = self._body()
         body[self.random.choice(FIELDS)] = "@@"
         text = json.dumps(body).replace('"@@"', self.random.choice(WORDS)).encode()
@@ -192,9 +196,7 @@ class Attacks:
         return Attack("tokens", post_json(COMPLETIONS, body))
 
     def _scores(self) -> Attack:
-        """More log-probabilities than fit into memory: many prompts that want those of all their
-        tokens.
-        """
+        """More log-probabilities than fit into memory: many prompts with those of all tokens."""
         count = self.pick(4, 300, 1000)
         body = {"prompt": [[1] * 500] * count, "max_tokens": 0, "echo": True, "logprobs": 20}
         return Attack("scores", post_json(COMPLETIONS, body))
@@ -221,9 +223,7 @@ class Attacks:
         return Attack("ignored", post_json(CHAT, body))
 
     def _marks(self) -> Attack:
-        """Characters and names with which a server could tell a text's special tokens from the
-        template's.
-        """
+        """Characters and names by which servers could tell special tokens of text and template."""
         texts = [
             PRIVATE_USE,
             PRIVATE_USE[:3000],

@@ -1,6 +1,4 @@
-"""Loaded by schemathesis (SCHEMATHESIS_HOOKS): what it makes up may ask for millions of tokens;
-four are enough.
-"""
+"""Hooks of schemathesis (SCHEMATHESIS_HOOKS): its millions of tokens become four."""
 
 from typing import Any
 

@@ -1,5 +1,4 @@
-"""Damaged heads through inspect and convert: every run ends with a reason, and nothing half-written
-or silent is left.
+"""Damaged heads through inspect and convert: runs end with a reason, and leave nothing by halves.
 
 A conversion that succeeds must have written what the undamaged head becomes, unless `inspect` names
 what is different. TRTSPEC_SEED chooses other damage for the slow test (1 without).
@@ -44,7 +43,12 @@ class Damage:
         self.outcomes: Counter[str] = Counter()
         self.bad: list[str] = []
         for dialect, options in KINDS:
-            head = write_head(room / f"clean-{dialect}", self.target, dialect, **options)  # type: ignore[arg-type]
+            head = write_head(
+                room / f"clean-{dialect}",
+                self.target,
+                dialect,
+                **options,  # type: ignore[arg-type]
+            )
             self.heads.append(head)
             assert self.convert(head, room, room / f"good-{dialect}") == 0
             self.usual.append(self.findings(head, room))

@@ -1,5 +1,4 @@
-"""Every command ends by itself, with one of its own statuses and a named reason, whatever its input
-files are.
+"""Every command ends by itself with a status of its own and a named reason, on any input files.
 
 TRTSPEC_SEED chooses other inputs for the slow test (1 without), TRTSPEC_KEEP_MALFORMED=1 keeps the
 files of all cases.
@@ -90,9 +89,7 @@ class Runner:
         return json.loads(self.process.stdout.readline())  # type: ignore[no-any-return]
 
     def ended(self, place: Path, *words: object) -> tuple[int | None, str]:
-        """The status of a command, and what is wrong with how it ended; `place` gets its stdout and
-        stderr.
-        """
+        """A command's status, and the fault in its end; `place` gets its stdout and stderr."""
         case = Case(place.name, [str(word) for word in words], place)
         answer = self.answer(case, False)
         return answer["status"], complaint(case, answer)
@@ -100,9 +97,15 @@ class Runner:
     def report(self) -> str:
         statuses = dict(sorted(self.statuses.items(), key=str))
         lines = [
-            f"{self.statuses.total()} inputs, {self.processes} processes, statuses {statuses}, {len(self.bad)} bad",
+            (
+                f"{self.statuses.total()} inputs, {self.processes} processes, "
+                f"statuses {statuses}, {len(self.bad)} bad"
+            ),
             f"commands {dict(sorted(self.commands.items()))}",
-            f"longest {self.longest['cpu']:.1f} s of the processor, {self.longest['wall']:.1f} s in all",
+            (
+                f"longest {self.longest['cpu']:.1f} s of the processor, "
+                f"{self.longest['wall']:.1f} s in all"
+            ),
         ]
         return "\n".join([*lines, *self.bad])
 

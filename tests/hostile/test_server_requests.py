@@ -1,10 +1,10 @@
-"""Hostile requests by the thousand, and a soak, against the reference server with kimi-nano and its
-head.
+"""Hostile requests by the thousand, and a soak, against the reference server with kimi-nano.
 
-Sixteen greedy streams run all the while and must get what serial decoding without drafts gives.
-TRTSPEC_HOSTILE_REQUESTS (20000) and TRTSPEC_SOAK_REQUESTS (10000) set the numbers, TRTSPEC_SEED the
-sequence (1). TRTSPEC_SCHEMATHESIS_PYTHON names a Python with schemathesis (`make test-oracles`
-makes one); without it that part is skipped, and the other generators send all of the requests.
+Its head drafts. Sixteen greedy streams run all the while and must get what serial decoding without
+drafts gives. TRTSPEC_HOSTILE_REQUESTS (20000) and TRTSPEC_SOAK_REQUESTS (10000) set the numbers,
+TRTSPEC_SEED the sequence (1). TRTSPEC_SCHEMATHESIS_PYTHON names a Python with schemathesis (`make
+test-oracles` makes one); without it that part is skipped, and the other generators send all of the
+requests.
 """
 
 import asyncio
@@ -88,9 +88,10 @@ def place(server: Running) -> tuple[str, int]:
 
 
 def by_schemathesis(server: Running, count: int, folder: Path) -> tuple[int, str]:
-    """(requests sent, what it found) of an unmodified schemathesis, positive and negative, over our
-    document. One worker: hypothesis sets Python's recursion limit, which breaks what CPython 3.11
-    parses in another thread.
+    """(requests sent, findings) of an unmodified schemathesis over our document.
+
+    It sends positive and negative cases. One worker: hypothesis sets Python's recursion limit,
+    which breaks what CPython 3.11 parses in another thread.
     """
     operations = len(httpx.get(f"{server.url}/openapi.json").json()["paths"])
     command = [
@@ -157,14 +158,17 @@ def test_hostile_requests_cost_nobody_anything(
     settled = watch.memory[len(watch.memory) // 2 :]
     grown = max(settled[-len(settled) // 5 :]) - max(settled[: len(settled) // 5])
     print(
-        f"\nseed {SEED}: {sent + crowd.sent} requests ({sent} of schemathesis) in {time.monotonic() - began:.0f} s"
+        f"\nseed {SEED}: {sent + crowd.sent} requests ({sent} of schemathesis) in "
+        f"{time.monotonic() - began:.0f} s"
     )
     print(f"statuses {dict(crowd.statuses)}, kinds {dict(crowd.kinds)}")
     print(
-        f"good streams: {good.right} right, {len(good.wrong)} wrong, {good.refused} told to come back"
+        f"good streams: {good.right} right, {len(good.wrong)} wrong, "
+        f"{good.refused} told to come back"
     )
     print(
-        f"/health: {len(watch.memory)} asked, longest {watch.longest:.2f} s, {len(watch.failed)} failed"
+        f"/health: {len(watch.memory)} asked, longest {watch.longest:.2f} s, "
+        f"{len(watch.failed)} failed"
     )
     size = len(watch.memory)
     tenths = [max(watch.memory[size * n // 10 : size * (n + 1) // 10]) >> 20 for n in range(10)]
@@ -193,7 +197,8 @@ def test_soak(server: Running, right: Right) -> None:
     wait_until_idle(server)
     left = time.monotonic() - ended
     print(
-        f"\n{SOAK} requests, {AT_ONCE} at once, {dict(soak.ended)}, in {time.monotonic() - began:.0f} s"
+        f"\n{SOAK} requests, {AT_ONCE} at once, {dict(soak.ended)}, "
+        f"in {time.monotonic() - began:.0f} s"
     )
     print(
         f"{len(soak.wrong)} wrong, idle {left:.0f} s later, {process.memory_info().rss >> 20} MiB",

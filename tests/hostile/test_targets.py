@@ -1,10 +1,9 @@
-"""A thousand damaged targets: every command ends in one clear message, nothing is half-written,
-nothing damaged passes.
+"""A thousand damaged targets: each command ends in one clear message, and no damage passes.
 
-A conversion may be refused, without an output that a loader would take for a checkpoint. It may
-succeed, if its output equals the clean one except in the tensor whose bytes were changed and the
-partner that shares its scale. A damaged value that is as plausible as the right one cannot be
-refused; it must not spread. TRTSPEC_SEED chooses other damage.
+Nothing is half-written. A conversion may be refused, without an output that a loader would take for
+a checkpoint. It may succeed, if its output equals the clean one except in the tensor whose bytes
+were changed and the partner that shares its scale. A damaged value that is as plausible as the
+right one cannot be refused; it must not spread. TRTSPEC_SEED chooses other damage.
 """
 
 import json
@@ -43,7 +42,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def may_differ(tensor: str, damaged: str) -> bool:
-    """Whether a changed tensor decides another one: those of its own module, and of gate with up."""
+    """Whether a changed tensor decides another: one of its module, or gate with up."""
     module, changed = tensor.rpartition(".")[0], damaged.rpartition(".")[0]
     return module == changed or module.replace("gate_proj", "up_proj") == changed.replace(
         "gate_proj", "up_proj"
@@ -51,9 +50,7 @@ def may_differ(tensor: str, damaged: str) -> bool:
 
 
 class Targets:
-    """Clean sources with their outputs, and a runner that gives damaged copies to inspect and
-    quantize.
-    """
+    """Clean sources with outputs, and a runner of inspect and quantize on damaged copies."""
 
     def __init__(self, room: Path, run: Runner) -> None:
         self.room, self.run, self.said = room, run, room / "said"

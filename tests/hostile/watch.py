@@ -1,6 +1,7 @@
-"""Asks a server for /health ten times a second, and looks at the memory of its process: HOST PORT
-PID. A process of its own, since the clients beside it are busy. Ends with its input; prints one
-JSON object.
+"""Asks a server for /health ten times a second and reads its memory: HOST PORT PID.
+
+A process of its own, since the clients beside it are busy. Ends with its input; prints one JSON
+object.
 """
 
 import http.client

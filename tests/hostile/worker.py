@@ -1,5 +1,4 @@
-"""Runs command lines of `trtspec` one at a time, each in a process with its own limits, and says
-how each ended.
+"""Runs command lines of `trtspec` one at a time, each with its own limits, and says how each ended.
 
     python -m tests.hostile.worker < requests > answers
 
@@ -36,9 +35,7 @@ LIBRARIES = (
 
 
 class Worker:
-    """`loading`: seconds of the processor that importing PyTorch takes, which a fresh process may
-    spend besides.
-    """
+    """`loading`: processor seconds of importing PyTorch, which a fresh process may add."""
 
     def __init__(self) -> None:
         self.loading = 0.0

@@ -1,5 +1,6 @@
-"""Launches the tiny server as a command does: `launch_one.py PORT MODE JSON`; JSON may have
-`limits`, and `first_generation`, the seconds for it.
+"""Launches the tiny server as a command does: `launch_one.py PORT MODE JSON`.
+
+JSON may have `limits`, and `first_generation`, the seconds for it.
 """
 
 import json

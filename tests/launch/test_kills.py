@@ -1,7 +1,7 @@
-"""Random kills over the processes of a launch, in every phase: nothing survives, and status and
-message name the cause.
+"""Random kills over the processes of a launch: nothing survives, and the message names the cause.
 
-TRTSPEC_KILLS (20; the slow test: 1000) is their number, TRTSPEC_SEED (1) where the sequence begins.
+They come in every phase, and the status is right too. TRTSPEC_KILLS (20; the slow test: 1000) is
+their number, TRTSPEC_SEED (1) where the sequence begins.
 """
 
 import contextlib
@@ -98,7 +98,10 @@ def kill_one(number: int, log: Path) -> str | None:
     fault = fault or ("" if expected[status] in text else "cause")
     for pid in left:
         os.kill(pid, signal.SIGKILL)
-    told = f"kill {number}: {sent.name} to {victim}, {phase}: status {status}, left {left}\n{text[-600:]}"
+    told = (
+        f"kill {number}: {sent.name} to {victim}, {phase}: status {status}, left {left}\n"
+        f"{text[-600:]}"
+    )
     return f"{fault}: {told}" if fault else None
 
 

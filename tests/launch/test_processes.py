@@ -70,8 +70,9 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path, sent: signal.Signals) ->
 @pytest.mark.slow
 @pytest.mark.clock
 def test_interrupts_at_any_moment_leave_no_process(tmp_path: Path) -> None:
-    """A signal just before a blocking read was lost once in 250 times, another inside Popen once in
-    1,600.
+    """A signal at any moment of a start or of a wait leaves no process.
+
+    One just before a blocking read was lost once in 250 times, another inside Popen once in 1,600.
     """
     moments = random.Random(0)
     for trial in range(400):
@@ -83,8 +84,10 @@ def test_interrupts_at_any_moment_leave_no_process(tmp_path: Path) -> None:
 
 
 def interrupt_a_chain(directory: Path, sent: signal.Signals, delay: float) -> None:
-    """The chain waits for a command while a server runs in its own session; one signal ends all
-    three. It comes `delay` seconds after the command began.
+    """Interrupts a chain `delay` seconds after its command began; all of it must end.
+
+    The chain waits for the command while a server runs in its own session. One signal ends all
+    three.
     """
     script = textwrap.dedent(
         f"""
@@ -93,13 +96,16 @@ def interrupt_a_chain(directory: Path, sent: signal.Signals, delay: float) -> No
         from trtspec.errors import termination_as_interrupt
         from trtspec.launch import processes
 
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started the tests with &
+        signal.signal(signal.SIGINT, signal.default_int_handler)  \
+# ignored where a shell started the tests with &
         directory = Path({str(directory)!r})
         with termination_as_interrupt():
-            server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+            server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], \
+start_new_session=True)
             try:
                 print(server.pid, flush=True)
-                with processes.child([sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "0"]) as one:
+                with processes.child([sys.executable, "-m", "http.server", \
+"--bind", "127.0.0.1", "0"]) as one:
                     processes.wait(one)
             finally:
                 processes.stop(server)
@@ -129,8 +135,9 @@ def interrupt_a_chain(directory: Path, sent: signal.Signals, delay: float) -> No
 
 
 def children_of(pid: int) -> list[int]:
-    """From the kernel's own list where there is one: psutil reads all processes, too slow to come
-    inside Popen.
+    """The kernel's own list if there is one: psutil is too slow to come inside Popen.
+
+    It reads all processes.
     """
     listed = Path(f"/proc/{pid}/task/{pid}/children")
     if listed.is_file():
@@ -143,9 +150,7 @@ def children_of(pid: int) -> list[int]:
 def test_an_interrupt_during_a_start_leaves_no_process(
     tmp_path: Path, sent: signal.Signals, started: str
 ) -> None:
-    """The signal comes when the child runs and Popen has not returned: the moment in which nobody
-    knows the child.
-    """
+    """A signal leaves no child that runs before Popen has returned, when nobody knows it."""
     interrupt_inside(
         f"""
         def __init__(self, *arguments, **options):
@@ -157,9 +162,7 @@ def test_an_interrupt_during_a_start_leaves_no_process(
 
 
 def test_an_interrupt_inside_popen_leaves_no_lock() -> None:
-    """Raised where Popen holds its lock, the interrupt would leave it locked, and the process could
-    not be ended.
-    """
+    """An interrupt where Popen holds its lock leaves it free, so that the process can be ended."""
     interrupt_inside(
         """
         polls = 0
@@ -205,7 +208,8 @@ except KeyboardInterrupt:
 """
 SERVED = """processes.served(["serve", "/nowhere"], "http://127.0.0.1:9", Path({log!r}), 9):
         raise AssertionError("served")"""
-WAITED = """processes.child([sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "0"]) as one:
+WAITED = """processes.child([sys.executable, "-m", "http.server", \
+"--bind", "127.0.0.1", "0"]) as one:
         processes.wait(one)"""
 
 

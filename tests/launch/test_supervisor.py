@@ -1,6 +1,4 @@
-"""A launch of a tiny server over loopback: whose server it is, whether it hangs, and what happens
-to the streams.
-"""
+"""A launch over loopback: whose server it is, whether it hangs, and what becomes of the streams."""
 
 import contextlib
 import json
@@ -87,7 +85,9 @@ def test_ready_and_stopped_are_said_without_a_terminal(launch: Launched) -> None
 def test_a_server_that_is_loading_has_a_moment_to_end(
     launch: Launched, mode: str, signals: int, status: int, says: str
 ) -> None:
-    """One signal was passed on twice, and the second one killed. vLLM's front end does not listen
+    """While a server loads, the signal is passed on once, and it has a moment to end.
+
+    One signal was passed on twice, and the second one killed. vLLM's front end does not listen
     while it loads.
     """
     process = launch(mode, limits={"stop_grace": 1.0} if mode == "deaf" else {})

@@ -1,7 +1,13 @@
-"""The smallest server that a launch can wait for: `tiny_server.py PORT MODE`, standard library only.
+"""The smallest server that a launch can wait for: `tiny_server.py PORT MODE`.
 
-MODE: serve | silent (never listens) | mute (never generates) | long-line (logs 60 MB without a line end, then serves)
-| tidy, slow, deaf (load for long; the first two take TIDY seconds to end when asked, deaf does not listen)
+Standard library only. MODE is one of
+
+- serve
+- silent: never listens
+- mute: never generates
+- long-line: logs 60 MB without a line end, then serves
+- tidy, slow, deaf: load for long; the first two take TIDY seconds to end when asked, deaf does
+  not listen
 """
 
 import http.server

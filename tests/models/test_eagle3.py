@@ -1,5 +1,4 @@
-"""models/eagle3.py against the published computation, written out here from scratch, and against
-transformers' layers.
+"""models/eagle3.py against the published computation from scratch and transformers' layers.
 
 Gains scatter around one (tests/tiny.py), so a norm that is missing, doubled or in the wrong place
 shows.
@@ -157,9 +156,7 @@ class Reference:
 
 @pytest.mark.parametrize(("attention", "eagle"), KINDS)
 def test_equals_the_published_computation(tmp_path, target_dir, target, attention, eagle):
-    """Prefill and four draft steps, from scratch in float64; then a rollback and another
-    continuation.
-    """
+    """Prefill and four draft steps equal float64 from scratch, also after a rollback."""
     head, tensors, config = load(tmp_path, target_dir, target, attention, eagle)
     torch.manual_seed(1)
     aux = torch.randn(
@@ -191,9 +188,7 @@ def test_equals_the_published_computation(tmp_path, target_dir, target, attentio
 
 @pytest.mark.parametrize(("attention", "eagle"), KINDS)
 def test_cached_steps_equal_one_causal_forward(tmp_path, target_dir, target, attention, eagle):
-    """Rows of different lengths in one cache, fed in pieces, against plain causal forwards without
-    a cache.
-    """
+    """Rows of different lengths in one cache, fed in chunks, equal plain causal forwards."""
     head, _, _ = load(tmp_path, target_dir, target, attention, eagle)
     torch.manual_seed(2)
     x = torch.randn(3, LENGTH, head.spec.hidden_size, dtype=torch.float64)
@@ -220,9 +215,7 @@ def test_cached_steps_equal_one_causal_forward(tmp_path, target_dir, target, att
 
 @pytest.mark.parametrize("attention", ["mla", "mha"])
 def test_attention_equals_transformers(tmp_path, target_dir, target, attention):
-    """A head's layer against transformers' DeepSeek-V3 or Llama attention on the same 2H-wide
-    weights.
-    """
+    """A head's layer equals transformers' DeepSeek-V3 or Llama attention on its 2H-wide weights."""
     from transformers import DeepseekV3Config, LlamaConfig
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
     from transformers.models.llama import modeling_llama as llama

@@ -1,6 +1,4 @@
-"""The fast forms against the plain ones, and packed weights, of which the identity's product gives
-back every bit.
-"""
+"""Fast forms against plain ones, and packed weights: the identity's product has every bit."""
 
 import copy
 from typing import Any
@@ -66,7 +64,7 @@ def test_products_are_float32s(rows: int) -> None:
 
 @needs_fbgemm
 def test_rows_do_not_depend_on_their_number() -> None:
-    """Greedy texts may depend on the batch through rounding; a packed product adds nothing to that."""
+    """Greedy texts may depend on the batch by rounding, to which a packed product adds nothing."""
     packed, x = (
         pack(stored_as_bf16(2)),
         torch.randn(6, IN, generator=torch.Generator().manual_seed(3)),

@@ -1,5 +1,6 @@
-"""Loading a head: both namings, what the target lends, and every misfit refused with its code in
-one message.
+"""Loading a head: both namings, the target's loans, and each misfit refused in one message.
+
+The message has the misfit's code.
 """
 
 from pathlib import Path

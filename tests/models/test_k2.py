@@ -1,6 +1,4 @@
-"""The reference target against transformers' own classes on the same weights, prefill and step by
-step.
-"""
+"""The reference target against transformers' classes on equal weights: prefill and steps."""
 
 from pathlib import Path
 
@@ -48,9 +46,7 @@ def transformers_logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
 def stepwise_logits(
     model: KimiModel, tokens: torch.Tensor, sizes: tuple[int, ...] = (5, 1, 1, 4, 3)
 ) -> torch.Tensor:
-    """The same logits, computed with a cache in pieces of cycling sizes, in cache rows 2.. of a
-    larger cache.
-    """
+    """Logits with a cache, in chunks of cycling sizes, in rows 2.. of a larger cache."""
     cache = model.new_cache(len(tokens) + 3, TOKENS + 8)
     cache.data.copy_(torch.randn(cache.data.shape))  # stale entries must not matter
     pieces, begin, turn = [], 0, 0

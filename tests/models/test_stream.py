@@ -1,6 +1,4 @@
-"""The layer stream against the whole model: the same bits, from every format, with states in memory
-or on disk.
-"""
+"""The layer stream has the whole model's bits, in every format, states in memory or on disk."""
 
 import pytest
 import torch

@@ -153,8 +153,8 @@ def test_template_has_kimis_turns(tmp_path: Path) -> None:
     name, arguments = chat.task.call["name"], json.dumps(chat.task.call["arguments"])
     assert "<|im_system|>tool_declare<|im_middle|>[{" in text
     assert (
-        f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
-        in text
+        f"<|tool_call_begin|>functions.{name}:0"
+        f"<|tool_call_argument_begin|>{arguments}<|tool_call_end|>" in text
     )
 
 

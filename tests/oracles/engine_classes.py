@@ -1,5 +1,4 @@
-"""Runs TensorRT-LLM's own configuration classes, from a folder of its sources, as judges of engine
-YAML files.
+"""Runs TensorRT-LLM's own configuration classes, from its sources, as judges of engine YAML.
 
     python -m tests.oracles.engine_classes SOURCES < requests > answers
 
@@ -94,9 +93,7 @@ class AnyAttribute(type):
 
 
 class Anything(metaclass=AnyAttribute):
-    """Takes any argument and has any attribute: what a binding or a runtime class is while files
-    are judged.
-    """
+    """Takes any argument and has any attribute, as stand-in of bindings and runtime classes."""
 
     __members__: dict[str, Any] = {}
 
@@ -175,8 +172,7 @@ class StandIn(types.ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Gives the real files of `real` and stand-ins for every other module of the packages in
-    `replaced`.
+    """Finds the real files of `real`, and stand-ins for other modules of `replaced`.
 
     `known` gives the names of a stand-in that are not anything.
     """

@@ -1,18 +1,24 @@
-"""Runs TensorRT-LLM's own weight loaders on a CPU, from a folder of its sources, as judges of checkpoints and heads.
+"""Runs TensorRT-LLM's own weight loaders on a CPU as judges of checkpoints and heads.
 
     python tests/oracles/engine_loaders.py SOURCES CHECKPOINT ... > JSON
 
-SOURCES holds the files of REAL, or their classes that build and load a model. Whatever else they import is a stand-in:
-what has the same name here, or takes anything. The layers among the stand-ins record what they are given. No kernel is
-imitated, and the vision tower is left out.
+SOURCES is a folder of its sources with the files of REAL, or their classes that build and load a
+model. Whatever else they import is a stand-in: what has the same name here, or takes anything. The
+layers among the stand-ins record what they are given. No kernel is imitated, and the vision tower
+is left out.
 
-Each checkpoint of a target is loaded by every rank of tensor parallel 1, 2 and 4. The JSON has a list of answers for
-each, or the text of what the loader raised. An answer has
-- `places`: tensor, module, position among the module's matrices; no module where the loader itself splits or fuses it;
+Each checkpoint of a target is loaded by every rank of tensor parallel 1, 2 and 4. The JSON has a
+list of answers for each, or the text of what the loader raised. An answer has
+
+- `places`: tensor, module, position among the module's matrices; no module where the loader
+  itself splits or fuses it;
 - `quantized`: the modules built for NVFP4; `empty`: the parameters that were not written;
-- `moved`: parameters of linear layers that are not the rows, columns and scales that the definition gives this rank;
+- `moved`: parameters of linear layers that are not the rows, columns and scales that the
+  definition gives this rank;
 - `captured`: the layers whose states a head gets by default, and the order of 1, 3 and -1;
-- `kv_cache`, and `auto`: the runtime of the cache transceiver and whether cache manager V2 is taken, by its backend.
+- `kv_cache`, and `auto`: the runtime of the cache transceiver and whether cache manager V2 is
+  taken, by its backend.
+
 Names are without `language_model.`, which the Kimi wrapper strips.
 """
 

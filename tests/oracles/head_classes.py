@@ -1,5 +1,6 @@
-"""Loads Eagle3 heads into the classes of other projects and drafts two steps with each, in a
-process of its own.
+"""Loads Eagle3 heads into the classes of other projects and drafts two steps with each.
+
+It is a process of its own:
 
     python tests/oracles/head_classes.py < requests > answers
 
@@ -228,7 +229,7 @@ class PlainAttention(torch.nn.Module):
 
 
 class PlainLatentAttention(torch.nn.Module):
-    """vLLM's MLA layer without its cache: it gets the query, the normed latent and the rotated key."""
+    """vLLM's MLA layer without a cache: it gets query, normed latent and rotated key."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""SGLang's loader of Eagle3 heads, written anew from what its files do, and the layers of such
-heads, in plain PyTorch.
+"""SGLang's loader of Eagle3 heads, written anew, and the layers of such heads in plain PyTorch.
 
 SGLang does not run on a CPU. What stands here are its rules (which tensor goes to which parameter,
 which key of config.json is read, with which default, and what fails), from llama_eagle3.py and
@@ -85,9 +84,7 @@ class GroupedAttention(nn.Module):
 
 
 class MultiLatentAttention(nn.Module):
-    """q_a and kv_a in one matrix over 2H, under the name that `fused` gives it; rope pairs are (2i,
-    2i + 1).
-    """
+    """q_a and kv_a in one matrix over 2H, named by `fused`; rope pairs are (2i, 2i + 1)."""
 
     def __init__(
         self, config: Config, theta: float, scaling: Config, fused: str, make: Make = linear

@@ -1,5 +1,12 @@
-"""Engine YAML files to judge: real ones and made ones, each with a change that a hurried person
-could make.
+"""Engine YAML files to judge: real ones and made ones, each with one change.
+
+The change is one that a hurried person could make. A new type of change is a method of `Mutator`
+that changes the mapping and returns what it did, or "" if it changed nothing. `ways` in `__iter__`
+lists it as often as it should come:
+
+    def _lost_key(self, value: dict[str, Any]) -> str:
+
+Odd values, samples, ways to speculate and conflicts are rows of mutations.yaml.
 """
 
 import copy
@@ -17,9 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def paths_ever() -> Iterator[tuple[str, Any]]:
-    """Every key of any release with what a source says of it, several times where sources or kinds
-    differ.
-    """
+    """Each key of any release with a source's word on it, repeated if sources or types differ."""
     for owner, readings in classes().items():
         for reading in readings if owner != OPTIONS else ():
             yield from ((entry.path, entry) for entry in reading.entries.values())
@@ -98,7 +103,7 @@ class Mutator:
         return f"{path}: {odd!r}"
 
     def _added_key(self, value: dict[str, Any]) -> str:
-        """Any known key, with an odd value; the discriminator of its object agrees with it, mostly."""
+        """Any known key with an odd value; its object's discriminator mostly agrees with it."""
         field = self.schema.fields[self.rng.choice(self.paths)]
         odd = self.rng.choice([*ODD, *self._near(field)])
         self._choose_variant(value, field)
@@ -175,8 +180,9 @@ class Mutator:
         return path
 
     def _speculation(self, value: dict[str, Any]) -> str:
-        """Another way to speculate, often with one key changed or lost, or with another type on the
-        same keys.
+        """Another way to speculate, often with a key changed or lost, or with another type.
+
+        The other type keeps the same keys.
         """
         chosen = copy.deepcopy(self.rng.choice(SPECULATION))
         what = self.rng.choice(["whole", "odd", "lost", "other type", "extra"])

@@ -1,5 +1,4 @@
-"""Clients that others published, unmodified, against the reference server with kimi-nano and its
-head.
+"""Published clients, unmodified, against the reference server with kimi-nano and its head.
 
 Each runs in the environment where it installs: TRTSPEC_LITELLM_PYTHON, TRTSPEC_LANGCHAIN_PYTHON,
 TRTSPEC_LM_EVAL_PYTHON, TRTSPEC_GUIDELLM_PYTHON and TRTSPEC_AIPERF_PYTHON name their Pythons (`make
@@ -53,8 +52,9 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """kimi-nano's tokenizer as transformers converts it, which gives the same ids: these clients
-    read no tiktoken.
+    """kimi-nano's tokenizer as transformers converts it, with equal ids.
+
+    These clients do not read tiktoken.
     """
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import TikTokenConverter
@@ -118,8 +118,9 @@ def test_chat_streams_tools_and_structure(server: Running, name: str) -> None:
 
 @torch.inference_mode()
 def log_likelihood(target: KimiModel, context: list[int], text: list[int]) -> tuple[float, bool]:
-    """Log-probability of `text` after `context`, and whether it is what greedy decoding says: the
-    whole text through the model, without cache and engine.
+    """Log-probability of `text` after `context`, and whether greedy decoding gives that text.
+
+    The whole text goes through the model, without cache and engine.
     """
     logits = (
         target(torch.tensor([context + text]))
@@ -153,7 +154,9 @@ def test_lm_eval(server: Running, tokenizer_dir: Path) -> None:
 def test_guidellm(server: Running, tokenizer_dir: Path, tmp_path: Path) -> None:
     python, report = python_of("guidellm"), tmp_path / "report.json"
     options = {
-        "backend": f"openai_http,target={server.url},model=tiny-kimi,request_format=/v1/completions",
+        "backend": (
+            f"openai_http,target={server.url},model=tiny-kimi,request_format=/v1/completions"
+        ),
         "profile": "concurrent,streams=4",
         "constraint": f"max_requests,count={REQUESTS}",
         "data": "synthetic_text,prompt_tokens=32,output_tokens=16",

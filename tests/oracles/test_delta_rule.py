@@ -1,7 +1,7 @@
-"""The delta rule and the gate of the tests' recurrent target against fla-core's naive forms, whose
-files are run alone: its package wants Triton.
+"""The recurrent test target's delta rule and gate against fla-core's naive forms.
 
-TRTSPEC_FLA names a folder with fla-core 0.6.0 and einops. Without it the test is skipped.
+fla-core's files are run alone, since its package wants Triton. TRTSPEC_FLA names a folder with
+fla-core 0.6.0 and einops. Without it the test is skipped.
 """
 
 import os

@@ -92,11 +92,13 @@ def test_lint_agrees(release: str, count: int) -> None:
     refused = sum(bool(one.why) for one in every)
     agreed = count - len(alarms) - len(missed)
     print(
-        f"\n{release}: {count} files, {refused} refused by the class, {agreed} judged alike ({agreed / count:.2%}),"
+        f"\n{release}: {count} files, {refused} refused by the class, "
+        f"{agreed} judged alike ({agreed / count:.2%}),"
     )
     print(f"{stricter} of them with an error about behaviour alone; {len(alarms)} false alarms,")
     print(
-        f"{len(missed)} missed, {unsure} refused files in which lint says that it does not know a key or value"
+        f"{len(missed)} missed, "
+        f"{unsure} refused files in which lint says that it does not know a key or value"
     )
     lines = [
         f"ALARM {one.what}: {[(f.code, f.key, f.message) for f in one.errors]}" for one in alarms

@@ -1,16 +1,22 @@
-"""Heads, NVFP4 checkpoints and faults in them, in TensorRT-LLM's own loaders (engine_loaders.py).
+"""Heads, NVFP4 checkpoints and faults in them, in TensorRT-LLM's own loaders.
 
-TRTSPEC_TRTLLM_LOADERS names folders with its sources, the newest first; without it these tests are skipped.
+engine_loaders.py runs them. TRTSPEC_TRTLLM_LOADERS names folders with its sources, the newest
+first; without it these tests are skipped.
 
 Not run:
-- the loaders of mixtures, norms, embeddings and attention: a wrong scale, shape or type in a mixture passes here;
-- the kernel that interleaves block scales (padded here, row by row), and quantized q_a_proj and kv_a_proj, which no
-  policy has, and an exclude list that matches kv_b_proj alone, like `*` (dequantized on a GPU);
-- the buffers of captured states, the vision tower, MTP layers, attention data parallelism, pipelines, and files from
-  disk to tensors;
-- of the older states, all but modeling_speculative.py, modeling_deepseekv3.py and eagle3.py; linear.py is of one
-  state in all folders.
-PASSES and INVISIBLE have what passes both. `inspect --against` the source shows it of a target; of a head, `bench`.
+
+- the loaders of mixtures, norms, embeddings and attention: a wrong scale, shape or type in a
+  mixture passes here;
+- the kernel that interleaves block scales (padded here, row by row), and quantized q_a_proj and
+  kv_a_proj, which no policy has, and an exclude list that matches kv_b_proj alone, like `*`
+  (dequantized on a GPU);
+- the buffers of captured states, the vision tower, MTP layers, attention data parallelism,
+  pipelines, and files from disk to tensors;
+- of the older states, all but modeling_speculative.py, modeling_deepseekv3.py and eagle3.py;
+  linear.py is of one state in all folders.
+
+PASSES and INVISIBLE have what passes both. `inspect --against` the source shows it of a target; of
+a head, `bench`.
 """
 
 import re
@@ -59,7 +65,8 @@ RELEASES = {
 }
 # where the YAML says auto, or nothing: without a transceiver's backend, with NIXL, with another
 AUTO = [["auto", True], ["PYTHON", True], ["PYTHON", False]]
-UNREAD = "gate_up_proj.inv_input_scale"  # upstream writes it for single matrices only, and does not read it here
+# upstream writes it for single matrices only, and does not read it here
+UNREAD = "gate_up_proj.inv_input_scale"
 LOADERS = Path(__file__).with_name("engine_loaders.py")
 PASSES = {"transposed", "d2t shifted", *(f"exchanged: {first}" for first, _ in TWINS)}
 NVFP4 = ("weight", "weight_scale", "weight_scale_2", "input_scale")

@@ -1,5 +1,4 @@
-"""Kinds of heads x loaders of others: converted by trtspec, loaded by their class from the files,
-two draft steps each.
+"""Head types x other projects' loaders: trtspec converts, their class loads and drafts two steps.
 
 Printed is the largest difference of the logits from those of our reference, or the code of the
 refusal. What a class does not load must be refused by `trtspec convert` first, or announced as
@@ -170,9 +169,7 @@ def room() -> Iterator[Room]:
 
 
 def converted(room: Room, kind: HeadKind, loader: str) -> HeadConversion:
-    """TorchSpec's MLA layer turns with base 10000 whatever the file says, so that base is written
-    for it.
-    """
+    """Converts with base 10000 for TorchSpec's MLA layer, which ignores the file's base."""
     theta = 10000.0 if loader == "torchspec" and kind.attention == "mla" else None
     output = room.directory / loader / kind.name
     output.parent.mkdir(exist_ok=True)
@@ -262,8 +259,9 @@ def compared(request: dict[str, Any], ours: dict[str, torch.Tensor]) -> str:
 
 
 def test_torchspec_s_llama_layer_needs_transformers_4(room: Room) -> None:
-    """Under transformers 5 it raises for plain rope, and silently turns YaRN with another base;
-    convert says so.
+    """convert says that it needs transformers 4.
+
+    Under transformers 5 it raises for plain rope, and silently turns YaRN with another base.
     """
     python_of("torchspec")
     for kind, why in (("mha 3 full", "Unknown RoPE scaling type default"), ("mha, YaRN", "")):

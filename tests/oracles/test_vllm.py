@@ -1,5 +1,7 @@
-"""A real vLLM on this CPU, launched, asked and stopped by `trtspec serve --backend vllm`: the same
-tokens as the reference engine, the same number of verification steps, no process left.
+"""A real vLLM on this CPU, launched, asked and stopped by `trtspec serve --backend vllm`.
+
+It gives the same tokens as the reference engine, in the same number of verification steps, and
+leaves no process.
 
 TRTSPEC_VLLM_PYTHON names a Python with vLLM (`make test-oracles` makes one); skipped without.
 TRTSPEC_VLLM_STARTS is the number of starts and stops of the last test, 30 in `make test-oracles`;
@@ -55,9 +57,7 @@ pytestmark = [
 
 @dataclass
 class Launched:
-    """A `trtspec serve` that runs, what it has said so far, and every process below it that was
-    seen.
-    """
+    """A running `trtspec serve`, its messages so far, and every process seen below it."""
 
     process: subprocess.Popen[str]
     url: str
@@ -87,8 +87,9 @@ class Launched:
             }
 
     def nothing_left(self) -> None:
-        """Waits until no process that was below this one is there; a zombie waits for its parent
-        alone.
+        """Waits until no process that was below it is there.
+
+        A zombie waits for its parent alone.
         """
         wait_for(lambda: not any(map(alive, self.below)), GONE)
 
@@ -146,8 +147,9 @@ def serving(
 
 @pytest.fixture(scope="module")
 def prompts() -> list[GenerationRequest]:
-    """Held-out prompts, and LONG documents of others, longer than the context before YaRN stretches
-    it: there the head accepts a quarter to half of what it does on short prompts, and a wrong rope
+    """Held-out prompts, and LONG documents of others, past the context where YaRN begins.
+
+    There the head accepts a quarter to half of what it does on short prompts, and a wrong rope
     would look the same.
     """
     tokenizer = KimiTokenizer(NANO)
@@ -253,7 +255,8 @@ def test_plain_answers_are_the_same(
     assert not differing(found, plain.answers)
     worst = largest_logprob_difference(found, plain.answers)
     print(
-        f"\nplain: {len(found)} of {len(found)} answers identical, log-probabilities within {worst:.1e}"
+        f"\nplain: {len(found)} of {len(found)} answers identical, "
+        f"log-probabilities within {worst:.1e}"
     )
     assert worst < LOGPROBS
 
@@ -265,8 +268,9 @@ def made(*words: object, **environment: str) -> None:
 
 @pytest.mark.timeout(14400)
 def test_honest_servers_pass_every_check(environment: dict[str, str], tmp_path: Path) -> None:
-    """TRTSPEC_HONEST_CHECKS (1) checks of vLLM with the head, each with its own questions; vLLM
-    without it scores.
+    """vLLM with the head passes TRTSPEC_HONEST_CHECKS (1) checks, scored by vLLM without it.
+
+    Each check has its own questions.
     """
     head, lines = (
         tmp_path / "head",
@@ -317,10 +321,11 @@ BENCH = (
 def bench_tells_the_engines_counters(
     results: dict[str, Any], before: Counters, after: Counters
 ) -> None:
-    """bench asks its questions once for the level and once more by category, greedily: each pass
-    takes the steps of the reference engine, and both together are the growth of vLLM's own
-    counters. vLLM counts drafts that it accepted past the end of answers; they are the surplus,
-    which no token of an answer accounts for.
+    """Each pass of bench takes the reference engine's steps; both add up to vLLM's counters.
+
+    bench asks its questions once for the level and once more by category, greedily. vLLM counts
+    drafts that it accepted past the end of answers; they are the surplus, which no token of an
+    answer accounts for.
     """
     tokenizer = KimiTokenizer(NANO)
     chosen = spread(list(load_dataset("nano").questions), BENCH_ASKS)
@@ -337,8 +342,8 @@ def bench_tells_the_engines_counters(
         after.steps - before.steps, after.drafted - before.drafted, after.accepted - before.accepted
     )
     print(
-        f"\nbench: {results['steps']} steps, {results['tokens']} tokens, ours {ours.steps}, {received}; counters "
-        f"grew by {grown}, surplus {[one['surplus'] for one in passes]}"
+        f"\nbench: {results['steps']} steps, {results['tokens']} tokens, ours {ours.steps}, "
+        f"{received}; counters grew by {grown}, surplus {[one['surplus'] for one in passes]}"
     )
     assert results["source"] == FROM_COUNTERS and told["errors"] == 0
     assert told["prompt_tokens"]["mean"] == pytest.approx(sum(map(len, rendered)) / BENCH_ASKS)
@@ -382,7 +387,8 @@ def test_the_shipped_latent_head_takes_as_many_steps(
         measured = process("bench", url, *BENCH, "-o", tmp_path / "bench", **environment)
         after = own_word(url)
     print(
-        f"\nMLA 3.1 head: {steps} steps, ours {ours.steps}; differing {differing(found, ours.answers)}"
+        f"\nMLA 3.1 head: {steps} steps, ours {ours.steps}; "
+        f"differing {differing(found, ours.answers)}"
     )
     assert not differing(found, ours.answers) and steps == ours.steps
     assert measured.status == 0, measured
@@ -410,11 +416,13 @@ def pruned(prompts: list[GenerationRequest], pruned_head: Path) -> Reference:
 
 @pytest.mark.parametrize("dialect", ["vllm", "speculators"])
 def test_a_pruned_head_takes_as_many_steps(
-    environment: dict[str, str], prompts: list[GenerationRequest], pruned_head: Path, pruned: Reference,
-    tmp_path: Path, dialect: str,
+    environment: dict[str, str], prompts: list[GenerationRequest], pruned_head: Path,
+    pruned: Reference, tmp_path: Path, dialect: str,
 ) -> None:  # fmt: skip
-    """vLLM drafts with its own attention, so the target's latent attention is off: it cannot mix
-    the two on a CPU.
+    """vLLM takes the steps of the reference engine with a pruned head.
+
+    vLLM drafts with its own attention, so the target's latent attention is off: it cannot mix the
+    two on a CPU.
     """
     converted = tmp_path / "head"
     made("convert", pruned_head, "-o", converted, "--to", dialect, "--target", NANO, **environment)
@@ -448,7 +456,8 @@ def test_nvfp4_differs_at_near_ties_only(
             (name, divergence.index, divergence.gap, rounding, rounding.explains(divergence))
         )
     print(
-        f"\nNVFP4: {len(prompts) - len(names)} of {len(prompts)} answers identical; first divergences: {gaps}"
+        f"\nNVFP4: {len(prompts) - len(names)} of {len(prompts)} answers identical; "
+        f"first divergences: {gaps}"
     )
     assert all(near for *_, near in gaps)
 
@@ -465,7 +474,10 @@ def test_vllm_bench_serve_measures_the_reference_server(
             ("openai", "/v1/completions"),
             ("openai-chat", "/v1/chat/completions"),
         ):
-            asked = f"--backend {backend} --endpoint {path} --base-url {url} --model nano --tokenizer {NANO}"
+            asked = (
+                f"--backend {backend} --endpoint {path} --base-url {url} --model nano "
+                f"--tokenizer {NANO}"
+            )
             saved = f"--save-result --result-dir {tmp_path} --result-filename {backend}"
             words = f"bench serve {asked} {sizes} {saved}".split()
             printed(program, *words, env=environment, timeout=READY)
@@ -478,8 +490,9 @@ def test_vllm_bench_serve_measures_the_reference_server(
 
 @pytest.mark.parametrize("start", range(STARTS))
 def test_a_start_and_stop_leaves_nothing(environment: dict[str, str], start: int) -> None:
-    """Asked to end when ready, interrupted, killed outright, or asked while it still loads, in
-    turn.
+    """A stop leaves no process: when ready, interrupted, killed outright, or while it loads.
+
+    The four come in turn.
     """
     server = launched(environment, NANO, None)
     try:

@@ -18,8 +18,9 @@ IN_VLLM = (
 
 
 def vllm_environment(python: Path, place: Path, variables: Mapping[str, str]) -> dict[str, str]:
-    """These variables with vLLM's directory first on PATH, and the plug-in, which is written to
-    `place`, where its Python looks for entry points.
+    """`variables` with vLLM's directory first on PATH, and with the plug-in.
+
+    The plug-in is written to `place`, where its Python looks for entry points.
     """
     about = place / "trtspec_oracle-1.dist-info"
     about.mkdir(parents=True)

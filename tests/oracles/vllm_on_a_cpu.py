@@ -1,5 +1,6 @@
-"""What vLLM's CPU wheel lacks for kimi-nano, as a plug-in of vLLM (group vllm.general_plugins):
-latent attention of its sizes, sampling with drafts, and, with TRTSPEC_ORACLE_NVFP4=1, NVFP4 in
+"""What vLLM's CPU wheel lacks for kimi-nano, as a plug-in of vLLM (group vllm.general_plugins).
+
+Latent attention of its sizes, sampling with drafts, and, with TRTSPEC_ORACLE_NVFP4=1, NVFP4 in
 float32 by vLLM's own emulation. `register` is called in every process of the server.
 """
 
@@ -15,8 +16,9 @@ def register() -> None:
 
 
 def latent_attention() -> None:
-    """The CPU backend's decode is written for 512 + 64 latent elements; this one, in plain PyTorch,
-    takes any.
+    """Replaces the CPU backend's decode, for 512 + 64 latent elements, by plain PyTorch.
+
+    It takes any number of them.
     """
     import torch
     from vllm.model_executor.layers.attention import mla_attention
@@ -52,7 +54,9 @@ def latent_attention() -> None:
 
 
 def sampled_drafts() -> None:
-    """The wheel fills each draft's temperature, top_k and top_p into a copy, so that sampling reads
+    """Repairs sampling with drafts.
+
+    The wheel fills each draft's temperature, top_k and top_p into a copy, so that sampling reads
     memory that was never written. Greedy answers in the same batch are damaged too.
     """
     from vllm.v1.sample import rejection_sampler
@@ -72,9 +76,7 @@ def sampled_drafts() -> None:
 
 
 def nvfp4_experts() -> None:
-    """There is no NVFP4 kernel for a CPU: experts and linear layers compute with vLLM's own
-    reference functions.
-    """
+    """Computes NVFP4 experts and linears by vLLM's reference functions: a CPU has no kernel."""
     import torch
     import torch.nn.functional as F
     from vllm.model_executor.kernels import linear

@@ -1,6 +1,4 @@
-"""What a new GPU and a new model take: done on a copy of the package, with the files counted that
-had to change.
-"""
+"""Adds a GPU and a model to a copy of the package, and counts the files that had to change."""
 
 import json
 from pathlib import Path

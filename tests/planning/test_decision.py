@@ -205,8 +205,10 @@ def test_the_command_quotes_what_a_shell_would_split() -> None:
 
 
 def test_what_was_not_measured_between_trays_is_not_ranked() -> None:
-    """aiconfigurator's wide expert parallelism takes nearly twice what the kernels of one node
-    would give.
+    """Experts across trays are not ranked, since nobody measured them.
+
+    aiconfigurator's wide expert parallelism takes nearly twice what the kernels of one node would
+    give.
     """
     decision, printed = decided(
         NVFP4, "--gpu", "gb200", "--gpus", "8", "--isl", "8192", "--concurrency", "4,2000"

@@ -131,8 +131,9 @@ def steps(
 
 @pytest.mark.parametrize(("concurrency", "published"), [(1, 2.03), (4, 1.71), (16, 1.66)])
 def test_published_speed_ups_within_ten_percent(concurrency: int, published: float) -> None:
-    """EAGLE 3.1 on 4 GB200, Kimi-K2.6-NVFP4, SPEED-Bench coding; 3.013 tokens per step at 3 drafts
-    (the head's card)
+    """The head card's speed-ups are met: EAGLE 3.1, 4 GB200, Kimi-K2.6-NVFP4, SPEED-Bench coding.
+
+    It has 3.013 tokens per step at 3 drafts.
     """
     for context in (512, 2048, 4096):
         model = steps("gb200", "lightseekorg/kimi-k2.6-eagle3.1-mla", context=context)
@@ -225,9 +226,9 @@ def test_what_bench_doubted_is_repeated(tmp_path: Path) -> None:
     )
     assert "bench doubted this measurement: the answers repeat themselves" in done.stdout
     assert (
-        "trtspec build-config nvidia/Kimi-K2.6-NVFP4 --head nvidia/Kimi-K2.6-Eagle3 --draft-len 2 --gpu b200"
-        in done.stdout
-    )
+        "trtspec build-config nvidia/Kimi-K2.6-NVFP4 --head nvidia/Kimi-K2.6-Eagle3 "
+        "--draft-len 2 --gpu b200"
+    ) in done.stdout
 
 
 def test_a_bench_file_with_a_length_alone(tmp_path: Path) -> None:

@@ -34,8 +34,9 @@ def test_what_the_document_promises_about_the_errors() -> None:
 
 
 def test_plain_decode_is_within_ten_percent_of_aiconfigurator() -> None:
-    """Wherever both have tables: targets, GPUs, layouts, contexts and concurrencies of its own
-    estimates.
+    """Steps agree for aiconfigurator's own targets, GPUs, layouts, contexts and concurrencies.
+
+    Compared is wherever both have tables.
     """
     text = (DOCS / "plan-checks.md").read_text()
     table = text.partition("## Plain decode steps of aiconfigurator")[2].partition("##")[0]

@@ -1,6 +1,4 @@
-"""What TensorRT-LLM can run where: every refusal names its reason, and the tables of GPUs agree
-with it.
-"""
+"""What TensorRT-LLM can run where: refusals name their reason, and the GPU tables agree."""
 
 from dataclasses import replace
 

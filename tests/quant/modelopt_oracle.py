@@ -1,10 +1,11 @@
-"""ModelOpt's whole path on a tiny checkpoint, run as a script: one quantization per process is all
-it survives on CPU.
+"""ModelOpt's whole path on a tiny checkpoint, as a script: a CPU survives one quantization.
 
-python -m tests.quant.modelopt_oracle export SOURCE CONFIG OUT      mtq.quantize +
-export_hf_checkpoint python -m tests.quant.modelopt_oracle layerwise SOURCE CONFIG OUT   the same by
-0.48's layerwise_export python -m tests.quant.modelopt_oracle forward SOURCE CONFIG OUT
-fake-quant forward, linears' inputs and outputs
+    python -m tests.quant.modelopt_oracle export SOURCE CONFIG OUT
+        mtq.quantize + export_hf_checkpoint
+    python -m tests.quant.modelopt_oracle layerwise SOURCE CONFIG OUT
+        the same by 0.48's layerwise_export
+    python -m tests.quant.modelopt_oracle forward SOURCE CONFIG OUT
+        fake-quant forward, linears' inputs and outputs
 
 CONFIG is one of mtq's dictionaries or a recipe's path; `,pinned` behind it pins every input amax to
 2688.
@@ -27,8 +28,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 
 def load(source: Path, dtype: torch.dtype) -> Any:
-    """The native class of the checkpoint; `kimi_k2` has none of its own and is DeepSeek-V3 by
-    another name.
+    """Loads the checkpoint into its native class, DeepSeek-V3's for `kimi_k2`.
+
+    That model has none of its own and is DeepSeek-V3 by another name.
     """
     config = json.loads((source / "config.json").read_text())
     nested = "text_config" in config
@@ -86,9 +88,7 @@ def quantize(source: Path, config: str, dtype: torch.dtype) -> Any:
 
 
 def export_layers(source: Path, config: str, out: Path) -> None:
-    """A shard per decoder layer while it is calibrated, then the rest: ModelOpt 0.48's
-    layerwise_export.
-    """
+    """Exports by ModelOpt 0.48's layerwise_export: a shard per calibrated layer, then the rest."""
     from modelopt.torch.export.layerwise_export import LayerwiseExporter
 
     tensor_quantizer.static_blockwise_fp4_fake_quant = static_block_quantize
@@ -127,7 +127,7 @@ def dynamic_block_quantize(
 def static_block_quantize(
     inputs: torch.Tensor, amax: torch.Tensor, global_amax: torch.Tensor, *_: Any
 ) -> torch.Tensor:
-    """There and back under given maxima of blocks, in float32; ModelOpt has this op in Triton only."""
+    """There and back with given block maxima, in float32; ModelOpt has this op in Triton only."""
     scale = tensor_quant.scaled_e4m3_impl(amax.float() / 6.0, global_amax.float() / 6.0).reshape(
         -1, 1
     )

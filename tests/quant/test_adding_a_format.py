@@ -1,5 +1,4 @@
-"""Adding a weight format, really done on a copy of the package: MXFP4 as compressed-tensors packs
-it, as a source.
+"""Adds a weight format to a copy of the package: MXFP4 as compressed-tensors packs it, as a source.
 
 Four bits in E2M1 and an E8M0 scale for 32 of them, under the suffixes of INT4: `weight_packed`
 uint8 [N, K/2], low nibble first, `weight_scale` uint8 [N, K/32], biased by 127.
@@ -19,11 +18,13 @@ from tests.tiny import make_target, read_tensors
 from trtspec.quant import nvfp4
 
 ROW = """    "mxfp4": Storage(
-        "MXFP4 in groups of 32", ("weight_packed", "weight_scale"), (("U8",), ("U8",)), ("values", "groups"), 2, 32,
+        "MXFP4 in groups of 32", ("weight_packed", "weight_scale"), (("U8",), ("U8",)), \
+("values", "groups"), 2, 32,
         method="compressed-tensors",
     ),
 """
-DETECTED = """    if method == "compressed-tensors" and block.get("format") == "mxfp4-pack-quantized":
+DETECTED = """    if method == "compressed-tensors" \
+and block.get("format") == "mxfp4-pack-quantized":
         return WeightFormat.MXFP4, 32, None
 """
 CONFIG = {
@@ -45,8 +46,10 @@ def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
     """
     codes = nvfp4.E2M1_VALUES
     table = torch.tensor((*codes, *(-value for value in codes)), dtype=torch.float32)
-    values = table[torch.stack((blocks & 15, blocks >> 4), -1).long()].view(blocks.shape[0], scales.shape[1], -1)
-    return torch.ldexp(values, scales.int().unsqueeze(-1) - 127).view(blocks.shape[0], -1).to(torch.bfloat16)
+    values = table[torch.stack((blocks & 15, blocks >> 4), -1).long()]\
+.view(blocks.shape[0], scales.shape[1], -1)
+    return torch.ldexp(values, scales.int().unsqueeze(-1) - 127).view(blocks.shape[0], -1)\
+.to(torch.bfloat16)
 '''
 
 
@@ -111,8 +114,9 @@ def mxfp4_target(directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 
 @pytest.mark.slow
 def test_mxfp4_is_two_files(copied: Path, tmp_path: Path, out: Path) -> None:
-    """Then it is detected, inspected, converted to the values that ModelOpt's rule gives, and
-    decoded for reference.
+    """Two files add a format: detected, inspected, converted to ModelOpt's values and decoded.
+
+    ModelOpt's rule gives the values, and the decoded ones are for reference.
     """
     assert touched(copied) == ["formats.py", "quant/decode.py"]
     source, plain = mxfp4_target(tmp_path / "in")
@@ -159,9 +163,11 @@ def test_mxfp4_is_two_files(copied: Path, tmp_path: Path, out: Path) -> None:
     )
     assert [problem for problem in compared["problems"] if problem["severity"] != "info"] == []
     script = (
-        "import sys, torch; from safetensors.torch import save_file; from trtspec.checkpoint.headers import Checkpoint;"
+        "import sys, torch; from safetensors.torch import save_file; "
+        "from trtspec.checkpoint.headers import Checkpoint;"
         "from trtspec.checkpoint.tensors import LazyTensors;"
-        "from trtspec.quant.decode import decoded; from trtspec.quant.conversion_plan import plain_names;"
+        "from trtspec.quant.decode import decoded; "
+        "from trtspec.quant.conversion_plan import plain_names;"
         "tensors = LazyTensors(Checkpoint.open(sys.argv[1]));"
         "names = plain_names(tensors.checkpoint.tensors);"
         "save_file({name: decoded(tensors, name) for name in names}, sys.argv[2])"

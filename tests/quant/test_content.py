@@ -1,6 +1,4 @@
-"""What quantize says of a damaged source: each kind of damage, seeded, on four families; clean
-sources say nothing.
-"""
+"""What quantize says of damaged sources of four families, seeded; clean ones raise no finding."""
 
 import random
 import shutil
@@ -139,7 +137,12 @@ class Sources:
     def __init__(self, room: Path) -> None:
         self.room, self.clean = room, dict[str, Checkpoint]()
         for name, options in FAMILIES.items():
-            path = make_target(room / name, layers=4, experts=2, **{"shards": 3} | options)  # type: ignore[arg-type]
+            path = make_target(
+                room / name,
+                layers=4,
+                experts=2,
+                **{"shards": 3} | options,  # type: ignore[arg-type]
+            )
             self.clean[name] = Checkpoint.open(path)
             shutil.copytree(path, room / f"{name}-damaged")
 
@@ -238,9 +241,7 @@ def test_a_thousand_damages(sources: Sources) -> None:
 
 
 def test_what_is_found_is_named_again_and_ends_with_3(sources: Sources) -> None:
-    """By quantize on stdout, in JSON and in provenance.json; by inspect; serve refuses the
-    checkpoint.
-    """
+    """A finding is named by quantize, in JSON, provenance.json and inspect; serve refuses."""
     sources.record_hashes("BF16", False)
     sources.damage("BF16", flip((1,)), 3)
     out = sources.room / "named"

@@ -1,6 +1,4 @@
-"""INT4 against compressed-tensors, FP8 blocks against the plain definition, and every format by
-plain names.
-"""
+"""INT4 against compressed-tensors, FP8 blocks by definition, every format by plain names."""
 
 import pytest
 import torch

@@ -1,5 +1,6 @@
-"""NaN and infinity in every tensor of a source, converted or copied: refused with its name, its
-file and its place.
+"""NaN and infinity in any tensor of a source are refused with tensor, file and position.
+
+The tensors are converted or copied.
 """
 
 import random
@@ -30,9 +31,7 @@ BAD = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
     ids=lambda kind: CODES[kind],
 )
 def test_the_bits_of_every_float(dtype):
-    """Every pattern of eight and sixteen bits, and the edges of the wider ones, as torch judges
-    them.
-    """
+    """All patterns of 8 and 16 bits, and the edges of wider ones, are judged as torch does."""
     width = torch.empty(0, dtype=dtype).element_size()
     if width <= 2:
         raw = np.arange(2 ** (8 * width), dtype=f"u{width}").view("u1")
@@ -72,8 +71,9 @@ def spoiled(source: Path, name: str, value: float) -> tuple[str, list[int]]:
 
 @pytest.mark.parametrize("format", ["bf16", "int4", "fp8-block"])
 def test_every_floating_tensor_is_looked_at(tmp_path, format, new_target):
-    """One fault in each kind of tensor: embedding, norms, router, attention, experts, scales, head,
-    vision tower.
+    """One fault is found in each type of tensor.
+
+    Embedding, norms, router, attention, experts, scales, head, vision tower.
     """
     source = new_target(format=format, layers=2, experts=2, shards=3, vision=True)
     stored = read_tensors(source)

@@ -1,6 +1,7 @@
-"""A disk that is full at any write of a conversion: one message, nothing half-written, the same
-bytes once there is room. `write` and its like fail through a preloaded library, from the n-th call
-on files of the output on.
+"""A disk that fills up at any write of a conversion: one message, and nothing half-written.
+
+The bytes are the same once there is room. `write` and its like fail through a preloaded library,
+from the n-th call on files of the output on.
 """
 
 import shutil
@@ -65,7 +66,8 @@ def test_full_at_points_from_the_first_write_to_the_last(tmp_path, shim, points,
         assert files(out) == files(expected), at
         shutil.rmtree(out)
     print(
-        f"full at {len(steps)} of {calls} writes: each said, nothing half-written, the same bytes afterwards"
+        f"full at {len(steps)} of {calls} writes: each said, nothing half-written, "
+        "the same bytes afterwards"
     )
 
 

@@ -1,4 +1,4 @@
-"""A scale file is bound to the source that it was measured on: every other one is refused, by name."""
+"""A scale file is bound to its source: quantize refuses it for every other one, by name."""
 
 import shutil
 from pathlib import Path

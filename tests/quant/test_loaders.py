@@ -1,5 +1,7 @@
-"""Who can load what `quantize` writes: ModelOpt's and compressed-tensors' dequantization of every
-tensor, transformers logits beside the reference model's.
+"""Who can load what `quantize` writes.
+
+ModelOpt's and compressed-tensors' dequantization of every tensor, transformers logits beside the
+reference model's.
 """
 
 from pathlib import Path
@@ -34,9 +36,7 @@ def ours(tensors: Tensors, module: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 def as_compressed_tensors(tensors: Tensors, module: str) -> Tensors:
-    """Its names: the packed bytes and block scales are the same, both tensor scales are reciprocals
-    there.
-    """
+    """Their names: packed bytes and block scales are equal, both tensor scales reciprocals."""
     return {
         "weight_packed": tensors[f"{module}.weight"],
         "weight_scale": tensors[f"{module}.weight_scale"],
@@ -69,8 +69,9 @@ def test_modelopt_and_compressed_tensors_dequantize_every_tensor_alike(format, o
 
 
 def test_transformers_computes_what_the_reference_model_computes(tmp_path, out, new_target):
-    """From the decoded weights: transformers knows `quant_method: modelopt` no more than it knows
-    NVFP4 of its own.
+    """transformers' logits of the decoded weights are those of the reference model.
+
+    transformers knows `quant_method: modelopt` no more than it knows NVFP4 of its own.
     """
     from transformers.quantizers import AutoHfQuantizer
 

@@ -1,6 +1,4 @@
-"""Our files against ModelOpt's own export of the same model, tensor by tensor, and our W4A4 against
-its fake-quant.
-"""
+"""Our files against ModelOpt's export, tensor by tensor, and our W4A4 against its fake-quant."""
 
 import os
 import shutil
@@ -22,7 +20,8 @@ from trtspec.quant.conversion_plan import ConversionOptions
 from trtspec.quant.policy import load_policy
 from trtspec.quant.run import quantize_checkpoint
 
-OTHER = "TRTSPEC_MODELOPT_048_PYTHON"  # the Python of an environment with ModelOpt 0.48: `make test-oracles` makes one
+# the Python of an environment with ModelOpt 0.48: `make test-oracles` makes one
+OTHER = "TRTSPEC_MODELOPT_048_PYTHON"
 VERSIONS = {"0.47": sys.executable, "0.48": os.environ.get(OTHER, "")}
 K25, K26, K27 = (
     "nvfp4_mlp_only-kv_fp8_cast",
@@ -68,8 +67,10 @@ def different(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) ->
 
 
 def decoded_copy(source: Path, out: Path) -> Path:
-    """The source as BF16, decoded here in the plainest way. transformers decodes FP8 on a GPU only;
-    ModelOpt 0.48 mixes packed INT4 tensors into its export (see below).
+    """The source as BF16, decoded here in the plainest way.
+
+    transformers decodes FP8 on a GPU only; ModelOpt 0.48 mixes packed INT4 tensors into its export
+    (see below).
     """
     shutil.copytree(source, out)
     for path in sorted(out.glob("*.safetensors")):
@@ -100,7 +101,7 @@ def decoded_copy(source: Path, out: Path) -> Path:
 
 
 def cases() -> list:
-    """Every policy from every source by both versions; by default the most demanding one, by 0.47."""
+    """Every policy, source and version; the default is the most demanding policy, by 0.47."""
     quick = ("int4", "k2.6", False)
     found = []
     for version in VERSIONS:
@@ -125,9 +126,7 @@ def cases() -> list:
 def test_every_tensor_equals_modelopts_export(
     tmp_path, version, policy, format, nested, out, new_target
 ):
-    """Tensors byte for byte under the policy's own recipe, and what both say in
-    hf_quant_config.json.
-    """
+    """Tensors equal byte for byte under the policy's recipe, and so does hf_quant_config.json."""
     source = new_target(format=format, nested=nested, layers=3, shards=3)
     unreadable = format == "fp8-block" or (format == "int4" and version == "0.48")
     shown = decoded_copy(source, tmp_path / "plain") if unreadable else source
@@ -153,8 +152,9 @@ def test_every_tensor_equals_modelopts_export(
 @pytest.mark.parametrize("weight_scales", ["max", "mse"])
 @pytest.mark.parametrize("version", [slow("0.47"), "0.48"])
 def test_extreme_weights_equal_modelopts_export(tmp_path, version, weight_scales, out, new_target):
-    """Blocks and tensors of zeros, subnormals, huge values, one hot block and ties; a tensor of
-    zeros is the one exception, where ModelOpt stores NaN.
+    """Extreme weights give ModelOpt's bytes, but for a tensor of zeros, where it stores NaN.
+
+    Blocks and tensors of zeros, subnormals, huge values, one hot block and ties.
     """
     source = new_target(nested=False, layers=2, shards=1)
     path = next(source.glob("*.safetensors"))
@@ -198,9 +198,7 @@ def test_extreme_weights_equal_modelopts_export(tmp_path, version, weight_scales
 
 @pytest.mark.parametrize("policy", list(RECIPES))
 def test_layerwise_export_holds_the_same_tensors(tmp_path, policy, out, new_target):
-    """ModelOpt 0.48's shard per decoder layer: the names and bytes of ours, in other files; inspect
-    reads it.
-    """
+    """ModelOpt 0.48's shards by layer have our names and bytes, and inspect reads them."""
     source = new_target(nested=False, layers=3, shards=3)
     theirs = modelopt("layerwise", source, RECIPES[policy], tmp_path / "modelopt", "0.48")
     quantize_checkpoint(source, out, load_policy(policy), scales_of(theirs, source, tmp_path))
@@ -217,8 +215,10 @@ def test_layerwise_export_holds_the_same_tensors(tmp_path, policy, out, new_targ
 
 
 def test_what_modelopt_048_makes_of_packed_int4_is_found(tmp_path, new_target):
-    """It carries tensors into the export that the model "never loaded": packed values stand beside
-    the new ones, and the INT4 scales take the place of the NVFP4 scales of the same name.
+    """inspect finds packed INT4 values in ModelOpt 0.48's export.
+
+    ModelOpt carries tensors into it that the model "never loaded": packed values stand beside the
+    new ones, and the INT4 scales take the place of the NVFP4 scales of the same name.
     """
     source = new_target(format="int4", nested=False, layers=2)
     theirs = modelopt("export", source, RECIPES["k2.7-code"], tmp_path / "modelopt", "0.48")

@@ -1,6 +1,4 @@
-"""NVFP4 bytes against ModelOpt's NVFP4QTensor, the oracle; every pattern that rounding could get
-wrong.
-"""
+"""NVFP4 bytes against ModelOpt's NVFP4QTensor, on every pattern that rounding could get wrong."""
 
 import pytest
 import torch
@@ -52,8 +50,9 @@ def test_random_weights(dtype, spread):
 
 
 def around_the_bounds(steps: int) -> torch.Tensor:
-    """All float32 within `steps` of each rounding bound and code, both signs: [n, 16] with a 6 in
-    each block.
+    """All float32 within `steps` of each rounding bound and code, both signs: [n, 16].
+
+    Each block has a 6.
     """
     points = torch.tensor(sorted({*nvfp4.E2M1_BOUNDS, *nvfp4.E2M1_VALUES[1:], 5.999999, 2.0**-20}))
     bits = points.view(torch.int32).unsqueeze(1) + torch.arange(
@@ -172,8 +171,9 @@ def test_codes_times_scale_is_exact_and_splits_off_scale_2():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("calibrated", [1.0, 0.05, 3.0])
 def test_activations_equal_modelopts_blocks(dtype, calibrated):
-    """The dynamic block quantization: NVFP4QTensor there and back with amax = input_scale * 2688
-    (in float32).
+    """Activation blocks equal NVFP4QTensor there and back, with amax = input_scale * 2688.
+
+    The product is in float32.
     """
     torch.manual_seed(7)
     x = torch.randn(3, 5, 64).to(dtype)

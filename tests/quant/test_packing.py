@@ -1,6 +1,4 @@
-"""The C kernel and torch give the same bytes, ModelOpt's; the search for scales finds what brute
-force finds.
-"""
+"""The C kernel and torch give ModelOpt's bytes; the scale search finds brute force's scales."""
 
 import ctypes
 import functools
@@ -124,9 +122,7 @@ def test_any_bf16_bits(portable, bits, more):
 @given(st.lists(st.integers(0, 15), min_size=128, max_size=128), bits16)
 @settings(max_examples=100)
 def test_any_int4_codes_and_scales(portable, codes, bits):
-    """Signed zero, subnormal and huge scales too; products that overflow BF16 are refused by every
-    packer.
-    """
+    """Every packer takes signed zero, subnormal and huge scales, and refuses BF16 overflow."""
     words = (torch.tensor(codes, dtype=torch.int64).reshape(2, 8, 8) << (4 * torch.arange(8))).sum(
         -1
     )
@@ -226,8 +222,9 @@ def test_mse_bytes_are_the_same_in_c_and_torch(portable_mse, bits):
 @given(st.integers(0, 2**32), st.sampled_from([1, 3, 40]), st.sampled_from([0.0, 1.0, 6.0]))
 @settings(max_examples=25)
 def test_mse_of_int4_is_that_of_its_bf16_values(portable_mse, narrow_mse, seed, variety, spread):
-    """Scales of either sign, zero ones, blocks of zeros, few and many classes: the search by
-    classes finds what the search by values finds, in every build.
+    """In every build, the search by classes finds the scales of the search by values.
+
+    Scales of either sign, zero ones, blocks of zeros, few and many classes.
     """
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 16, (32, 16, 8), generator=generator)

@@ -70,8 +70,9 @@ def test_a_published_release_has_its_policy():
 
 
 def test_the_scales_are_the_publishers():
-    """ModelOpt 0.48's recipes of these names: mse with fp8_scale_sweep, and max with input amax
-    pinned to 2688.
+    """Scales are those of ModelOpt 0.48's recipes of these names.
+
+    They are mse with fp8_scale_sweep, and max with input amax pinned to 2688.
     """
     chosen = {
         name: (load_policy(name).weight_scales, load_policy(name).input_scales) for name in NAMES
@@ -108,9 +109,7 @@ def test_what_is_done_otherwise_is_honoured_and_named(
 
 
 def test_adding_a_policy_is_a_row_of_data(tmp_path, out):
-    """On a copy of the package: then it is offered, recognised by its family and written into the
-    card.
-    """
+    """A row adds a policy to a copy: offered, recognised by its family, written into the card."""
     copy = copy_package(tmp_path)
     with (copy / "data/policies.yaml").open("a") as stream:
         stream.write(

@@ -1,5 +1,7 @@
-"""Kimi-K2.5's 61 layers with pairs torn apart, byte for byte against ModelOpt; memory while model
-and shards grow from half a gigabyte to four; slow, so not by default.
+"""Kimi-K2.5's 61 layers with pairs torn apart, byte for byte against ModelOpt.
+
+Memory is measured while model and shards grow from half a gigabyte to four. Slow, so not by
+default.
 """
 
 import multiprocessing

@@ -1,6 +1,4 @@
-"""Block scales of least squared error against ModelOpt's own calibrator: its candidates, its sum,
-its choice.
-"""
+"""Block scales of least squared error against ModelOpt's calibrator: candidates, sum, choice."""
 
 import warnings
 

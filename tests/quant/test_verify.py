@@ -1,6 +1,4 @@
-"""`compare` finds what can be wrong with a converted checkpoint, each kind on a checkpoint damaged
-that way.
-"""
+"""`compare` finds each fault on a converted checkpoint damaged that way."""
 
 import random
 import shutil
@@ -132,8 +130,9 @@ def flipped(good: Path, directory: Path, name: str, bit: int) -> Path:
 
 @pytest.mark.parametrize("weight_scales", ["max", slow("mse")])
 def test_one_flipped_bit_is_found_in_every_tensor(tmp_path, weight_scales, out, new_target):
-    """Against the source, but for input_scale, which follows from no weight; by the recorded
-    hashes, all.
+    """A flipped bit is found by the source, except in input_scale, and by the recorded hashes.
+
+    input_scale follows from no weight; the hashes find all.
     """
     source = new_target(format="int4", layers=2, experts=2, shards=1, vision=True)
     good, draw, unseen = out, random.Random(0), []

@@ -1,5 +1,6 @@
-"""`--workers`: any number of threads writes the same bytes and the same journal; how many a run
-starts by itself.
+"""`--workers`: any number of threads writes the same bytes and the same journal.
+
+A run chooses their number by itself.
 """
 
 import pytest
@@ -18,7 +19,7 @@ from trtspec.quant.shards import thread_count
 @pytest.mark.parametrize("weight_scales", ["max", "mse"])
 @pytest.mark.parametrize("format", ["bf16", "int4", "fp8-block"])
 def test_threads_write_the_same_bytes(tmp_path, format, weight_scales, new_target):
-    """Matrices of different sizes, so that the scratch buffers of a thread grow and are used again."""
+    """Matrices of different sizes, so that a thread's buffers grow and are used again."""
     source, outputs = (
         new_target(format=format, layers=3, hidden=256, shards=4),
         [],

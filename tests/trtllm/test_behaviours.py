@@ -1,6 +1,4 @@
-"""What a release does with what it is given: asked by name, inherited, dated; and no rule knows a
-release.
-"""
+"""What a release does with its input: by name, inherited, dated; no rule knows a release."""
 
 import ast
 import re
@@ -22,7 +20,8 @@ CASES = table(__file__)
 TRTLLM = SCHEMAS.parent
 RELEASE = re.compile(r"1\.\d+(\.\d+)?(rc\d+)?(\.post\d+)?")
 SAMPLED = """\
-speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: /h, use_rejection_sampling: false}
+speculative_config: {decoding_type: Eagle, max_draft_len: 3, \
+speculative_model_dir: /h, use_rejection_sampling: false}
 """
 
 
@@ -122,10 +121,14 @@ def in_doubt(text: str, version: str, key: str) -> list[Any]:
 
 
 def test_what_two_changes_decide_is_no_error() -> None:
-    """The key may be older than the crash: nobody knows for a release that has one without the
-    other.
+    """A key without the crash, or a crash without the key, gives a warning: nobody knows.
+
+    The key may be older than the crash.
     """
-    text = "speculative_config: {decoding_type: NGram, max_draft_len: 1, use_rejection_sampling: true}\n"
+    text = (
+        "speculative_config: {decoding_type: NGram, max_draft_len: 1, "
+        "use_rejection_sampling: true}\n"
+    )
     assert {f.severity for f in in_doubt(text, "1.3.0rc9", "use_rejection_sampling")} == {"warning"}
 
 
@@ -179,7 +182,11 @@ def test_penalties_are_honoured_where_the_key_allows_them() -> None:
 
 @pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc20", "1.3.0rc22", "1.4.0rc1"])
 def test_without_speculation_no_trap_of_it_is_reported(version: str) -> None:
-    text = "kv_cache_config: {host_cache_size: 1073741824}\nguided_decoding_backend: xgrammar\nmax_batch_size: 64\n"
+    text = (
+        "kv_cache_config: {host_cache_size: 1073741824}\n"
+        "guided_decoding_backend: xgrammar\n"
+        "max_batch_size: 64\n"
+    )
     assert not found(text + "moe_config: {backend: TRTLLM}\n", version)
 
 
@@ -187,8 +194,9 @@ def test_without_speculation_no_trap_of_it_is_reported(version: str) -> None:
     "path", sorted(TRTLLM.rglob("*.py")), ids=lambda path: str(path.relative_to(TRTLLM))
 )
 def test_no_rule_knows_a_release_or_a_way_to_speculate(path: Path) -> None:
-    """Outside their owners, no text of the code is the name of a line, a release or a decoding
-    type, and nothing compares `line`.
+    """Outside their owners, no text names a line, release or decoding type.
+
+    Nothing there compares `line`.
     """
     if path == TRTLLM / "schema.py":
         return

@@ -1,6 +1,4 @@
-"""What build-config refuses because it could not run or would be changed on the way, by the command
-itself.
-"""
+"""build-config itself refuses what could not run or would be changed on the way."""
 
 import itertools
 import json
@@ -67,9 +65,11 @@ PRODUCT = CASES["product"]
 
 @pytest.mark.parametrize("step", [23, slow(1)])
 def test_what_is_written_carries_no_finding_of_our_own_linter(step: int) -> None:
-    """The product of version, pair, goal, role, GPU and length (every 11th by default): refused
-    with a reason, or clean as `lint FILE` judges it, which knows no more than the file. Facts
-    (severity info), and what is wrong with a head itself, are no finding about the file.
+    """Each combination is refused with a reason, or clean as `lint FILE` judges it.
+
+    The product of version, pair, goal, role, GPU and length (every 11th by default). `lint FILE`
+    knows no more than the file. Facts (severity info), and what is wrong with a head itself, are no
+    finding about the file.
     """
     accepted, tried, found, specs = 0, 0, [], {}
     for version, (target, head), goal, role, (gpu, tp), length in list(

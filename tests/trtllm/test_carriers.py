@@ -1,6 +1,4 @@
-"""Engine files in Helm values, manifests and scripts: found, judged at their place, corrected
-there.
-"""
+"""Engine files in Helm values, manifests and scripts: found, judged and corrected there."""
 
 import json
 import shlex
@@ -107,7 +105,12 @@ YAML = (
 )
 PLACES = {
     "yaml": YAML,
-    "helm": "image: {{tag: 1.4.0rc1}}\nmodel: {{head: {!r}}}\nengineConfig: |\n  kv_cache_config: {{dtype: fp8}}\n",
+    "helm": (
+        "image: {{tag: 1.4.0rc1}}\n"
+        "model: {{head: {!r}}}\n"
+        "engineConfig: |\n"
+        "  kv_cache_config: {{dtype: fp8}}\n"
+    ),
     "manifest": "data:\n  engine.yml: |\n    " + YAML,
     "script": "cat > e.yml <<'EOF'\n"
     + YAML

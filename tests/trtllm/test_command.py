@@ -89,7 +89,8 @@ def test_parsers_follow_the_model() -> None:
 
 SLOW = ("torch", "transformers", "huggingface_hub", "httpx", "rich.console", "numpy", "safetensors")
 GOOD = """\
-speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: nvidia/Kimi-K2.6-Eagle3}
+speculative_config: {decoding_type: Eagle, max_draft_len: 3, \
+speculative_model_dir: nvidia/Kimi-K2.6-Eagle3}
 moe_config: {backend: TRTLLM}
 """
 
@@ -100,7 +101,8 @@ def test_lint_imports_nothing_slow(tmp_path: Path) -> None:
     code = f"""
 import sys
 from trtspec.cli.app import main
-sys.argv = ["trtspec", "lint", {str(file)!r}, "--trtllm-version", "1.4.0rc1", "--target", "nvidia/Kimi-K2.6-NVFP4"]
+sys.argv = ["trtspec", "lint", {str(file)!r}, "--trtllm-version", "1.4.0rc1", \
+"--target", "nvidia/Kimi-K2.6-NVFP4"]
 try:
     main()
 except SystemExit:

@@ -1,6 +1,4 @@
-"""build-config: what the model cards ask for, one version at a time, and back from the first line
-byte for byte.
-"""
+"""build-config: model cards' commands by version, and back from the first line byte for byte."""
 
 import subprocess
 import sys
@@ -31,8 +29,9 @@ CARDS = [
     ("nvidia/Kimi-K2.6-NVFP4", "nvidia/Kimi-K2.6-Eagle3"),
 ]
 CARD_COMMAND = (
-    "trtllm-serve {target} --host 0.0.0.0 --port 8000 --backend pytorch --max_batch_size 32 --max_num_tokens 8192 "
-    "--max_seq_len 8192 --tp_size 4 --extra_llm_api_options extra-llm-api-config.yml"
+    "trtllm-serve {target} --host 0.0.0.0 --port 8000 --backend pytorch --max_batch_size 32 "
+    "--max_num_tokens 8192 --max_seq_len 8192 --tp_size 4 "
+    "--extra_llm_api_options extra-llm-api-config.yml"
 )
 
 
@@ -96,8 +95,9 @@ def test_a_recipe_regenerates_byte_for_byte(path: Path) -> None:
 
 @pytest.mark.parametrize("script", ["recipes.py", "public_recipes.py"])
 def test_what_is_written_from_the_recipes_is_up_to_date(script: str) -> None:
-    """configs/, the chart's values, and the table that explains every difference from public
-    recipes.
+    """configs/, the chart's values and the table of differences from public recipes are current.
+
+    The table explains every difference.
     """
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / script), "--check"], capture_output=True, text=True
@@ -302,13 +302,15 @@ def test_any_intent_is_refused_with_a_reason_or_written_clean_and_written_again(
 
 
 OLD_LINES = [
-    "nvidia/Kimi-K2.6-NVFP4 --head nvidia/Kimi-K2.6-Eagle3 --trtllm-version 1.3.0rc20 --goal latency --tp-size 4 "
-    "--max-batch-size 32 --max-num-tokens 8192 --max-seq-len 8192 --draft-len 3 --gpu b200 --trust-remote-code",
-    "nvidia/Kimi-K2.6-NVFP4 --trtllm-version 1.3.0rc20 --goal throughput --tp-size 8 --max-batch-size 128 "
-    "--max-num-tokens 8192 --max-seq-len 8192 --nodes 2 --gpu gb200 --ep-size 8 --isl 4096 --osl 4096 "
-    "--concurrency 1024 --attention-dp --set kv_cache_config.dtype=fp8 --set 'stream_interval=10' --trust-remote-code",
-    "nvidia/Kimi-K2.6-NVFP4 --trtllm-version 1.3.0rc20 --goal latency --tp-size 4 --max-batch-size 32 "
-    "--max-num-tokens 8192 --max-seq-len 8192 --format helm-values",
+    "nvidia/Kimi-K2.6-NVFP4 --head nvidia/Kimi-K2.6-Eagle3 --trtllm-version 1.3.0rc20 "
+    "--goal latency --tp-size 4 --max-batch-size 32 --max-num-tokens 8192 --max-seq-len 8192 "
+    "--draft-len 3 --gpu b200 --trust-remote-code",
+    "nvidia/Kimi-K2.6-NVFP4 --trtllm-version 1.3.0rc20 --goal throughput --tp-size 8 "
+    "--max-batch-size 128 --max-num-tokens 8192 --max-seq-len 8192 --nodes 2 --gpu gb200 "
+    "--ep-size 8 --isl 4096 --osl 4096 --concurrency 1024 --attention-dp "
+    "--set kv_cache_config.dtype=fp8 --set 'stream_interval=10' --trust-remote-code",
+    "nvidia/Kimi-K2.6-NVFP4 --trtllm-version 1.3.0rc20 --goal latency --tp-size 4 "
+    "--max-batch-size 32 --max-num-tokens 8192 --max-seq-len 8192 --format helm-values",
 ]
 
 
@@ -323,9 +325,13 @@ def test_a_first_line_written_before_still_parses(words: str) -> None:
 
 
 def test_the_front_of_before_still_parses() -> None:
-    line = "# TensorRT-LLM 1.3.0rc20: trtspec build-config nvidia/Kimi-K2.6-NVFP4 --trtllm-version 1.3.0rc20"
+    line = (
+        "# TensorRT-LLM 1.3.0rc20: "
+        "trtspec build-config nvidia/Kimi-K2.6-NVFP4 --trtllm-version 1.3.0rc20"
+    )
     intent = parse_intent(
-        f"{line} --goal latency --tp-size 4 --draft-len 3 --role front --context-url a:1 --context-url b:2\n"
+        f"{line} --goal latency --tp-size 4 --draft-len 3 --role front --context-url a:1 "
+        "--context-url b:2\n"
     )
     assert intent is not None and (intent.role, intent.context_urls) == ("front", ("a:1", "b:2"))
 

@@ -64,7 +64,7 @@ def test_library_shell_and_table_name_the_default() -> None:
 def test_an_assumed_release_is_told_once(
     words: str, classes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the classes of the file that were not read whole there, and the release's known issue."""
+    """The message names the file's classes not read whole there, and the known issue."""
     monkeypatch.chdir(tmp_path)
     for name in ("first.yml", "second.yml"):
         Path(name).write_text("kv_cache_config: {dtype: fp8}\n")

@@ -1,5 +1,6 @@
-"""The Dynamo form: the objects of Dynamo's own recipes, around exactly the engine YAML that
-build-config writes.
+"""The Dynamo form: objects of Dynamo's own recipes around build-config's engine YAML.
+
+The YAML is exactly the same.
 """
 
 import json
@@ -55,9 +56,7 @@ def options(service: dict[str, Any]) -> dict[str, str]:
 
 
 def check_deployment(objects: dict[str, list[Any]]) -> dict[str, Any]:
-    """The services; every reference between the objects resolves, and nothing is in them that no
-    recipe has.
-    """
+    """The services; every reference resolves, and no object has what no recipe has."""
     (graph,), (config,) = objects["DynamoGraphDeployment"], objects["ConfigMap"]
     assert graph["apiVersion"] == "nvidia.com/v1alpha1" and set(graph["spec"]) == {
         "backendFramework",

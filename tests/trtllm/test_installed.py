@@ -1,5 +1,6 @@
-"""Where the engine is importable its own classes judge, and a schema is read from them; here by a
-stand-in package.
+"""An importable engine's own classes judge, and a schema is read from them.
+
+Here it is a stand-in package.
 """
 
 import json
@@ -18,7 +19,8 @@ from trtspec.trtllm.schema import Field
 ENGINE = Path(__file__).parent / "standin_engine"
 GOOD = """\
 kv_cache_config: {free_gpu_memory_fraction: 0.8}
-speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: nvidia/Kimi-K2.6-Eagle3}
+speculative_config: {decoding_type: Eagle, max_draft_len: 3, \
+speculative_model_dir: nvidia/Kimi-K2.6-Eagle3}
 """
 
 
@@ -51,7 +53,10 @@ def test_the_engines_own_classes_judge(tmp_path: Path) -> None:
 
 
 def test_a_location_inside_a_union_is_the_key_of_the_file(tmp_path: Path) -> None:
-    text = "speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: /h, nonsense: 1}\n"
+    text = (
+        "speculative_config: {decoding_type: Eagle, max_draft_len: 3, "
+        "speculative_model_dir: /h, nonsense: 1}\n"
+    )
     _, found = lint(text, tmp_path)
     keys = {p["key"] for p in found["problems"] if p["code"] == "TS-LINT-ENGINE-REFUSES"}
     assert keys == {"speculative_config.nonsense"}
@@ -140,7 +145,10 @@ def test_options_status_and_kinds_are_read_too(read: dict[str, Any]) -> None:
 def test_differences_are_named_with_their_source() -> None:
     done = run("tools.snapshots", "compare", engine=False)
     lines = done.stdout.splitlines()
-    start = "1.4.0rc1 `cache_transceiver_config` `transceiver_runtime`: default 'auto' -> 'PYTHON' (documentation"
+    start = (
+        "1.4.0rc1 `cache_transceiver_config` `transceiver_runtime`: "
+        "default 'auto' -> 'PYTHON' (documentation"
+    )
     assert any(line.startswith(start) for line in lines)
     assert any(
         line.startswith("1.4.0rc1 `speculative_config:Eagle3` `eagle_choices`: gone")

@@ -1,6 +1,4 @@
-"""Real launches of the stand-in over loopback: readiness, signals, statuses, causes, and nothing
-left behind.
-"""
+"""Real launches of the stand-in over loopback: readiness, signals, statuses, causes, leftovers."""
 
 import contextlib
 import json
@@ -29,8 +27,9 @@ Start = Callable[..., subprocess.Popen[str]]
 def start(
     standin_path: Path, tmp_path: Path, free_port: int, target_dir: Path, tiny_head: Path
 ) -> Iterator[Start]:
-    """Starts `trtspec serve` on the tiny pair; `record` under tmp_path tells what the stand-in was
-    given.
+    """Starts `trtspec serve` on the tiny pair.
+
+    `record` under tmp_path tells what the stand-in was given.
     """
     running: list[subprocess.Popen[str]] = []
 
@@ -123,8 +122,9 @@ def test_a_signal_leaves_no_process_behind(
     statuses: tuple[int, ...],
     says: str,
 ) -> None:
-    """Nor one that does not want to end, nor ranks in sessions and process groups of their own, as
-    Open MPI's are.
+    """A signal also ends a process that will not end, and ranks in sessions of their own.
+
+    Process groups of their own too, as Open MPI's are.
     """
     process = start("--stop-grace", grace, STANDIN_MODE=mode)
     until_ready(process)
@@ -250,9 +250,7 @@ def test_argv_and_environment_are_what_the_dry_run_said(start: Start, tmp_path: 
 def test_the_installed_version_decides(
     start: Start, tmp_path: Path, words: tuple[str, ...], installed: str, says: str
 ) -> None:
-    """Refused before the launch: an engine that cannot run this model, and another one than was
-    judged.
-    """
+    """An engine that cannot run the model, or was not judged, is refused before the launch."""
     process = start(*words, STANDIN_VERSION=installed)
     _, log = process.communicate(timeout=300)
     assert process.returncode == 3 and re.search(says, log), log
@@ -293,8 +291,9 @@ def test_a_taken_port_and_forced_acceptance_are_refused(
 def test_a_hundred_starts_and_stops_leak_nothing(
     start: Start, tmp_path: Path, free_port: int
 ) -> None:
-    """Counted over the whole machine's processes by a mark in their environment, and over the
-    temporary directory.
+    """The machine has no marked process and no temporary file left.
+
+    Processes are counted by a mark in their environment.
     """
     mark = f"{os.getpid()}-{tmp_path.name}"
 
@@ -319,7 +318,8 @@ def test_a_hundred_starts_and_stops_leak_nothing(
         assert not list(temporary.iterdir()) and (cycle % 10 or not marked())
     left = marked()
     print(
-        f"\n100 cycles leave {len(left)} processes, {len(list(temporary.iterdir()))} files; port {free_port} is free"
+        f"\n100 cycles leave {len(left)} processes, {len(list(temporary.iterdir()))} files; "
+        f"port {free_port} is free"
     )
     assert not left
 
@@ -327,7 +327,10 @@ def test_a_hundred_starts_and_stops_leak_nothing(
 def test_upstreams_own_manifest_takes_our_command(
     start: Start, tmp_path: Path, free_port: int, manifests: Path
 ) -> None:
-    """The stand-in with the engine's list of options in place of our schema, for the newest line."""
+    """The stand-in with the engine's own list of options takes our command, for the newest line.
+
+    The list replaces our schema.
+    """
     process = start(
         "--", "--log_level", "debug", "--num_postprocess_workers", "2", STANDIN_VERSION="1.4.0rc1",
         STANDIN_MANIFEST=str(manifests / "main" / "trtllm_serve_cli.yaml"),

@@ -1,6 +1,4 @@
-"""Findings come at once with their lines, corrections keep the rest, and public files raise no
-false alarm.
-"""
+"""Findings come at once with lines, corrections keep the rest, public files raise no alarm."""
 
 from dataclasses import replace
 from typing import Any
@@ -65,7 +63,13 @@ def test_a_path_that_is_not_here_is_an_error_where_the_engine_is(here: bool) -> 
 
 
 def test_all_problems_come_at_once_with_their_lines() -> None:
-    text = "max_batch_sise: 8\nmoe_config:\n  backend: WIDEEP\nkv_cache_config:\n  free_gpu_memory_fraction: 2\n"
+    text = (
+        "max_batch_sise: 8\n"
+        "moe_config:\n"
+        "  backend: WIDEEP\n"
+        "kv_cache_config:\n"
+        "  free_gpu_memory_fraction: 2\n"
+    )
     assert {(f.code, f.line) for f in lint(text, Deployment(schema_for(NEW)))} == {
         ("TS-LINT-UNKNOWN-KEY", 1),
         ("TS-LINT-BAD-VALUE", 3),
@@ -175,7 +179,8 @@ allreduce_strategy: MNNVL
 moe_config: {backend: TRTLLM}
 kv_cache_config: {free_gpu_memory_fraction: 0.6, dtype: fp8, host_cache_size: 107374182400}
 cache_transceiver_config: {backend: DEFAULT, max_tokens_in_buffer: 0}
-speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: /h, allow_advanced_sampling: true}
+speculative_config: {decoding_type: Eagle, max_draft_len: 3, \
+speculative_model_dir: /h, allow_advanced_sampling: true}
 """
 DYNAMO_DECODE = """\
 max_batch_size: 128
@@ -185,7 +190,8 @@ moe_config: {backend: CUTLASS, use_low_precision_moe_combine: true}
 cuda_graph_config: {enable_padding: true, max_batch_size: 128}
 kv_cache_config: {free_gpu_memory_fraction: 0.85, dtype: fp8, enable_block_reuse: false}
 cache_transceiver_config: {backend: DEFAULT, max_tokens_in_buffer: 0}
-speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: /h, allow_advanced_sampling: true}
+speculative_config: {decoding_type: Eagle, max_draft_len: 3, \
+speculative_model_dir: /h, allow_advanced_sampling: true}
 """
 USER_B300 = """\
 tensor_parallel_size: 4
@@ -205,10 +211,15 @@ VERSIONS = ["1.3.0rc5", "1.3.0rc9", "1.3.0rc16", "1.3.0rc20", "1.3.0rc22", "1.4.
 
 @pytest.mark.parametrize(
     ("text", "versions", "least"),
-    [(DYNAMO, ["1.2.1", *VERSIONS], "info"), (DYNAMO_PREFILL, VERSIONS, "info"), (DYNAMO_DECODE, VERSIONS, "info"),
-     (USER_B300, VERSIONS, "info"), (CARD, ["1.2.1", *VERSIONS], "warning")],
+    [
+        (DYNAMO, ["1.2.1", *VERSIONS], "info"),
+        (DYNAMO_PREFILL, VERSIONS, "info"),
+        (DYNAMO_DECODE, VERSIONS, "info"),
+        (USER_B300, VERSIONS, "info"),
+        (CARD, ["1.2.1", *VERSIONS], "warning"),
+    ],
     ids=["aggregated", "prefill", "decode", "user", "card"],
-)  # fmt: skip
+)
 def test_no_false_alarm_on_public_files(text: str, versions: list[str], least: str) -> None:
     for version in versions:
         found = {finding.severity for finding in lint(text, Deployment(schema_for(version)))}

@@ -1,6 +1,4 @@
-"""Mistakes as people make them: those that the engine refuses are errors, and nothing harmless is
-one.
-"""
+"""Mistakes as people make them: those the engine refuses are errors, harmless ones are not."""
 
 import shlex
 from collections.abc import Iterator

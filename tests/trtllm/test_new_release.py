@@ -1,6 +1,4 @@
-"""What it takes to add a release of TensorRT-LLM, or a way to speculate: done on a copy of the
-package, and counted.
-"""
+"""Adds a release of TensorRT-LLM, or a way to speculate, to a copy, and counts the files."""
 
 import json
 from pathlib import Path
@@ -22,8 +20,10 @@ versions: {begins: {after: 1.4.0rc4, by: 1.5.0rc0}}
 behaviours:
   draft_len_schedule: {bounds: lower, first: 1, beyond: last, evidence: verified, source: invented}
 rules:
-  chunks_or_sleep: {when: {enable_chunked_prefill: set, sleep_config: set}, message: enable_chunked_prefill and
-    sleep_config exclude each other, remedy: keep one of the two, evidence: verified, source: invented}
+  chunks_or_sleep: {when: {enable_chunked_prefill: set, sleep_config: set}, \
+message: enable_chunked_prefill and
+    sleep_config exclude each other, \
+remedy: keep one of the two, evidence: verified, source: invented}
 """
 NEW_METHOD = """\
   weaver:
@@ -47,7 +47,8 @@ from trtspec.trtllm.schema import schema_for
 target = find_target("nvidia/Kimi-K2.6-NVFP4").spec
 asked = json.load(sys.stdin)
 print(json.dumps([
-    [[f.code, f.severity, f.key, f.message] for f in lint(text, Deployment(schema_for(version), target))
+    [[f.code, f.severity, f.key, f.message] for f in lint(text, \
+Deployment(schema_for(version), target))
      if f.code != "TS-LINT-KNOWN-ISSUE"]  # which ends with the last notes that were read
     for text, version in asked
 ]))
@@ -60,8 +61,9 @@ def copy(tmp_path: Path) -> Path:
 
 
 def add_release(copy: Path) -> list[str]:
-    """The newest commit's classes with two keys under new names, what they were called, and what
-    the release does.
+    """Writes the newest commit's classes with two keys renamed, and the release's rows.
+
+    The rows are the keys' old names and what the release does.
     """
     folder = copy / "trtllm"
     snapshot = json.loads((folder / "snapshots" / f"{BASE}.json").read_text()) | {

@@ -1,5 +1,6 @@
-"""An engine's YAML ends in a value or in one named error, whatever the text is; the oracle is
-yaml.safe_load.
+"""An engine's YAML ends in a value or one named error, by the oracle yaml.safe_load.
+
+The text may be anything.
 """
 
 import random
@@ -99,9 +100,7 @@ def test_values_are_those_of_safe_load(text: str) -> None:
 
 
 def test_mutated_texts_agree_with_safe_load() -> None:
-    """Every text that safe_load takes has the same value here, and what it refuses is refused here
-    too.
-    """
+    """A text has safe_load's value here, or is refused where safe_load refuses it."""
     rng, agreed = random.Random(0), 0
     pieces = [
         "a: ",

@@ -1,6 +1,4 @@
-"""Keys that a release lacks, drawn from the snapshots and from vLLM's options, each with the key
-that was meant.
-"""
+"""Keys that a release lacks, from snapshots and vLLM's options, each with the key meant."""
 
 import random
 import re

@@ -1,6 +1,4 @@
-"""What the sources around a release say of a key, which releases are known, and what the files must
-hold.
-"""
+"""What sources around a release say of a key, the known releases, and the files' contents."""
 
 import json
 import re
@@ -90,9 +88,14 @@ def test_a_key_is_judged_by_the_sources_around_a_release(
         assert wrong[0].severity == ("error" if settled else "warning")
 
 
-@pytest.mark.parametrize("row", ["{when: {a: 1}, message: m, remedy: r, evidence: verified}",
-                                 "{when: {a: 1}, message: m, remedy: r, evidence: verified, source: s, othewise: 1}",
-                                 "{when: [a], message: m, remedy: r, evidence: verified, source: s}"])  # fmt: skip
+@pytest.mark.parametrize(
+    "row",
+    [
+        "{when: {a: 1}, message: m, remedy: r, evidence: verified}",
+        "{when: {a: 1}, message: m, remedy: r, evidence: verified, source: s, othewise: 1}",
+        "{when: [a], message: m, remedy: r, evidence: verified, source: s}",
+    ],
+)
 def test_a_row_that_is_no_rule_is_refused(row: str) -> None:
     with pytest.raises(ValidationError):
         TypeAdapter(Rule).validate_python(yaml.safe_load(row))

@@ -1,6 +1,4 @@
-"""`trtspec serve`, `lint` and `build-config` as commands: statuses, streams, and what a dry run
-promises.
-"""
+"""`trtspec serve`, `lint` and `build-config` as commands: statuses, streams, dry runs."""
 
 import json
 import os
@@ -38,8 +36,8 @@ def test_dry_run_prints_the_model_cards_command() -> None:
     assert answer.status == 0, answer.stderr
     first = answer.stdout.splitlines()[0]
     assert first.startswith(
-        "trtllm-serve nvidia/Kimi-K2.5-NVFP4 --host 0.0.0.0 --port 8000 --backend pytorch --max_batch_size 32 "
-        "--max_num_tokens 8192 --max_seq_len 8192 --tp_size 4 "
+        "trtllm-serve nvidia/Kimi-K2.5-NVFP4 --host 0.0.0.0 --port 8000 --backend pytorch "
+        "--max_batch_size 32 --max_num_tokens 8192 --max_seq_len 8192 --tp_size 4 "
     )
     assert first.endswith("--extra_llm_api_options extra-llm-api-config.yml")
     assert "speculative_model_dir: nvidia/Kimi-K2.5-Eagle3" in answer.stdout
@@ -49,7 +47,10 @@ def test_dry_run_prints_the_model_cards_command() -> None:
 def test_the_line_of_a_model_card_is_taken_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "extra.yml"
     file.write_text("moe_config: {backend: TRTLLM}\n")
-    card = "nvidia/Kimi-K2.5-NVFP4 --backend pytorch --max_num_tokens 8192 --tp_size 4 --extra_llm_api_options"
+    card = (
+        "nvidia/Kimi-K2.5-NVFP4 --backend pytorch --max_num_tokens 8192 --tp_size 4 "
+        "--extra_llm_api_options"
+    )
     answer = dry(*card.split(), str(file), "--trust_remote_code")
     assert answer["status"] == 0 and answer["argv"][-2:] == ["--extra_llm_api_options", str(file)]
 

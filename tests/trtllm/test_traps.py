@@ -1,6 +1,4 @@
-"""The traps of TensorRT-LLM with Kimi and Eagle3: what lint says of one file for one release, and
-for a pair.
-"""
+"""TensorRT-LLM's traps with Kimi and Eagle3: what lint says of a file or pair for a release."""
 
 import tomllib
 from collections.abc import Mapping
@@ -19,7 +17,8 @@ from trtspec.trtllm.lint import lint
 from trtspec.trtllm.schema import schema_for
 
 CLEAN = """\
-speculative_config: {decoding_type: Eagle, max_draft_len: 3, speculative_model_dir: nvidia/Kimi-K2.6-Eagle3}
+speculative_config: {decoding_type: Eagle, max_draft_len: 3, \
+speculative_model_dir: nvidia/Kimi-K2.6-Eagle3}
 moe_config: {backend: TRTLLM}
 """
 # who names where it is known from
@@ -74,7 +73,10 @@ def test_a_trap_is_caught_where_it_is_one(trap: list[Any]) -> None:
 
 
 def test_the_engine_is_no_dependency() -> None:
-    """Its index entry is a stub that fetches the wheel from another index while metadata are read."""
+    """No dependency is the engine: its index entry is a stub that fetches the wheel elsewhere.
+
+    It does so while metadata are read.
+    """
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     everyday = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
     assert not [name for name in everyday if "tensorrt" in name]

@@ -1,6 +1,4 @@
-"""The engine's word, not ours: the schemas against TensorRT-LLM's own manifests, judged by pydantic
-itself.
-"""
+"""The schemas against TensorRT-LLM's own manifests, judged by pydantic itself."""
 
 import itertools
 import json
@@ -35,13 +33,16 @@ KEY_CODES = {
     "TS-LINT-OUT-OF-RANGE",
     "TS-LINT-WRONG-VARIANT",
 }
-# Keys that the class of the manifest's own commit takes and the manifest leaves out, so that it cannot judge them. The
-# text is tensorrt_llm/llmapi/llm_args.py at 0004396720054fd8e205cbf616f21f0b57c6b412:
-# - KvCacheConfig: `mamba_state_cache_interval: Optional[NonNegativeInt] = Field(default=None, status="deprecated",
-#   telemetry=False, exclude=True, description="Deprecated alias for mamba_state_config.periodic_snapshot_interval.")`;
-#   Field's own words: "telemetry=False to opt a type-safe field out"; the manifest holds what telemetry captures
-# - MoeConfig: `load_balancer: Optional[Union[object, str]]`, in its schema "Union[MoeLoadBalancerConfig, dict, str]";
-#   MoeLoadBalancerConfig has `num_slots: Optional[int]`, `layer_updates_per_iter: int`, `initial_global_assignments`
+# Keys that the class of the manifest's own commit takes and the manifest leaves out, so that it
+# cannot judge them. The text is tensorrt_llm/llmapi/llm_args.py at
+# 0004396720054fd8e205cbf616f21f0b57c6b412:
+# - KvCacheConfig: `mamba_state_cache_interval: Optional[NonNegativeInt] = Field(default=None,
+#   status="deprecated", telemetry=False, exclude=True, description="Deprecated alias for
+#   mamba_state_config.periodic_snapshot_interval.")`; Field's own words: "telemetry=False to opt a
+#   type-safe field out"; the manifest holds what telemetry captures
+# - MoeConfig: `load_balancer: Optional[Union[object, str]]`, in its schema
+#   "Union[MoeLoadBalancerConfig, dict, str]"; MoeLoadBalancerConfig has `num_slots: Optional[int]`,
+#   `layer_updates_per_iter: int`, `initial_global_assignments`
 NOT_LISTED = ("kv_cache_config.mamba_state_cache_interval", "moe_config.load_balancer")
 # Keys for which the serve reference's `Choice(...)` counts beside the manifest's values:
 # TorchLlmArgs is the class of the PyTorch backend alone, and an allowlist is what telemetry may
@@ -69,9 +70,7 @@ def serve_options(manifests: Path, which: str) -> dict[str, Any]:
 
 
 def adapter(leaf: dict[str, Any]) -> TypeAdapter[Any]:
-    """The field's annotation as a pydantic type; an enum or a documented choice counts by its
-    listed values.
-    """
+    """The field's annotation as a pydantic type; enums and choices are their listed values."""
     text = leaf["annotation"]
     text = re.sub(r"<class '(\w+)'>", r"\1", text).replace("NoneType", "None")
     listed = leaf["allowed_values"]
@@ -229,9 +228,7 @@ def not_listed(path: str) -> bool:
 def test_options_that_are_passed_are_judged_as_the_reference_lists_them(
     manifests: Path, which: str, version: str
 ) -> None:
-    """Every option with a value of either release, right and misspelt, with words and numbers for
-    values.
-    """
+    """Every option of either release is judged as listed, right or misspelt, text or number."""
     known, schema = serve_options(manifests, which), schema_for(version)
     flags = {flag: option for option in known.values() for flag in option["flags"]}
     for option in [

@@ -1,5 +1,4 @@
-"""Output tokens per second with and without speculation, side by side, and against transformers'
-generate.
+"""Output tokens per second with and without speculation, and against transformers' generate.
 
     python -m tools.benchmarks.engine --target DIR --head DIR [--temperature 0 1] [--rounds 5]
 
@@ -95,7 +94,7 @@ def read_requests(target: Path, temperature: float) -> list[GenerationRequest]:
 def compare(
     engines: Engines, requests: list[GenerationRequest], concurrency: int, rounds: int
 ) -> None:
-    """Runs every variant in turn, in rotating order; a turn has 2 or more waves of fresh requests."""
+    """Runs every variant in turn, in rotating order, with 2 or more waves of fresh requests."""
     wave = max(4, 2 * concurrency)
     runs: dict[str, list[Run]] = {name: [] for name in engines}
     for turn in range(rounds + 1):
@@ -174,7 +173,8 @@ def transformers_speed(
     for name, values in speeds.items():
         ratios = [value / base for value, base in zip(values, speeds["generate"], strict=True)]
         print(
-            f"  {name:24} {statistics.median(values):8.1f} tok/s   {statistics.median(ratios):5.2f}x generate"
+            f"  {name:24} {statistics.median(values):8.1f} tok/s   "
+            f"{statistics.median(ratios):5.2f}x generate"
         )
 
 

@@ -1,11 +1,12 @@
 """What a reader opens to follow one input through a command: files, stays and returns.
 
-    python -m tools.benchmarks.files_visited [COMMAND ...] [--files]      for the tree in whose root it is run
+    python -m tools.benchmarks.files_visited [COMMAND ...] [--files]
 
-Each command runs in a process of its own, on the shipped models, and a file counts once a function in it has run. The
-reader takes each function up when it is first called; functions taken up one after another in the same file are one
-stay, and a stay in a file that was open before is a return. Functions that run while a module is imported (decorators,
-defaults) do not count. `--files` lists the stays.
+It measures the tree in whose root it is run. Each command runs in a process of its own, on the
+shipped models, and a file counts once a function in it has run. The reader takes each function up
+when it is first called; functions taken up one after another in the same file are one stay, and a
+stay in a file that was open before is a return. Functions that run while a module is imported
+(decorators, defaults) do not count. `--files` lists the stays.
 """
 
 from __future__ import annotations
@@ -36,9 +37,13 @@ CONVERSATION = {
 COMMANDS = {
     "lint": "lint engine.yml --trtllm-version 1.4.0rc1 --target {k26} --head {eagle}",
     "build-config": "build-config {k26} --head {eagle} --trtllm-version 1.4.0rc1 -o built.yml",
-    "serve --dry-run": "serve {k26} --head {eagle} --trtllm-version 1.4.0rc1 --trust-remote-code --dry-run",
-    "serve --dry-run, weights here": "serve {nano} --head {head} --trtllm-version 1.4.0rc1 --tp-size 1 "
-    "--trust-remote-code --dry-run",
+    "serve --dry-run": (
+        "serve {k26} --head {eagle} --trtllm-version 1.4.0rc1 --trust-remote-code --dry-run"
+    ),
+    "serve --dry-run, weights here": (
+        "serve {nano} --head {head} --trtllm-version 1.4.0rc1 --tp-size 1 --trust-remote-code "
+        "--dry-run"
+    ),
     "quantize": "quantize {nano} -o nvfp4 --policy k2.6 --workers 1",
     "quantize, a tensor from plan to shard": "quantize {nano} -o nvfp4 --policy k2.6 --workers 1",
     "train": "train {nano} data.jsonl -o head --steps 2 --batch-size 2 --seq-len 64 --ttt-steps 1 "
@@ -46,9 +51,13 @@ COMMANDS = {
     "convert": "convert {head} -o head --to vllm",
     "convert, with a target": "convert {head} -o head --to vllm --target {nano}",
     "check --record": "check {url} --samples 1 --max-tokens 16 --record answers.jsonl",
-    "check --record, a question to its record": "check {url} --samples 1 --max-tokens 16 --record answers.jsonl",
-    "prove": "prove {nano} --head {head} --backend reference --samples 3 --max-tokens 16 --concurrency 1 --port 8918 "
-    "-o proof",
+    "check --record, a question to its record": (
+        "check {url} --samples 1 --max-tokens 16 --record answers.jsonl"
+    ),
+    "prove": (
+        "prove {nano} --head {head} --backend reference --samples 3 --max-tokens 16 "
+        "--concurrency 1 --port 8918 -o proof"
+    ),
     "bench": "bench {url} --samples 1 --max-tokens 16 --concurrency 1 -o measured",
 }
 # The parts of a command that belong to a walk: each begins with the first call of a function and
@@ -100,7 +109,8 @@ def serving() -> Iterator[None]:
             time.sleep(1)
         else:
             sys.exit(
-                "the server did not start: run `trtspec serve kimi-nano --backend reference` to see why"
+                "the server did not start: "
+                "run `trtspec serve kimi-nano --backend reference` to see why"
             )
         yield
     finally:
@@ -109,9 +119,7 @@ def serving() -> Iterator[None]:
 
 
 def visited(name: str) -> tuple[int, list[tuple[str, list[str]]]]:
-    """The exit status of a command, and its stays: a file, and the functions that are taken up
-    there.
-    """
+    """A command's exit status and its stays: files, and the functions taken up there."""
     with tempfile.TemporaryDirectory() as room:
         (Path(room) / "engine.yml").write_bytes(ENGINE_YAML.read_bytes())
         (Path(room) / "data.jsonl").write_text(

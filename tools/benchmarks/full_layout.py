@@ -1,9 +1,10 @@
-"""A published target's whole layout with holes as data, and what commands cost that read its headers.
+"""A published target's whole layout with holes as data, and the cost of reading its headers.
 
-    python -m tools.benchmarks.full_layout DIRECTORY [LAYERS ...]      with the package on PYTHONPATH, else this one
+    python -m tools.benchmarks.full_layout DIRECTORY [LAYERS ...]
 
-Kimi-K2.6 has 208,550 tensors as published and 277,670 in NVFP4. Small tensors hold plausible values, large ones are
-holes, so that 595 GB take about 1 GB of disk. Each command runs in a process of its own.
+The package is the one on PYTHONPATH, else this one. Kimi-K2.6 has 208,550 tensors as published and
+277,670 in NVFP4. Small tensors hold plausible values, large ones are holes, so that 595 GB take
+about 1 GB of disk. Each command runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ COMMANDS = {
 # the other's
 RUN = """\
 import resource, subprocess, sys
-status = subprocess.run([sys.executable, "-m", "trtspec", *sys.argv[1:]], stdout=sys.stderr).returncode
+status = subprocess.run([sys.executable, "-m", "trtspec", *sys.argv[1:]], \
+stdout=sys.stderr).returncode
 used = resource.getrusage(resource.RUSAGE_CHILDREN)
-print(f"processor {used.ru_utime + used.ru_stime:5.2f} s, peak {used.ru_maxrss / 1e3:3.0f} MB, status {status}")
+print(f"processor {used.ru_utime + used.ru_stime:5.2f} s, peak {used.ru_maxrss / 1e3:3.0f} MB, \
+status {status}")
 """
 SMALL_BYTES = 1 << 16
 Entry = tuple[str, tuple[int, ...]]
@@ -118,9 +121,7 @@ def write_holes(file: Path, layout: dict[str, Entry], spec: ModelSpec) -> None:
 
 
 def write_tokenizer(path: Path, vocab_size: int) -> None:
-    """As many ranks as the model needs, and kimi-nano's special tokens at the end of its
-    vocabulary.
-    """
+    """As many ranks as the model needs, with kimi-nano's special tokens at the end."""
     nano = DATA / "kimi-nano"
     shutil.copy(nano / "chat_template.jinja", path)
     config = read_object(nano / "tokenizer_config.json")

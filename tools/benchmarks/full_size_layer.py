@@ -1,8 +1,10 @@
-"""One MoE layer of Kimi-K2.5 at full size (384 experts, 7168 x 2048, 9.5 GB of INT4), generated and converted.
+"""One MoE layer of Kimi-K2.5 at full size, generated and converted.
 
-    python -m tools.benchmarks.full_size_layer DIRECTORY [--experts 384] [--format int4] [--workers 2] [--keep]
+    python -m tools.benchmarks.full_size_layer DIRECTORY [--experts 384] [--format int4]
+        [--workers 2] [--keep]
 
-Needs 20 GB in DIRECTORY. Prints GB/s of source, the peak RSS and the time for K2.5's 595 GB.
+It has 384 experts, 7168 x 2048, 9.5 GB of INT4. Needs 20 GB in DIRECTORY. Prints GB/s of source,
+the peak RSS and the time for K2.5's 595 GB.
 """
 
 from __future__ import annotations
@@ -45,9 +47,7 @@ def stored(
 
 
 def varied(parts: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
-    """Other rows first, so that no two experts are alike; drawing each one would take longer than
-    converting it.
-    """
+    """Rolls the rows so that experts differ; drawing each takes longer than converting it."""
     return {name: part.roll(number, 0) if part.dim() == 2 else part for name, part in parts.items()}
 
 
@@ -66,9 +66,7 @@ def _rest(text: dict[str, Any], format: str) -> dict[str, torch.Tensor]:
 
 
 def make_layer(directory: Path, format: str, experts: int, shards: int) -> Path:
-    """One layer's routed experts at full size; everything else of the model as small as its config
-    allows.
-    """
+    """A layer's routed experts at full size; the rest is as small as its config allows."""
     directory.mkdir(parents=True)
     sizes = {"moe_intermediate_size": INNER, "intermediate_size": INNER}
     text = text_config(layers=2, hidden=HIDDEN, experts=experts) | sizes
@@ -143,10 +141,10 @@ def main() -> None:
         result = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
         rate = result["bytes_in"] / result["seconds"]
         print(
-            f"{arguments.format}: {result['quantized']} linears, {result['bytes_in'] / 1e9:.2f} GB in "
-            f"{result['seconds']:.1f} s with {arguments.workers} threads: {rate / 1e9:.3f} GB/s of source, peak RSS "
-            f"{result['peak_rss_bytes'] / 2**20:.0f} MiB, "
-            f"{KIMI_BYTES / rate / 60:.0f} minutes for 595 GB; {result['classes']}"
+            f"{arguments.format}: {result['quantized']} linears, {result['bytes_in'] / 1e9:.2f} "
+            f"GB in {result['seconds']:.1f} s with {arguments.workers} threads: "
+            f"{rate / 1e9:.3f} GB/s of source, peak RSS {result['peak_rss_bytes'] / 2**20:.0f} "
+            f"MiB, {KIMI_BYTES / rate / 60:.0f} minutes for 595 GB; {result['classes']}"
         )
     finally:
         if not arguments.keep:

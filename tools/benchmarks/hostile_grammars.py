@@ -1,5 +1,7 @@
-"""What a flood of hostile grammars costs others, here and in vLLM on a CPU: the requests of
-tests/engine/test_hostile_grammars.py, all at once, to kimi-nano beside four streams.
+"""What a flood of hostile grammars costs others, here and in vLLM on a CPU.
+
+The requests of tests/engine/test_hostile_grammars.py, all at once, to kimi-nano beside four
+streams.
 
     python -m tools.benchmarks.hostile_grammars --backend reference|vllm [--count 64]
 

@@ -1,5 +1,4 @@
-"""What NVFP4 costs a real (small) model: perplexity, divergence from the source, acceptance of its
-Eagle3 head.
+"""What NVFP4 costs a real (small) model: perplexity, divergence, acceptance of its Eagle3 head.
 
     python -m tools.benchmarks.quantization_quality [--texts 24] [--prompts 12] [--tokens 48]
 
@@ -68,10 +67,12 @@ def main() -> None:
         for p, a, n in held_out(KimiTokenizer(kimi_nano_dir()), options.texts)
     ]
     print(
-        f"{len(texts)} texts, {sum(len(answer) for _, answer, _ in texts)} tokens; {options.prompts} prompts\n"
+        f"{len(texts)} texts, {sum(len(answer) for _, answer, _ in texts)} tokens; "
+        f"{options.prompts} prompts\n"
     )
     print(
-        "| source | weight scales | activations | perplexity | KL to the source | acceptance length |"
+        "| source | weight scales | activations | perplexity | "
+        "KL to the source | acceptance length |"
     )
     print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +105,10 @@ def measure_source(
         )
         length = f"{acceptance(model, texts, options):.2f}" if options.prompts else "-"
         print(
-            f"| {name} | {weights} | {activations} | {perplexity:.3f} | {mean:.4f} ± {error:.4f} | {length} |",
+            (
+                f"| {name} | {weights} | {activations} | {perplexity:.3f} "
+                f"| {mean:.4f} ± {error:.4f} | {length} |"
+            ),
             flush=True,
         )
 
@@ -169,9 +173,7 @@ def answer_logits(model: KimiModel, text: Text) -> torch.Tensor:
 
 
 def compare(logits: torch.Tensor, text: Text, expected: torch.Tensor) -> tuple[float, float]:
-    """(cross-entropy of the answer, KL from the source's distributions), both summed over tokens,
-    in nats.
-    """
+    """(cross-entropy of the answer, KL from the source), summed over tokens, in nats."""
     ours, theirs = logits.log_softmax(-1), expected.log_softmax(-1)
     loss = F.nll_loss(ours, torch.tensor(text[1]), reduction="sum").item()
     return loss, F.kl_div(ours, theirs, log_target=True, reduction="sum").item()

@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def race(format: str, source: Path, root: Path, rounds: int) -> None:
-    """Prints a line for each way to choose scales: medians beside those of cp in the same rounds."""
+    """Prints a line for each way to choose scales: medians beside cp's in the same rounds."""
     contest: dict[str, Callable[[], int]] = {"cp": partial(copy, source, root / "copy")}
     contest |= {name: partial(quantize, source, root / "out", name) for name in WEIGHT_SCALES}
     runs: dict[str, list[tuple[float, float, int]]] = {name: [] for name in contest}

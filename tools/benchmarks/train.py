@@ -1,17 +1,22 @@
-"""Training speed: our loop beside ModelOpt's own and SpecForge's, on the same target, weights, batches and head shape.
+"""Training speed: our loop beside ModelOpt's own and SpecForge's.
 
-    python -m tools.benchmarks.train --answers answers.jsonl [--steps 6] [--batch-size 4] [--seq-len 256] [--rounds 1]
+    python -m tools.benchmarks.train --answers answers.jsonl [--steps 6] [--batch-size 4]
+        [--seq-len 256] [--rounds 1]
         [--specforge DIR]     DIR: `pip install --no-deps --target DIR specforge`
 
-An MHA EAGLE-3 head over the whole vocabulary, three training-time-test steps, float32, one thread, whole sequences, the
-same initial weights, AdamW and clipping; losses of equal steps are printed so that nobody wins by doing less. Each
-contestant runs in a process of its own, in turn. tokens/s is by CPU time, which other work on the machine disturbs
+All train an MHA EAGLE-3 head of one shape over the whole vocabulary, on the same target, batches
+and initial weights: three training-time-test steps, float32, one thread, whole sequences, AdamW and
+clipping; losses of equal steps are printed so that nobody wins by doing less. Each contestant runs
+in a process of its own, in turn. tokens/s is by CPU time, which other work on the machine disturbs
 less than wall time: the median over steps without the first, over rounds.
 
-    ours           the target's forward, then one step; "cached" is the step alone, as in every epoch but the first
-    ModelOpt       transformers' target inside ModelOpt's converted model, as its examples' Trainer calls it
-    SpecForge      its OnlineEagle3Model and Llama draft after transformers' forward of the same target. Its loss is a
-                   Triton kernel, which has no CPU backend, so a plain log-softmax replaces it and Triton is a stub
+    ours        the target's forward, then one step; "cached" is the step alone, as in every
+                epoch but the first
+    ModelOpt    transformers' target inside ModelOpt's converted model, as its examples' Trainer
+                calls it
+    SpecForge   its OnlineEagle3Model and Llama draft after transformers' forward of the same
+                target. Its loss is a Triton kernel, which has no CPU backend, so a plain
+                log-softmax replaces it and Triton is a stub
 """
 
 from __future__ import annotations
@@ -109,8 +114,9 @@ def report(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace)
         run = runs["ours" if name.startswith("ours") else name][0]
         losses = " ".join(f"{loss:.4f}" for loss in run["losses"])
         print(
-            f"{name:13} {value:7.0f} tokens/s, {value / best:.2f}x the best peer, peak memory "
-            f"{run['peak'] / 2**20:.0f} MiB ({(run['peak'] - run['before']) / 2**20:.0f} over imports), losses {losses}"
+            f"{name:13} {value:7.0f} tokens/s, {value / best:.2f}x the best peer, "
+            f"peak memory {run['peak'] / 2**20:.0f} MiB "
+            f"({(run['peak'] - run['before']) / 2**20:.0f} over imports), losses {losses}"
         )
 
 
@@ -268,7 +274,8 @@ def modelopt(arguments: argparse.Namespace, data: list[list[Sample]]) -> dict[st
 
 
 def specforge(arguments: argparse.Namespace, data: list[list[Sample]]) -> dict[str, Any]:
-    import transformers.models.deepseek_v3.modeling_deepseek_v3  # noqa: F401  before triton is a stub
+    # before triton is a stub
+    import transformers.models.deepseek_v3.modeling_deepseek_v3  # noqa: F401
     from transformers import LlamaConfig
 
     before = peak_memory()
@@ -332,12 +339,16 @@ def specforge(arguments: argparse.Namespace, data: list[list[Sample]]) -> dict[s
 
 
 def import_specforge(directory: Path) -> tuple[Any, Any, Any]:
-    """(draft class, training class, padding) with Triton stubbed and the Triton loss replaced by
-    the same formula.
+    """(draft class, training class, padding), with Triton and its loss replaced.
+
+    Triton is a stub, and the loss is the same formula.
     """
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     triton, language = types.ModuleType("triton"), types.ModuleType("triton.language")
-    triton.jit, triton.next_power_of_2 = lambda kernel: kernel, lambda n: 1 << (n - 1).bit_length()  # type: ignore[attr-defined]
+    triton.jit, triton.next_power_of_2 = (  # type: ignore[attr-defined]
+        lambda kernel: kernel,
+        lambda n: 1 << (n - 1).bit_length(),
+    )
     language.constexpr, triton.language = int, language  # type: ignore[attr-defined]
     for module in (triton, language):
         module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)

@@ -1,9 +1,11 @@
-"""What the reference engine computes on this machine's GPU, and how fast, as one table to send back.
+"""What the reference engine computes on this machine's GPU, and how fast, as one table.
 
-    make test-gpu              or    python -m tools.gpu [--target DIR --head DIR] [-o gpu-report.json]
+    make test-gpu
+    python -m tools.gpu [--target DIR --head DIR] [-o gpu-report.json]
 
-Prints the table and writes it as JSON too. Exit status: 0 when every check passed, 3 when one failed, 4 without
-a GPU. `--device cpu` runs the same code without a GPU; its figures say nothing about one.
+Prints the table, to send back, and writes it as JSON too. Exit status: 0 when every check passed, 3
+when one failed, 4 without a GPU. `--device cpu` runs the same code without a GPU; its figures say
+nothing about one.
 """
 
 from __future__ import annotations
@@ -68,15 +70,22 @@ def main() -> int:
     report = {"machine": machine, "ok": ok, "rows": [asdict(row) for row in rows]}
     write_atomic(options.output, json.dumps(report, indent=2) + "\n")
     print(
-        f"{'all checks passed' if ok else 'A CHECK FAILED'}; send back this table or {options.output}"
+        f"{'all checks passed' if ok else 'A CHECK FAILED'}; "
+        f"send back this table or {options.output}"
     )
     return 0 if ok else FAILED
 
 
 def why_none() -> str:
     if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA; install a CUDA build, or use --device cpu"
-    return f"torch {torch.__version__} for CUDA {torch.version.cuda} sees none; look at nvidia-smi, or use --device cpu"
+        return (
+            f"torch {torch.__version__} is built without CUDA; install a CUDA build, "
+            "or use --device cpu"
+        )
+    return (
+        f"torch {torch.__version__} for CUDA {torch.version.cuda} sees none; look at nvidia-smi, "
+        "or use --device cpu"
+    )
 
 
 def described(device: torch.device, dtype: torch.dtype) -> dict[str, str]:

@@ -70,9 +70,7 @@ class Sizes:
 
 
 class Models:
-    """The target and its head on the device in the type that is served and in float32, and in
-    float32 on the CPU.
-    """
+    """Target and head: on the device as served and in float32, and in float32 on the CPU."""
 
     def __init__(
         self, target: Path, head: Path, device: torch.device, dtype: torch.dtype, sizes: Sizes
@@ -121,7 +119,11 @@ class Models:
     ) -> Engine:
         target, head = self.on(self.device, dtype or self.dtype)
         sizes = EngineOptions(drafts or DRAFTS, rows, 512)
-        return Engine(target, head if drafts else None, replace(sizes, **options))  # type: ignore[arg-type]
+        return Engine(
+            target,
+            head if drafts else None,
+            replace(sizes, **options),  # type: ignore[arg-type]
+        )
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -158,7 +160,10 @@ def exactness(models: Models) -> list[Row]:
 
 
 def logits_of(target: KimiModel, head: Eagle3Head, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the target [T, V] and of the head's first drafts [T - 1, Vd], teacher-forced, on the CPU."""
+    """Logits of the target [T, V] and the head's first drafts [T - 1, Vd], on the CPU.
+
+    They are teacher-forced.
+    """
     tokens = tokens.to(target.embed.weight.device)
     layers = tuple(head.spec.aux_layers or target.spec.default_aux_layers)
     out = target(tokens, aux_layers=layers)
@@ -172,9 +177,7 @@ def relative(got: Tensor, wanted: Tensor) -> float:
 
 
 def losslessness(models: Models) -> list[Row]:
-    """Greedy answers with and without drafts; each difference must be a near-tie within measured
-    rounding.
-    """
+    """Greedy answers with and without drafts differ only in near-ties of measured rounding."""
     rows, requests = [], models.requests(models.sizes.answers)
     for dtype in models.dtypes:
         plain = models.engine(0, 1, dtype, record_gaps=True).generate(requests)
@@ -203,8 +206,9 @@ def compared(
 
 
 def distribution(models: Models) -> list[Row]:
-    """Tests tokens 2 to 4 of many sampled answers to one prompt, with and without drafts, for one
-    distribution.
+    """Tests tokens 2 to 4 of one prompt's sampled answers, with and without drafts.
+
+    They must have one distribution.
     """
     rows, count = [], models.sizes.samples
     plain = sampled(models.engine(0, 64), models, count, first_seed=0)
@@ -288,8 +292,9 @@ def timed(models: Models, engine: Engine, requests: list[GenerationRequest]) -> 
 
 @torch.inference_mode()
 def bandwidth(models: Models) -> list[Row]:
-    """Weights that one token must read, times plain steps per second at batch 1, over what a large
-    copy reaches.
+    """Bytes of a token's weights times plain steps per second, over a large copy's bandwidth.
+
+    Batch size is 1.
     """
     target, _ = models.on(models.device, models.dtype)
     prepare_for_decoding(target)
@@ -309,7 +314,10 @@ def bandwidth(models: Models) -> list[Row]:
         weights_of_a_token(target),
         seconds(models, lambda: target(token, start, cache, length=129)),
     )
-    figure = f"{1e3 * took:.2f} ms a step, {read / 1e6:.0f} MB: {read / took / reached:.1%} of the copy's bandwidth"
+    figure = (
+        f"{1e3 * took:.2f} ms a step, {read / 1e6:.0f} MB: "
+        f"{read / took / reached:.1%} of the copy's bandwidth"
+    )
     return [*rows, Row("memory", "plain step", figure)]
 
 
@@ -327,9 +335,7 @@ def seconds(models: Models, step: Callable[[], object], runs: int = 20) -> float
 
 
 def weights_of_a_token(target: KimiModel) -> float:
-    """Bytes: all weights but the embedding, and of the routed experts only those that a token
-    takes.
-    """
+    """Bytes of a token's weights: no embedding, and only the routed experts that it takes."""
     routed = sum(
         p.nbytes for m in target.modules() if isinstance(m, Experts) for p in m.parameters()
     )

@@ -1,11 +1,10 @@
-"""Asks kimi-nano held-out exercises through the reference engine, in BF16 and as NVFP4, and judges
-its answers.
+"""Asks kimi-nano held-out exercises through the reference engine, in BF16 and as NVFP4.
 
     python -m tools.nano.evaluate DIR [--each 16] [-o DIR/evaluation.json]
 
-prints right answers by kind (greedy), greedy answers that loop or run on, agreement of the two
-forms, the figures that speed-ups must be read with, and one answer of each kind.
-tools.benchmarks.engine prints the cost of a draft step.
+judges its answers: prints right answers by kind (greedy), greedy answers that loop or run on,
+agreement of the two forms, the figures that speed-ups must be read with, and one answer of each
+kind. tools.benchmarks.engine prints the cost of a draft step.
 """
 
 from __future__ import annotations
@@ -131,9 +130,7 @@ def by_kind(rows: Sequence[Row], answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def agreement(first: Sequence[Answer], second: Sequence[Answer]) -> dict[str, float]:
-    """Share of answers with the same tokens, and share of the first's tokens before the first
-    difference.
-    """
+    """Share of equal answers, and share of the first's tokens before the first difference."""
     same = shared = 0
     for one, other in zip(first, second, strict=True):
         same += one.token_ids == other.token_ids
@@ -166,9 +163,7 @@ def costs(directory: Path, rows: Sequence[Row]) -> dict[str, Any]:
 def distinct(
     directory: Path, rows: Sequence[Row], greedy: Sequence[Answer], dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Distinct 4-grams of stories over those of the references: other answers are too short to
-    tell.
-    """
+    """Distinct 4-grams of stories over their references'; other answers are too short."""
     at = [index for index, row in enumerate(rows) if row["category"] == "story"]
     sampled = answer_all(directory, [rows[index] for index in at], dtype, temperature=1.0)
     held = mean_distinct_ratio([rows[index]["reference"] for index in at], DISTINCT_UNITS)
@@ -199,7 +194,8 @@ def print_table(found: dict[str, Any], rows: Sequence[Row], greedy: Sequence[Ans
     for kind in found["bf16"]["by_kind"]:
         at = next(index for index, row in enumerate(rows) if row["category"] == kind)
         print(
-            f"\n[{kind}] {(rows[at]['messages'][-1]['content'] or '')[-300:]}\n  -> {greedy[at].text[:300]}"
+            f"\n[{kind}] {(rows[at]['messages'][-1]['content'] or '')[-300:]}\n"
+            f"  -> {greedy[at].text[:300]}"
         )
         print(f"   = {rows[at]['reference'][:300]}")
     brief = {

@@ -1,11 +1,10 @@
-"""Exercises with checkable answers, from which kimi-nano learns: `exercise(seed, heldout)` gives
-one, always the same.
+"""Exercises with checkable answers, from which kimi-nano learns.
 
     python -m tools.nano.exercises -o FILE [--each 16] [--training]
 
 writes held-out ones, or with --training others of the training side, as JSON lines: the same number
 of each kind, in mixed order, for bench, check and the demo. LEFT_OUT names the kinds that evaluate
-asks and the files leave out.
+asks and the files leave out. `exercise(seed, heldout)` gives one, always the same.
 
 A kind is a function of a `Draw` that returns a `Task`: the question, the answer, and the steps to
 it, which are written before the answer or, where the conversation has a reasoning part, there.
@@ -50,9 +49,7 @@ WEIGHTS = {  # long conversations come seldom: a few of them have as many tokens
 
 @dataclass(frozen=True)
 class Task:
-    """`check` is how an answer is judged (see `is_right`); `before` are turns that the question
-    follows on.
-    """
+    """`check`: how an answer is judged (see `is_right`); `before`: turns before the question."""
 
     question: str
     answer: str
@@ -68,9 +65,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Exercise:
-    """One conversation, whose last message is the answer; the keys and phrasings that it was made
-    of.
-    """
+    """One conversation with the answer last, and the keys and phrasings it is made of."""
 
     kind: str
     messages: list[Message]
@@ -105,8 +100,10 @@ def exercise(
     kind: str | None = None,
     made_up: float = MADE_UP,
 ) -> Exercise:
-    """`copying` is how much more often the COPYING kinds come: 0 for not at all, 1 for almost
-    always; `made_up` the share of a training exercise's names and things that no list has.
+    """Makes an exercise from a seed.
+
+    `copying` is how much more often the COPYING kinds come: 0 for not at all, 1 for almost always;
+    `made_up` the share of a training exercise's names and things that no list has.
     """
     draw = Draw(seed, heldout, made_up)
     weights = [

@@ -1,6 +1,4 @@
-"""Figures that put a small model's speed-up in context: cost of a draft step, experts touched, bits
-per byte.
-"""
+"""Context for a small model's speed-up: cost of a draft step, experts touched, bits per byte."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ BLOCK = 4  # tokens verified at once with draft length 3
 
 
 def held_out(tokenizer: KimiTokenizer, samples: int) -> list[tuple[list[int], list[int], int]]:
-    """(prompt ids, reference ids, reference bytes) of the shipped held-out texts, spread over the
-    file.
-    """
+    """(prompt ids, reference ids, reference bytes) of shipped texts, spread over the file."""
     path = data_files.kimi_nano_dir() / "prompts_heldout.jsonl"
     records = [
         json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()
@@ -45,9 +41,10 @@ def held_out(tokenizer: KimiTokenizer, samples: int) -> list[tuple[list[int], li
 
 @torch.inference_mode()
 def step_costs(target: KimiModel, head: Eagle3Head, rows: int = 1) -> dict[str, float]:
-    """Median milliseconds of processor time of a target step, a draft step with its logits and a
-    step that verifies BLOCK tokens, for `rows` sequences. The three take turns, so that a busy
-    machine slows them alike.
+    """Median milliseconds of processor time of a step, for `rows` sequences.
+
+    A target step, a draft step with its logits and a step that verifies BLOCK tokens. The three
+    take turns, so that a busy machine slows them alike.
     """
     prepare_for_decoding(target)
     prepare_for_decoding(head)
@@ -82,8 +79,9 @@ def step_costs(target: KimiModel, head: Eagle3Head, rows: int = 1) -> dict[str, 
 def experts_touched(
     target: KimiModel, texts: list[tuple[list[int], list[int], int]]
 ) -> dict[str, float]:
-    """Distinct routed experts of BLOCK consecutive tokens over those of one token, averaged over
-    layers and text.
+    """Distinct routed experts of BLOCK consecutive tokens over those of one token.
+
+    Averaged over layers and text.
     """
     ratios: list[float] = []
 
@@ -108,7 +106,7 @@ def experts_touched(
 def bits_per_byte(
     target: KimiModel, texts: list[tuple[list[int], list[int], int]]
 ) -> dict[str, float]:
-    """Cross-entropy of the held-out answers given their prompts, in bits per byte of the answers."""
+    """Cross-entropy of held-out answers given their prompts, in bits per byte of the answers."""
     bits, size = 0.0, 0
     for prompt, answer, length in texts:
         ids = prompt + answer

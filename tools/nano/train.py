@@ -1,5 +1,4 @@
-"""Trains kimi-nano, the small Kimi-shaped target that ships with trtspec, on the exercises of
-exercises.py.
+"""Trains kimi-nano, the small target that ships with trtspec, on the exercises of exercises.py.
 
     python -m tools.nano.train -o DIR --tokens 12e6
     python -m tools.nano.train -o DIR --tokens 50e6 --batch 8192 --device cuda
@@ -151,7 +150,7 @@ def model_config() -> dict[str, Any]:
 
 
 def initialize(model: KimiModel) -> None:
-    """Normal(0, 0.02); projections that end a residual branch are scaled down by sqrt(2 * layers)."""
+    """Normal(0, 0.02), divided by sqrt(2 * layers) in projections that end a residual branch."""
     depth = math.sqrt(2 * model.spec.num_hidden_layers)
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
@@ -160,7 +159,7 @@ def initialize(model: KimiModel) -> None:
         nn.init.normal_(parameter, std=0.02 / depth if final else 0.02)
 
 
-# --- text --------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 def prepare(output: Path) -> KimiTokenizer:
@@ -181,9 +180,7 @@ def prepare(output: Path) -> KimiTokenizer:
 
 
 def encode(tokenizer: KimiTokenizer, chat: exercises.Exercise) -> tuple[list[int], list[float]]:
-    """Token ids of a conversation, and the weight of each in the loss: 1 in answers and for the
-    mark that ends them.
-    """
+    """Token ids of a conversation and their loss weights: 1 in answers and their end mark."""
     ids = tokenizer.encode_chat(
         chat.messages, list(chat.task.tools) or None, add_generation_prompt=False
     )[1]
@@ -196,9 +193,10 @@ def encode(tokenizer: KimiTokenizer, chat: exercises.Exercise) -> tuple[list[int
 
 
 class Batches(IterableDataset[tuple[Tensor, Tensor]]):
-    """Batches [rows, longest] of ids and weights, behind the first `after`: whole conversations of
-    about equal length, each from position 0 and seeing itself only; padding has weight 0. No
-    exercise comes twice.
+    """Batches [rows, longest] of ids and weights, after the first `after`.
+
+    Whole conversations of about equal length, each from position 0 and seeing itself only; padding
+    has weight 0. No exercise comes twice.
     """
 
     def __init__(self, tokenizer: KimiTokenizer, options: Options, after: int = 0) -> None:
@@ -240,12 +238,13 @@ class Batches(IterableDataset[tuple[Tensor, Tensor]]):
             pool += 1
 
 
-# --- optimization ------------------------------------------------------------------------------------------------
+# --- optimization ---------------------------------------------------------------------------------
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalized by Newton-Schulz steps and scaled to the size of AdamW's steps
-    (arXiv 2502.16982), for matrices [out, in] and stacks of them. Kimi K2 was trained so.
+    """Momentum, orthogonalized by Newton-Schulz steps and scaled to AdamW's steps.
+
+    For matrices [out, in] and stacks of them (arXiv 2502.16982). Kimi K2 was trained so.
     """
 
     def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
@@ -275,8 +274,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
-    """A matrix with the same singular vectors and values of about 1, by a quintic iteration; in
-    bfloat16 if native.
+    """The matrix with all singular values about 1, by a quintic iteration; bfloat16 if native.
+
+    Its singular vectors stay.
     """
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = (matrix.mT if tall else matrix).to(default_dtype(matrix.device))
@@ -325,15 +325,13 @@ class Balancer:
 
 
 def learning_rate(seen: float, options: Options) -> float:
-    """Linear warm-up, constant, then linear down to 2 % of the peak over the last fifth of the
-    tokens.
-    """
+    """Linear warm-up, constant, then linear to 2 % of the peak over the last fifth of tokens."""
     warm = min(1.0, (seen / options.batch + 1) / WARM_UP_BATCHES)
     cool = min(1.0, (options.tokens - seen) / (options.decay_share * options.tokens))
     return options.lr * warm * max(0.02, cool)
 
 
-# --- files -------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def resume(
@@ -380,9 +378,7 @@ def keep(
 
 
 def checkpoint_tensors(model: KimiModel) -> dict[str, Tensor]:
-    """The model's parameters under their published names and shapes: the inverse of loading a BF16
-    checkpoint.
-    """
+    """Parameters by published names and shapes: the inverse of loading a BF16 checkpoint."""
     state = model.state_dict()
     tensors: dict[str, Tensor] = {}
     for source in layout(model.spec):
@@ -396,8 +392,9 @@ def checkpoint_tensors(model: KimiModel) -> dict[str, Tensor]:
 
 
 def save(model: KimiModel, directory: Path, options: dict[str, Any]) -> None:
-    """Writes the checkpoint in bf16 (the correction bias in float32) with config, generation config
-    and provenance.
+    """Writes the checkpoint in bf16 (correction bias: float32), its configs and provenance.
+
+    The configs are those of model and generation.
     """
     tensors = {
         name: tensor if name.endswith("e_score_correction_bias") else tensor.to(torch.bfloat16)

@@ -20,7 +20,8 @@ import yaml
 
 HELDOUT_VALUES = 7  # one value in seven
 HELDOUT_PHRASES = 5  # one phrasing in five
-MADE_UP = 0.65  # of the names and things of training: a model knows a few hundred by heart and copies no others
+# of the names and things of training: a model knows a few hundred by heart and copies no others
+MADE_UP = 0.65
 HALVES = 0.6  # of what is made up: halves of two listed ones; the others are letters
 MORE_FORMS = 0.75  # of the phrasings of training that have further forms
 T = TypeVar("T")
@@ -97,8 +98,9 @@ class Draw:
         return self.value(listed_or_made_up, again)
 
     def phrase(self, name: str, /, **values: object) -> str:
-        """A phrasing of text.yaml, or a pattern itself: one of each `{a|b}`, as a whole of this
-        side, filled in.
+        """A phrasing of text.yaml, or a pattern itself, with one of each `{a|b}`, filled in.
+
+        The whole phrasing belongs to this side (training or held-out).
         """
         pattern = TEXT["phrases"].get(name, name)
         if self.made_up and name in TEXT["more"] and self.chance(MORE_FORMS):
@@ -170,8 +172,9 @@ class Draw:
         return datetime.date(2024, 1, 1) + datetime.timedelta(self.number(0, 6 * 365))
 
     def pair(self, sign: str, high: int = 99) -> tuple[int, int]:
-        """Operands of a sum, a difference (not negative) or a product with one digit, each at least
-        two digits else.
+        """Operands of a sum, a difference (not negative) or a product with one digit.
+
+        The others have at least two digits.
         """
         while True:
             a, b = (

@@ -1,6 +1,4 @@
-"""kimi-nano's vocabulary: byte-pair merges learned on the exercises, written in Kimi's form
-(tiktoken.model).
-"""
+"""kimi-nano's vocabulary: byte-pair merges of the exercises in Kimi's form (tiktoken.model)."""
 
 from __future__ import annotations
 
@@ -44,8 +42,7 @@ SPECIAL_TOKENS = {
 
 
 def learn_ranks(texts: Iterable[str], size: int) -> list[bytes]:
-    """`size` byte strings in rank order: the 256 bytes, then merges, learned with Kimi's split
-    pattern.
+    """`size` byte strings in rank order: 256 bytes, then merges by Kimi's split pattern.
 
     Digits are never merged: a number is copied, compared and computed digit by digit.
     """
@@ -78,8 +75,10 @@ def byte_characters() -> dict[int, str]:
 
 
 def write_tokenizer(directory: Path, ranks: list[bytes]) -> None:
-    """Writes tiktoken.model, tokenizer_config.json, preprocessor_config.json, chat_template.jinja
-    as published.
+    """Writes the tokenizer's files as published.
+
+    They are tiktoken.model, tokenizer_config.json, preprocessor_config.json and
+    chat_template.jinja.
     """
     lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(ranks)]
     write_atomic(directory / "tiktoken.model", "\n".join(lines) + "\n")

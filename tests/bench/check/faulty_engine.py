@@ -1,15 +1,17 @@
 """The reference server with faults in its engine, to see what `trtspec check` says of them.
 
-    python tests/bench/check/faulty_engine.py FAULT,FAULT serve kimi-nano --backend reference --dtype bfloat16 \\
-        --head kimi-nano-eagle3 --draft-len 3 --port 8001
+    python tests/bench/check/faulty_engine.py FAULT,FAULT serve kimi-nano \\
+        --backend reference --dtype bfloat16 --head kimi-nano-eagle3 --draft-len 3 --port 8001
 
-A fault is a function here, without arguments, that changes the engine before it starts. Its docstring begins with the
-row and the kind of docs/reference/fault-kinds.md that should name it, and a colon. Most faults put a function in place
-of another with `wrap(owner, name)`. test_live.py then runs it against check, alone:
+A fault is a function here, without arguments, that changes the engine before it starts. Its
+docstring begins with the row and the kind of docs/reference/fault-kinds.md that should name it, and
+a colon. Most faults put a function in place of another with `wrap(owner, name)`. The shortest is
+`top_p_ignored`, with the docstring "parameters top_p: no effect."
+
+test_live.py then runs it against check, alone. `-s` shows the verdict, also of a fault whose row
+nobody knows yet ("sampled tail" is as good as any other then).
 
     python -m pytest -m slow -s tests/bench/check/test_live.py -k FAULT
-
-`-s` shows the verdict, also of a fault whose row nobody knows yet ("sampled tail" is as good as any other then).
 """
 
 import sys
@@ -42,8 +44,10 @@ def drafts_kept() -> None:
     """sampled distribution: drafts are kept where the target gives them more than 0.1."""
 
     @wrap(engine, "accept_sampled")
-    def _(exact: Patch, target: torch.Tensor, drafts: torch.Tensor, probs: Any, uniform: torch.Tensor,
-          **more: Any) -> Any:  # fmt: skip
+    def _(
+        exact: Patch, target: torch.Tensor, drafts: torch.Tensor, probs: Any,
+        uniform: torch.Tensor, **more: Any,
+    ) -> Any:  # fmt: skip
         width = drafts.shape[1]
         p = target[:, :width].gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
         kept = torch.where(p > 0.1, 0.0, uniform[:, :width])

@@ -1,4 +1,11 @@
-"""The gate on a corpus: every fault fails the row that names it and no other; honest servers pass."""
+"""The gate on a corpus: every fault fails only the row that names it, and honest servers pass.
+
+A new fault is a line of faults.yaml, below the row of check that must fail, with the kind that must
+name it, and its effect in toy_server.py, where `self.fault` is the name:
+
+    greedy:
+      relaxed-acceptance: text
+"""
 
 import asyncio
 import functools
@@ -86,8 +93,10 @@ def failed(rows: list[GateRow]) -> dict[str, tuple[str, ...]]:
 
 @pytest.mark.parametrize("kind", ["reference", "trtllm"])
 def test_an_honest_server_is_safe(kind: str) -> None:
-    """As TensorRT-LLM it gives token ids without text, refuses prompt log-probabilities, fails at
-    any of them under speculation, and is busy now and then.
+    """An honest server gets SAFE, also with TensorRT-LLM's limits.
+
+    As TensorRT-LLM it gives token ids without text, refuses prompt log-probabilities, fails at any
+    of them under speculation, and is busy now and then.
     """
     rows = check("", kind)
     assert CheckVerdict(rows=tuple(rows)).word == "SAFE", rows
@@ -103,9 +112,16 @@ def test_a_fault_fails_its_row_alone(row: str, fault: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("row", "fault"), [("greedy", "relaxed-acceptance"), ("greedy", "stale-turn-2"),
-                                            ("sampled", "temperature-ignored"), ("transport", "stream-altered"),
-                                            ("acceptance", "collapse-warm")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ("greedy", "relaxed-acceptance"),
+        ("greedy", "stale-turn-2"),
+        ("sampled", "temperature-ignored"),
+        ("transport", "stream-altered"),
+        ("acceptance", "collapse-warm"),
+    ],
+)
 def test_a_fault_is_found_by_continuations_alone(row: str, fault: str) -> None:
     rows = check(fault, "trtllm")
     assert failed(rows).keys() == {row}
@@ -180,9 +196,7 @@ def test_resampled_honest_checks_raise_no_alarm() -> None:
 def test_a_recording_that_is_killed_again_and_again_asks_nothing_twice(
     tmp_path: Path, points: int
 ) -> None:
-    """`kill -9` of a real process, each time with a torn line as well; what reached the journal is
-    not asked again, the rest is.
-    """
+    """After `kill -9` and a torn line, check asks only what has not reached the journal."""
     server, file = Recorder(), tmp_path / "spec.jsonl"
     journal = tmp_path / "spec.jsonl.part"
     command = [
@@ -205,8 +219,9 @@ def test_a_recording_that_is_killed_again_and_again_asks_nothing_twice(
     ]
 
     def asked(recording: Path) -> Counter[str]:
-        """The requests of a run to the end, which its key marks: those of a killed run may arrive
-        after it.
+        """The requests of one whole run, told by its key.
+
+        Requests of killed runs may arrive after it.
         """
         environment = {**os.environ, "OPENAI_API_KEY": recording.name}
         assert (

@@ -1,5 +1,6 @@
-"""A fault of the sampler is found in 99 of 100 runs whose row says that it was measured; none in an
-exact sampler.
+"""A fault of the sampler is found in 99 of 100 runs, and none in an exact sampler.
+
+Counted are runs whose row says that it was measured.
 """
 
 import random

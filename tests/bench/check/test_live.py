@@ -1,5 +1,4 @@
-"""check against real servers of kimi-nano in bfloat16: no alarm on honest ones, and faults in the
-engine are named.
+"""check against real servers of kimi-nano in bfloat16: only faults in the engine raise an alarm.
 
 TRTSPEC_HONEST_CHECKS (3) checks of 8 questions and 64 tokens, each with questions of its own; a
 check takes minutes.

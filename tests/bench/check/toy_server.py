@@ -3,6 +3,10 @@
 The target is a known distribution: of each context, eight words with probabilities that a hash
 decides. So honest answers, their probabilities and what each fault makes of them are exact, and a
 whole check takes a second.
+
+A new fault is a name of faults.yaml and a branch here, at the step that it spoils:
+
+    if fault == "long-altered" and long:
 """
 
 import json
@@ -49,7 +53,7 @@ class Refused(Exception):
 
 @dataclass
 class Made:
-    """One answer: its tokens, how many came at each step, and the context that it was written for."""
+    """One answer: its tokens, how many came at each step, and the context it was written for."""
 
     ids: list[int]
     finish: str
@@ -128,9 +132,7 @@ class Toy:
         return {word: -gap - total for gap, word in pairs}
 
     def context(self, prompt: tuple[int, ...]) -> tuple[int, list[int]]:
-        """A hash of the prompt, and what is written whatever the context: two calls, where a tool
-        is offered.
-        """
+        """A hash of the prompt, and the fixed answer: two calls if a tool is offered."""
         if prompt in self.contexts:
             return self.contexts[prompt]
         text, script = self.tokenizer.decode(prompt), []
@@ -340,9 +342,7 @@ class Toy:
         )
 
     def begin(self, prompt: list[int]) -> int:
-        """Where the answer begins: behind the last mark of the chat template, or behind a prompt
-        that was asked.
-        """
+        """Start of the answer: after the template's last mark or a prompt that was asked."""
         if (mark := self.tokenizer.special_tokens["</think>"]) in prompt:
             return len(prompt) - prompt[::-1].index(mark)
         return next(size for size in range(len(prompt), 0, -1) if tuple(prompt[:size]) in OPENINGS)

@@ -1,5 +1,4 @@
-"""Faults of Eagle3 heads, one by tensor, key and position, made from a clean head's config and
-tensors.
+"""Faults of Eagle3 heads by tensor, key and position, made from a clean head's config and tensors.
 
 A fault knows the codes by which it may be named and the least severity that it deserves.
 `disguised` has those that most files cannot show: two tensors of one shape exchanged, a map that is
@@ -294,8 +293,14 @@ def _rope(config: Config) -> Iterator[Fault]:
         ROPE,
     )
     if yarn:
-        for key, value in (("factor", 8.0), ("original_max_position_embeddings", 1024), ("beta_fast", 8.0),
-                           ("mscale_all_dim", 0.5), ("mscale", 2.0), ("rope_type", "default")):  # fmt: skip
+        for key, value in (
+            ("factor", 8.0),
+            ("original_max_position_embeddings", 1024),
+            ("beta_fast", 8.0),
+            ("mscale_all_dim", 0.5),
+            ("mscale", 2.0),
+            ("rope_type", "default"),
+        ):
             yield Fault("rope told twice", key, within("rope_parameters", **{key: value}), ROPE)
         for key, value in (
             ("factor", 8.0),
@@ -382,7 +387,7 @@ def unprefix(config: Config, tensors: Tensors) -> None:
 
 
 def disguised(config: Config, tensors: Tensors) -> Iterator[Fault]:
-    """Faults that leave the number, types and mostly names and shapes of the tensors as they are."""
+    """Faults that leave number, types and mostly names and shapes of the tensors as they are."""
     for first, second in TWINS:
         if any(first in name for name in tensors):
             yield Fault(f"exchanged: {first}", second, partial(exchange, first, second), ())

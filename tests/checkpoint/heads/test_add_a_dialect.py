@@ -42,9 +42,7 @@ def run(copy: Path, *words: object) -> dict:
 
 @pytest.mark.slow
 def test_a_dialect_is_one_row(copied: Path, tmp_path: Path) -> None:
-    """One file; then it is offered, detected, written, read and served, and a head comes back as it
-    went.
-    """
+    """One file adds a dialect: offered, detected, written, read and served, there and back."""
     assert touched(copied) == ["data/dialects.yaml"]
     target = make_target(tmp_path / "target", layers=8)
     source = make_head(tmp_path / "head", target, attention="mha", eagle="3.1", draft_vocab=128)

@@ -87,8 +87,9 @@ def test_tensors_win_where_the_config_is_silent(tmp_path: Path, target_dir: Path
 
 
 def torchspec_for_vllm(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """TorchSpec's converter with its vLLM switch: layers.0. names, and for kimi_k2 one added to the
-    nested ids.
+    """TorchSpec's converter with its vLLM switch.
+
+    Names begin with layers.0., and for kimi_k2 one is added to the nested ids.
     """
     config["eagle_config"] = {IDS: [2, 4, 5], "use_aux_hidden_state": True}
     config["_torchspec_version"] = "0.1.0"
@@ -111,9 +112,7 @@ def test_ids_that_torchspec_shifted_for_vllm_are_shifted_back(
 
 
 def test_a_noted_dialect_wins_where_files_cannot_tell(tmp_path: Path, target_dir: Path) -> None:
-    """[3, 4, 6] in ModelOpt's place, without its other keys, is SGLang's way of writing outputs 2,
-    3, 5.
-    """
+    """[3, 4, 6] in ModelOpt's place alone is SGLang's way of writing the outputs 2, 3, 5."""
     path = changed_head(tmp_path, target_dir, change=set_key("eagle_config", {IDS: [3, 4, 6]}))
     assert head_spec(Checkpoint.open(path)).aux_layers == (2, 3, 5)
     (path / "provenance.json").write_text('{"command": "convert", "dialect": "modelopt"}')
@@ -207,9 +206,15 @@ def told_everywhere(config: dict[str, Any], tensors: dict[str, torch.Tensor]) ->
 
 @pytest.mark.parametrize(
     ("change", "options"),
-    [(told_everywhere, {}), (told_everywhere, MLA), (drop("rope_theta"), {}), (gain(0.99, 1.01), {}),
-     (set_key("hidden_act", "swish"), {}), (ids(-1, 1, 3), MLA)],
-)  # fmt: skip
+    [
+        (told_everywhere, {}),
+        (told_everywhere, MLA),
+        (drop("rope_theta"), {}),
+        (gain(0.99, 1.01), {}),
+        (set_key("hidden_act", "swish"), {}),
+        (ids(-1, 1, 3), MLA),
+    ],
+)
 def test_what_is_told_alike_or_does_no_harm_is_not_reported(
     tmp_path: Path, target_dir: Path, change: Change, options: dict[str, Any]
 ) -> None:
@@ -257,8 +262,9 @@ def test_pairs(tmp_path: Path, target_dir: Path) -> None:
 
 
 def test_another_stretch_of_positions_is_a_warning(tmp_path: Path, target_dir: Path) -> None:
-    """A factor or base that is not the target's costs acceptance; published heads differ in
-    beta_fast alone.
+    """A factor or base other than the target's is a warning: it costs acceptance.
+
+    Published heads differ in beta_fast alone.
     """
     spec, model = (
         head_spec(Checkpoint.open(changed_head(tmp_path, target_dir, attention="mla"))),
@@ -306,9 +312,7 @@ def test_published_draft_configs(upstream_data: Path) -> None:
 
 
 def test_rows_alone_know_dialects_and_engines_by_name() -> None:
-    """No comparison with the name of one, and no table with their names as keys, where heads are
-    read and rewritten.
-    """
+    """Code that reads or rewrites heads has no comparison and no table with names of dialects."""
     package, names = Path(__file__).parents[3] / "trtspec", {*DIALECTS, *ENGINES}
     files = [*(package / "checkpoint").rglob("*.py"), *(package / "heads" / "convert").glob("*.py")]
     files += [
@@ -331,5 +335,9 @@ def test_rows_alone_know_dialects_and_engines_by_name() -> None:
                 for leaf in ast.walk(part)
                 if isinstance(leaf, ast.Constant)
             ]
-            found += [f"{path.name}:{node.lineno} {word}" for word in words if word in names]  # type: ignore[attr-defined]
+            found += [
+                f"{path.name}:{node.lineno} {word}"  # type: ignore[attr-defined]
+                for word in words
+                if word in names
+            ]
     assert found == []

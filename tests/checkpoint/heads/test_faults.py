@@ -1,5 +1,4 @@
-"""Every fault that a head's files can show is found and named alone, and whoever would use the head
-refuses it.
+"""Every fault that a head's files can show is named alone, and refused by all who would use it.
 
 TRTSPEC_SEED chooses another slice for the default test.
 """
@@ -42,9 +41,7 @@ CLEAN = {("modelopt", "mla", 128): {"TS-HEAD-PRUNED-MLA"}}
 
 
 class Judge:
-    """Gives one head after the other a fault and asks inspect, convert, train --init and the
-    reference engine.
-    """
+    """Gives heads one fault each and asks inspect, convert, train --init and the engine."""
 
     def __init__(self, room: Path) -> None:
         self.room = room
@@ -108,7 +105,7 @@ class Judge:
             return [Problem(REFUSED, "error", str(path), error.message, error.remedy)]
 
     def refuse(self, path: Path, name: str, errors: set[str]) -> None:
-        """An error is refused by whoever would spend time on the head; convert may mend it instead."""
+        """Whoever would spend time on the head refuses an error; convert may mend it instead."""
         target = resolve(str(self.target))
         users = {
             "convert": lambda: convert_head(
@@ -136,7 +133,8 @@ class Judge:
         lines = [f"{sum(self.seen.values())} faults in {len(self.heads)} heads"]
         for kind, seen in self.seen.items():
             lines.append(
-                f"{kind:26} {self.found[kind]:5} of {seen:5} found, {100 * self.found[kind] / seen:.1f} %"
+                f"{kind:26} {self.found[kind]:5} of {seen:5} found, "
+                f"{100 * self.found[kind] / seen:.1f} %"
             )
         lines.append(f"refused by {dict(self.refusals)}, mended by convert {self.mended}")
         lines += [f"missed: {one}" for kind in self.missed for one in self.missed[kind][:8]]

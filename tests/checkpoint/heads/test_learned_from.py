@@ -1,6 +1,4 @@
-"""A head remembers the weights that it learned from, and every command that pairs it says when they
-are others.
-"""
+"""A head remembers the weights it learned from, and every command that pairs it names others."""
 
 import shutil
 import sys

@@ -32,8 +32,9 @@ def as_it_is(config: Config, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def modelopt_kimi(config: Config, tensors: dict[str, torch.Tensor]) -> None:
-    """ModelOpt's kimik2 export: keys of DeepSeek-V3's config class beside the head's, head_dim the
-    rope part's.
+    """ModelOpt's kimik2 export.
+
+    It has keys of DeepSeek-V3's config class beside the head's, and the rope part's head_dim.
     """
     config |= {
         "head_dim": config["qk_rope_head_dim"],

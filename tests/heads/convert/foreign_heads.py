@@ -24,11 +24,10 @@ NO_MLA = ("speculators", "specforge", "safeailab")
 
 
 def expressible(dialect: str, attention: str, eagle: str, vocab: int | None = None) -> bool:
-    """Which heads a project's code computes: SpecForge, speculators and SafeAILab have no MLA,
-    SafeAILab no 3.1.
+    """Whether a project's code computes such a head.
 
-    With `vocab`, which it loads too: ModelOpt exports a pruned MLA head, and TensorRT-LLM does not
-    load it.
+    SpecForge, speculators and SafeAILab have no MLA, SafeAILab no 3.1. With `vocab`, which it loads
+    too: ModelOpt exports a pruned MLA head, and TensorRT-LLM does not load it.
     """
     pruned_mla = attention == "mla" and vocab is not None and dialect == "modelopt"
     known = not (attention == "mla" and dialect in NO_MLA) and not (
@@ -58,8 +57,9 @@ def write_head(directory: Path, target: Path, dialect: str, **options: Any) -> P
 def changed_head(
     directory: Path, target: Path, dialect: str = "", change: Change | None = None, **options: Any
 ) -> Path:
-    """A head of write_head, or of make_head where there is no dialect, with unit gains (so that no
-    double-norm finding stands in the way), then changed.
+    """Writes a head and changes it: write_head's, or make_head's without a dialect.
+
+    It has unit gains, so that no double-norm finding stands in the way.
     """
     path = (
         write_head(directory, target, dialect, **options)

@@ -1,5 +1,4 @@
-"""Conversion between all pairs of dialects: what is written, that it is the identity there and
-back, what is refused.
+"""Conversion between all pairs of dialects: what is written, identity there and back, refusals.
 
 The expected files come from foreign_heads.py, which knows the projects' layouts and nothing of
 trtspec.
@@ -68,7 +67,7 @@ def assert_same_tensors(path: Path, expected: Path) -> None:
 def there_and_back(
     room: Path, target_dir: Path, sources: Any, one: str, other: str, kind: tuple[Any, ...]
 ) -> None:
-    """A -> B is what B's own exporter would have written, and B -> A is A again, config included."""
+    """A -> B is what B's own exporter would write, and B -> A is A again, config included."""
     begin, end = sources(one, *kind), sources(other, *kind)
     middle, back, canonical = (
         room / "-".join(map(str, ("out", one, other, *kind, step))) for step in "mbc"
@@ -143,8 +142,9 @@ def test_an_impossible_pair_is_refused_with_its_reason(
 def test_layer_ids_follow_each_convention(
     room: Path, target_dir: Path, layers: tuple[int, ...]
 ) -> None:
-    """The same three layer outputs: as outputs, as the number of layers that ran, and by SGLang's
-    first-id rule.
+    """Layer outputs are numbered by each dialect's convention.
+
+    They are outputs, numbers of layers that ran, or ids by SGLang's first-id rule.
     """
     source = write_head(room / f"ids-{layers}", target_dir, "modelopt", aux_layers=layers)
     outputs, inputs = list(layers), [layer + 1 for layer in layers]
@@ -189,9 +189,7 @@ def restated(source: Path, output: Path, nested: list[int] | None, top: list[int
 def test_ids_in_both_conventions_are_reconciled(
     room: Path, target_dir: Path, dialect: str, layers: tuple[int, ...]
 ) -> None:
-    """Outputs in eagle_config and one more at the top level say the same, whatever the tensors are
-    called.
-    """
+    """Outputs in eagle_config and one more at the top level agree, whatever the tensors' names."""
     plain = write_head(room / f"plain-{dialect}-{layers}", target_dir, dialect, aux_layers=layers)
     nested, top = list(layers), [layer + 1 for layer in layers]
     source = restated(plain, room / f"both-{dialect}-{layers}", nested, top)

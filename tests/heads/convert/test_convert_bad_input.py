@@ -1,5 +1,4 @@
-"""What people pass by mistake, what is damaged, and options that would lose something: each a code
-and a remedy.
+"""Mistakes, damage, and options that would lose something: each has a code and a remedy.
 
 The catalogue of damaged heads is in tests/checkpoint/heads/faults.py; here is what needs more than
 one head's files.
@@ -148,9 +147,7 @@ def test_other_drafts_and_whole_models_are_told_by_code(room: Path, target_dir: 
 
 
 def test_what_conversion_mends(room: Path, target_dir: Path) -> None:
-    """A null width, a leaked quantization block, a mask that is off, a map that only t2d tells,
-    names with `model.`.
-    """
+    """A null width, leaked quantization, `model.` names and a map in t2d alone are mended."""
 
     def spoil(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         config["target_hidden_size"] = None
@@ -172,7 +169,9 @@ def test_what_conversion_mends(room: Path, target_dir: Path) -> None:
 
 
 def test_convert_mends_words_that_the_tensors_contradict(room: Path, target_dir: Path) -> None:
-    """A tied lm_head although the file has its own, another kind's class, and a base that the user
+    """convert mends words of the config that the tensors contradict.
+
+    A tied lm_head although the file has its own, another kind's class, and a base that the user
     settles.
     """
 
@@ -358,9 +357,7 @@ def test_build_config_takes_the_layers_from_a_converted_head(room: Path) -> None
 
 @pytest.mark.slow
 def test_a_killed_conversion_leaves_no_head(tmp_path: Path, target_dir: Path) -> None:
-    """Nor anything in the way of the same command, which then writes what an undisturbed one
-    writes.
-    """
+    """A killed conversion leaves no head, and the same command then writes the same bytes."""
     source = write_head(tmp_path / "head", target_dir, "vllm")
     words, out = ("convert", source, "--to", "trtllm", "-o"), tmp_path / "out"
     succeeded(*words, tmp_path / "first")

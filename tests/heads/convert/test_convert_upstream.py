@@ -1,7 +1,7 @@
-"""Converted heads before transformers' config classes and ModelOpt's exporter, which are installed
-with trtspec.
+"""Converted heads satisfy transformers' config classes and ModelOpt's exporter.
 
-tests/oracles/test_head_loaders.py loads them into the classes of other projects.
+Both are installed with trtspec. tests/oracles/test_head_loaders.py loads the heads into the classes
+of other projects.
 """
 
 import sys

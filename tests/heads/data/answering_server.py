@@ -1,5 +1,4 @@
-"""An OpenAI-like endpoint in a process of its own, for tests: answers are a function of the request
-alone.
+"""An OpenAI-like endpoint in a process of its own, whose answers depend on the request alone.
 
 Run as `python answering_server.py PORT LOG [FAIL_EVERY] [DELAY]`: each request is one line of LOG;
 every FAIL_EVERY-th is answered with status 503.

@@ -1,6 +1,4 @@
-"""synthesize against a real server process: order, seeds, retries, resume after a kill, and what it
-refuses.
-"""
+"""synthesize against a real server: order, seeds, retries, resume after a kill, and refusals."""
 
 import json
 import os
@@ -142,8 +140,9 @@ NEMOTRON = {
 
 
 def test_tools_and_their_results_stay_in_a_conversation(tmp_path, server, target_dir):
-    """Nemotron's layout: an empty system message is dropped, a tool call of the source and its
-    result are context.
+    """In Nemotron's layout, an empty system message is dropped, and tool calls stay as context.
+
+    The source's tool call has its result behind it.
     """
     url, log = server
     before = len(asked(log))
@@ -193,8 +192,9 @@ def spoken(message: dict, finish: str | None = "stop") -> dict:
 
 
 def test_what_is_written_is_what_the_reader_reads(tmp_path, server, capsys):
-    """Reasoning in either name, tool calls, U+2028, NUL, no content, no finish reason: the same
-    records back, and no field unread.
+    """Every record is read back as written, with no field unread.
+
+    Records hold reasoning in either name, tool calls, U+2028, NUL, no content, no finish reason.
     """
     answers = [
         {"content": "Yes.", "reasoning_content": "hm"},
@@ -326,9 +326,17 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "remedy"),
-    [("temperature", "--temperature"), ("max_tokens", "--max-tokens"), ("top_p", "--top-p"), ("model", "--model"),
-     ("messages", "PROMPTS"), ("tools", "PROMPTS"), ("seed", "prompt's text"), ("stream", "not streamed")],
-)  # fmt: skip
+    [
+        ("temperature", "--temperature"),
+        ("max_tokens", "--max-tokens"),
+        ("top_p", "--top-p"),
+        ("model", "--model"),
+        ("messages", "PROMPTS"),
+        ("tools", "PROMPTS"),
+        ("seed", "prompt's text"),
+        ("stream", "not streamed"),
+    ],
+)
 def test_an_extra_body_does_not_override_what_the_provenance_names(
     tmp_path: Path, key: str, remedy: str
 ) -> None:

@@ -79,9 +79,7 @@ def sidecar(pool: Pool) -> FastAPI:
 def capturing(
     app: FastAPI, target, pool: Pool, layers: tuple[int, ...], sidecar_port: int
 ) -> FastAPI:
-    """The reference server, every answered completion of token ids followed by the states of its
-    prompt.
-    """
+    """The reference server with its prompt's states after each completion of token ids."""
 
     @app.middleware("http")
     async def add_states(request: Request, call_next) -> Response:

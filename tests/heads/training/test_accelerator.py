@@ -1,5 +1,6 @@
-"""Training steps on a CUDA device that computes nothing (tests/fake_cuda.py): no tensor strays to
-the CPU, and the host waits once in a step.
+"""Training steps on a CUDA device that computes nothing (tests/fake_cuda.py).
+
+No tensor strays to the CPU, and the host waits once in a step.
 """
 
 import contextlib
@@ -60,9 +61,7 @@ def module_for(target: ModelSpec, attention: str, eagle: str) -> TrainingModule:
 
 
 def onto(device: str, model: TrainingModule) -> TrainingModule:
-    """Fake tensors of the device in place of all that the module has, as `build` would make them
-    there.
-    """
+    """Replaces the module's tensors by fake ones of the device, as `build` would make them."""
     rope = model.eagle_module.layers[0].__dict__["rope"]  # no submodule
     for module in [*model.modules(), rope]:
         for name, value in module._parameters.items():
@@ -122,7 +121,8 @@ def test_a_training_step_reads_the_device_once(
     assert all(value.is_cuda and value.grad is None for value in stepper.parameters.values())
     found = dict(transfers.found)
     print(
-        f"EAGLE-{eagle}, {attention}, {precision}: waits per training step {reads.calls / 2:g}; in 2 steps {found}"
+        f"EAGLE-{eagle}, {attention}, {precision}: waits per training step {reads.calls / 2:g}; "
+        f"in 2 steps {found}"
     )
     assert reads.calls == 2
     assert transfers.found["read"] == transfers.found["written"] == 0
@@ -135,8 +135,9 @@ def test_a_training_step_reads_the_device_once(
 def test_the_backward_pass_reads_nothing(
     target: ModelSpec, monkeypatch: pytest.MonkeyPatch, attention: str, eagle: str
 ) -> None:
-    """On torch's meta device, which autograd's engine runs without hardware, and as strictly apart
-    from the CPU.
+    """The backward pass reads nothing, on torch's meta device.
+
+    autograd's engine runs it without hardware, and it is as strictly apart from the CPU.
     """
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)

@@ -1,8 +1,7 @@
-"""The function that a head was trained with is the one that servers compute: training module
-against Eagle3Head.
+"""The function that a head was trained with is the one that servers compute.
 
-The head is made with scattered gains, so that a norm applied twice, left out or misplaced cannot
-hide behind ones.
+The training module is compared with Eagle3Head. The head is made with scattered gains, so that a
+norm applied twice, left out or misplaced cannot hide behind ones.
 """
 
 import pytest
@@ -108,15 +107,14 @@ def test_exported_head_computes_what_was_trained(tmp_path, target, attention, ea
     assert head.spec.aux_layers == (1, 3, 4)
     difference = largest_difference(model, head, target)
     print(
-        f"{attention} EAGLE-{eagle} draft vocabulary {spec.draft_vocab_size}: max difference {difference:.2e}"
+        f"{attention} EAGLE-{eagle} draft vocabulary {spec.draft_vocab_size}: "
+        f"max difference {difference:.2e}"
     )
     assert difference < 2e-5
 
 
 def stock_module(target, spec, tensors) -> nn.Module:
-    """ModelOpt as it comes, with the same weights: its own Llama layer, masks, kernel and export
-    defaults.
-    """
+    """ModelOpt as it comes with our weights: its Llama layer, masks, kernel and export defaults."""
     import modelopt.torch.speculative as mtsp
 
     stub = train.TargetStub(
@@ -130,8 +128,9 @@ def stock_module(target, spec, tensors) -> nn.Module:
 
 
 def test_stock_modelopt_fails_the_same_check(tmp_path, target):
-    """The oracle sees the double norm: stock ModelOpt with the same weights drafts something else
-    than servers do.
+    """The oracle sees the double norm: stock ModelOpt drafts otherwise than servers do.
+
+    The weights are the same.
     """
     spec = new_head_spec(target.spec, TrainOptions(attention="mha", eagle="3"))
     tensors = train.head_tensors(training_module(target, spec))
@@ -150,8 +149,9 @@ def test_stock_modelopt_fails_the_same_check(tmp_path, target):
 
 
 def test_export_has_modelopts_names_and_the_training_rope(tmp_path, target):
-    """Same tensors as ModelOpt's exporter writes, and none of the YaRN that it adds to a head
-    trained without.
+    """An export has the tensors of ModelOpt's exporter.
+
+    It has none of the YaRN that the exporter adds to a head trained without.
     """
 
     from modelopt.torch.export import export_speculative_decoding
@@ -181,8 +181,9 @@ def test_export_has_modelopts_names_and_the_training_rope(tmp_path, target):
 
 
 def places_of(mask: torch.Tensor) -> torch.Tensor:
-    """The places of a mask [B, S] in the flattened batch, but the first of each row, before which
-    there is none.
+    """Positions of a mask [B, S] in the flattened batch, without the first of each row.
+
+    No position comes before that one.
     """
     counts = mask.clone()
     counts[:, 0] = False
@@ -199,9 +200,7 @@ def loss_of(model, tokens, hidden, aux, mask, **options) -> tuple[torch.Tensor, 
 
 @pytest.mark.parametrize("attention", ["mha", "mla"])
 def test_loop_attention_and_loss_equal_modelopts_own(target, attention):
-    """objective, decoder.ttt_attention and the chunked loss against ModelOpt's loop, masks through
-    SDPA and loss.
-    """
+    """objective, ttt_attention and the chunked loss equal ModelOpt's loop, SDPA masks and loss."""
     spec = new_head_spec(target.spec, TrainOptions(attention=attention, eagle="3"))
     torch.manual_seed(7)
     tokens = torch.randint(0, target.spec.vocab_size, (2, ROWS))
@@ -225,8 +224,9 @@ def test_loop_attention_and_loss_equal_modelopts_own(target, attention):
 
 
 def test_a_fresh_head_starts_at_the_expected_loss(target):
-    """ln(V) * (1 + 0.9 + 0.81 + 0.729) for a head that knows nothing, against the uniform
-    distribution.
+    """A head that knows nothing begins at ln(V) * (1 + 0.9 + 0.81 + 0.729).
+
+    The target is the uniform distribution.
     """
     import math
 

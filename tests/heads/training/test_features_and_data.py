@@ -1,6 +1,4 @@
-"""Data as the target saw it, states computed once, dumps in ModelOpt's format, batches as a
-function of the seed.
-"""
+"""Data as the target saw it, states computed once, ModelOpt's dumps, batches by the seed."""
 
 import json
 from dataclasses import replace
@@ -69,8 +67,9 @@ def test_states_equal_one_sequence_at_a_time(target, samples):
 
 
 def write_dumps(features: Features, directory: Path, cut: dict[int, int] | None = None) -> None:
-    """As ModelOpt's scripts write them, named by conversation id; `cut`: tokens of a sample, fewer
-    than ours.
+    """Writes dumps as ModelOpt's scripts do, named by conversation id.
+
+    `cut`: tokens of a sample, fewer than ours.
     """
     for index, sample in enumerate(features.samples):
         hidden, aux = features.states(index)
@@ -125,7 +124,7 @@ def test_dumps_of_another_target_are_refused(tmp_path, target, samples):
 
 
 def test_damaged_dumps_are_found(tmp_path, target, samples):
-    """Sixty bytes flipped, one at a time, and twenty truncations; then NaN that was really written."""
+    """Sixty flipped bytes, twenty truncations and a NaN that was really written are found."""
     features = compute_features(target, samples[:1], LAYERS)
     write_dumps(features, tmp_path)
     path = tmp_path / f"{samples[0].id}.pt"

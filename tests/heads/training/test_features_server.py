@@ -1,7 +1,7 @@
-"""`--features http://...` against the reference server speaking ModelOpt's streaming protocol, over
-NIXL on loopback.
+"""`--features http://...` against the reference server with ModelOpt's streaming protocol.
 
-The client is ModelOpt's own; the states it brings are those of the target in memory.
+It runs over NIXL on loopback. The client is ModelOpt's own; the states it brings are those of the
+target in memory.
 """
 
 import json
@@ -76,8 +76,9 @@ def one_by_one(target, plan: TrainingPlan) -> dict[str, tuple[torch.Tensor, torc
 def test_states_and_losses_are_those_of_the_target_in_memory(
     tmp_path, target_dir, data, target, plan, dtype, apart
 ):
-    """A server that sends bf16, as vLLM does, has rounded the last state before its norm; nothing
-    else differs.
+    """States and losses equal those in memory; in bf16 only the last state before its norm differs.
+
+    A server that sends bf16, as vLLM does, has rounded it.
     """
     with serving(target_dir, captured(target, plan), dtype) as (url, _):
         served = replace(plan, features=feature_source(url))
@@ -95,7 +96,8 @@ def test_states_and_losses_are_those_of_the_target_in_memory(
     memory = losses(target_dir, target, plan, data, tmp_path / "memory")
     worst = max(abs(a - b) for a, b in zip(ours, memory, strict=True))
     print(
-        f"{dtype}: {unequal:.1e} of a sample's aux states round otherwise, losses of {len(ours)} steps by {worst:.1e}"
+        f"{dtype}: {unequal:.1e} of a sample's aux states round otherwise, "
+        f"losses of {len(ours)} steps by {worst:.1e}"
     )
     assert worst < 1e-2
 

@@ -136,9 +136,11 @@ def test_a_signal_leaves_a_usable_head(tmp_path, target_dir, data, number):
 
 @pytest.mark.slow
 def test_memory_of_twenty_thousand_tokens_grows_with_the_length(tmp_path):
-    """Peak resident memory of one step at 5,000 and 20,000 tokens, hidden size 64, 512 words, 3
-    training-time-test steps: what 15,000 more tokens take, each. glibc gives freed buffers back at
-    once here; otherwise the peak is what it kept, which differs by a third from run to run.
+    """Peak resident memory of a step grows with its length, from 5,000 to 20,000 tokens.
+
+    Hidden size 64, 512 words, 3 training-time-test steps: what 15,000 more tokens take, each. glibc
+    gives freed buffers back at once here; otherwise the peak is what it kept, which differs by a
+    third from run to run.
     """
     peaks, environment = [], os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     for tokens in (5000, 20000):

@@ -1,5 +1,4 @@
-"""kill -9 at twenty random moments of synthesize and of train: what comes out is what an
-undisturbed run makes.
+"""kill -9 at twenty random moments of synthesize and train changes nothing in their output.
 
 Each run is a process of its own, forked from one that has imported everything, so that twenty
 starts cost seconds.
@@ -57,7 +56,8 @@ def test_synthesize_killed_twenty_times(tmp_path):
                 output.unlink()
                 rounds += 1
     print(
-        f"synthesize: {kills} kills over {rounds + 1} runs to the end, {repeated} journalled answers asked again"
+        f"synthesize: {kills} kills over {rounds + 1} runs to the end, "
+        f"{repeated} journalled answers asked again"
     )
     assert output.read_bytes() == want
     assert repeated == 0
@@ -92,5 +92,6 @@ def test_train_killed_twenty_times(tmp_path, target_dir, data):
         assert all(torch.equal(ours[name], want[name]) for name in want)
         assert (output / "provenance.json").read_bytes() == (whole / "provenance.json").read_bytes()
     print(
-        f"train: {kills} kills over {len(finished)} runs to the end, {len(curve(whole))} equal points of the curve each"
+        f"train: {kills} kills over {len(finished)} runs to the end, "
+        f"{len(curve(whole))} equal points of the curve each"
     )

@@ -91,8 +91,9 @@ def test_without_counts_a_target_elsewhere_cannot_be_reckoned():
 
 
 def test_a_longer_sequence_needs_no_more_logits():
-    """The loop computes them for a chunk: 3.8 GB over the whole vocabulary, and layer activations
-    of each token.
+    """A longer sequence adds layer activations and no logits, which the loop computes by chunk.
+
+    A chunk's are 3.8 GB over the whole vocabulary.
     """
     spec = resolve("moonshotai/Kimi-K2.5", weights=False).target_spec()
     counts, source = TrainingRecipe(samples=100, mean_tokens=100), feature_source("memory")

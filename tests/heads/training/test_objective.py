@@ -83,9 +83,7 @@ def some_samples(count: int, seed: int = 0) -> list[Sample]:
 
 @pytest.mark.parametrize("answer_only", [False, True])
 def test_an_accumulated_step_weighs_every_token_alike(target, answer_only):
-    """Three batches of unequal length in one step, against one sum over all positions of the plain
-    formula.
-    """
+    """A step of three unequal batches equals one sum over all positions of the plain formula."""
     samples = some_samples(5)
     options = TrainOptions(
         ttt_steps=2,
@@ -130,7 +128,8 @@ def test_an_accumulated_step_weighs_every_token_alike(target, answer_only):
     )
     norm = math.sqrt(sum(float(v.grad.square().sum()) for v in fresh.eagle_module.parameters()))
     print(
-        f"accumulated against by hand: loss {abs(point.loss - loss.item()):.1e}, gradients {worst:.1e}"
+        f"accumulated against by hand: loss {abs(point.loss - loss.item()):.1e}, "
+        f"gradients {worst:.1e}"
     )
     assert worst < 1e-5 and point.grad_norm == pytest.approx(norm, rel=1e-4)
 
@@ -167,7 +166,7 @@ def test_a_constant_rate_behind_the_warm_up():
 
 
 def test_transformers_schedule_is_the_same():
-    """The library's own, on a dummy optimizer; both reach the peak at the last step of the warm-up."""
+    """Our schedule equals transformers': both reach the peak at the last step of the warm-up."""
     from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
@@ -185,11 +184,15 @@ def test_transformers_schedule_is_the_same():
 
 @settings(max_examples=40)
 @given(
-    count=st.integers(1, 40), batch=st.integers(1, 5), accumulation=st.integers(1, 4), epochs=st.integers(1, 6)
-)  # fmt: skip
+    count=st.integers(1, 40),
+    batch=st.integers(1, 5),
+    accumulation=st.integers(1, 4),
+    epochs=st.integers(1, 6),
+)
 def test_data_order(count, batch, accumulation, epochs):
-    """Every sample that is not held out comes once in an epoch; a longer run begins like a shorter
-    one; only the last window and the last batch of an epoch may be short.
+    """An epoch has each sample once, without the held-out ones, and a longer run begins alike.
+
+    Only the last window and the last batch of an epoch may be short.
     """
     options = TrainOptions(
         batch_size=batch, accumulation=accumulation, epochs=epochs, seed=3, held_out=0.2

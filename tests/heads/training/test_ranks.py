@@ -82,7 +82,8 @@ def test_two_processes_have_the_curve_of_one(tmp_path, one_process, train):
         if "loss" in a
     )
     print(
-        f"losses differ by {apart:.1e}, a weight of the export by {worst:.1e} at most after 12 steps"
+        f"losses differ by {apart:.1e}, "
+        f"a weight of the export by {worst:.1e} at most after 12 steps"
     )
     assert worst < 1e-2
     assert torch.equal(ours["d2t"], theirs["d2t"]) if "d2t" in theirs else True

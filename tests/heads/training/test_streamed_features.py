@@ -1,5 +1,6 @@
-"""`--features stream` against states in memory: the same bits, the same losses, a kill between
-chunks.
+"""`--features stream` has the bits and losses of states in memory, also after a kill.
+
+The kill comes between chunks.
 """
 
 import os
@@ -125,7 +126,8 @@ def test_training_on_chunks_gives_the_losses_of_the_online_run(tmp_path, stream,
     )
     apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(got, plain, strict=True) if "loss" in a)
     print(
-        f"other batches of the target, one bf16 rounding apart: losses differ by {apart:.1e} at most"
+        "other batches of the target, one bf16 rounding apart: "
+        f"losses differ by {apart:.1e} at most"
     )
     assert apart < 1e-2
     kept = sorted(path.name[:10] for path in (tmp_path / "s/features").glob("chunk-*"))
@@ -167,12 +169,15 @@ def test_another_target_never_gets_these_chunks(tmp_path, stream, plan):
 @pytest.mark.parametrize(
     ("text", "source"),
     [
-        ("auto", ("memory", None, ())), ("memory", ("memory", None, ())), ("stream", ("stream", None, ())),
+        ("auto", ("memory", None, ())),
+        ("memory", ("memory", None, ())),
+        ("stream", ("stream", None, ())),
         ("streams", ("dumps", Path("streams"), ())),
-        ("stream:/data", ("stream", Path("/data"), ())), ("/dumps", ("dumps", Path("/dumps"), ())),
+        ("stream:/data", ("stream", Path("/data"), ())),
+        ("/dumps", ("dumps", Path("/dumps"), ())),
         ("http://a:8000,https://b", ("server", None, ("http://a:8000", "https://b"))),
     ],
-)  # fmt: skip
+)
 def test_what_features_names(text: str, source: tuple) -> None:
     assert feature_source(text) == FeatureSource(text, *source)
 

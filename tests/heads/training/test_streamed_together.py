@@ -1,6 +1,4 @@
-"""Several processes streaming one target: each its part of a chunk, the states those of one
-process, bit for bit.
-"""
+"""Several processes stream one target, a part of each chunk, to the bits of one process."""
 
 import json
 import os
@@ -26,12 +24,14 @@ from trtspec.heads.training.train_options import TrainOptions, feature_source
 from trtspec.heads.training.training_plan import make_plan
 from trtspec.heads.training.ranks import process_group
 
-target, data, work, epochs = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+target, data, work, epochs = Path(sys.argv[1]), Path(sys.argv[2]), \
+Path(sys.argv[3]), int(sys.argv[4])
 options = TrainOptions(epochs=epochs, batch_size=4, seq_len=96, held_out=0.1, precision="fp32")
 with process_group("cpu") as world:
     stream = open_stream(target, torch.float32, "cpu", world)
     plan = make_plan(target, stream.spec, (str(data),), options, feature_source("stream"))
-    features = stream_features(stream, plan, options, work, "target", chunk_bytes=200_000, world=world)
+    features = stream_features(stream, plan, options, \
+work, "target", chunk_bytes=200_000, world=world)
     ids, lengths = [s.id for s in plan.samples], [len(s.tokens) for s in plan.samples]
     train, held = split_held_out(ids, options.held_out, options.seed)
     batches = batches_of_epoch(lengths, train, options.batch_size, options.seed, 0)
@@ -88,8 +88,9 @@ def states(found: list[dict]) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_two_processes_compute_the_bits_of_one(tmp_path, target_dir, data, epochs):
-    """One epoch alternates chunks and steps, so processes meet at every chunk; several epochs keep
-    all of them.
+    """Two processes compute the bits of one: they meet at each chunk, or keep all of them.
+
+    One epoch alternates chunks and steps; several epochs keep all chunks.
     """
     (alone,) = processes(1, target_dir, data, tmp_path / "one", epochs)
     together = processes(2, target_dir, data, tmp_path / "two", epochs)

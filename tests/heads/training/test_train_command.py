@@ -89,7 +89,12 @@ def test_options_come_from_a_file_and_unknown_ones_are_refused(tmp_path):
 
     path = tmp_path / "train.yaml"
     path.write_text(
-        "eagle: 3.1\nttt-steps: 5\nlr: 1.0e-4\nsave-every: 7\naux_layers: [1, 2, 3]\nanswer_only: true\n"
+        "eagle: 3.1\n"
+        "ttt-steps: 5\n"
+        "lr: 1.0e-4\n"
+        "save-every: 7\n"
+        "aux_layers: [1, 2, 3]\n"
+        "answer_only: true\n"
     )
     command, _, told = with_file(TrainCommand(output=tmp_path / "head", config=path, ttt_steps=7))
     assert (command.eagle, command.ttt_steps, command.lr, command.answer_only) == (

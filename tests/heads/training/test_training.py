@@ -1,6 +1,4 @@
-"""A whole run on a tiny target: it learns, resumes after a kill with the same curve, and refuses
-what changed.
-"""
+"""A whole run on a tiny target learns, resumes to the same curve and refuses what changed."""
 
 import shutil
 import subprocess

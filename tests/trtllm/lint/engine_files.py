@@ -1,5 +1,6 @@
-"""Random engine files, as people write them: known, misspelt, renamed and misplaced keys, comments
-at every place.
+"""Random engine files as people write them: known, misspelt, renamed and misplaced keys.
+
+Comments are everywhere.
 """
 
 import random

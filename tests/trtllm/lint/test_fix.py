@@ -1,4 +1,4 @@
-"""`--fix` on files of every kind: it never makes a file worse, loses no comment and comes to rest."""
+"""`--fix` on files of every kind makes none worse, loses no comment and comes to rest."""
 
 import random
 from collections import Counter
@@ -50,7 +50,12 @@ def check_one(seed: int) -> int:
         assert after.text.count(comment) == 1, (comment, shown)
     again, nothing = with_fixes(after.text, deployment)
     assert again.text == after.text and not nothing, shown
-    touched = [str(path) for f in corrected if f.fix for path in (*f.fix.keywords.values(), f.key)]  # type: ignore[attr-defined]
+    touched = [
+        str(path)
+        for f in corrected
+        if f.fix
+        for path in (*f.fix.keywords.values(), f.key)  # type: ignore[attr-defined]
+    ]
     kept = leaves(after.entries)
     for path, value in leaves(before.entries).items():
         if not any(path == other or path.startswith(f"{other}.") for other in touched):
@@ -114,7 +119,12 @@ CASES = [
     (
         "a draft length under a wrong name is not joined by a second one",
         NEW,
-        "speculative_config:\n  decoding_type: Eagle\n  speculative_model_dir: /h\n  max_draft_length: 5\n",
+        (
+            "speculative_config:\n"
+            "  decoding_type: Eagle\n"
+            "  speculative_model_dir: /h\n"
+            "  max_draft_length: 5\n"
+        ),
         None,
     ),
     ("a misspelt key is left to the user", NEW, "max_batchsize: 8\nmax_batch_size: 16\n", None),

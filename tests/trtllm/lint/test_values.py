@@ -132,7 +132,10 @@ def test_a_remedy_knows_where_a_key_went(release: str, text: str, remedy: str) -
 
 
 def test_a_misspelt_key_does_not_also_miss_its_value() -> None:
-    text = "speculative_config: {decoding_type: Eagle, max_draft_length: 3, speculative_model_dir: /h}\n"
+    text = (
+        "speculative_config: {decoding_type: Eagle, max_draft_length: 3, "
+        "speculative_model_dir: /h}\n"
+    )
     found = [
         f.code for f in lint(text, Deployment(schema_for("1.3.0rc20"))) if f.severity == "error"
     ]

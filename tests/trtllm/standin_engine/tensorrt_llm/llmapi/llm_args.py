@@ -1,6 +1,4 @@
-"""Classes of the same make as the engine's: strict, with unions by discriminator, aliases, limits
-and validators.
-"""
+"""Classes like the engine's: strict, with discriminators, aliases, limits and validators."""
 
 from enum import StrEnum
 from typing import Annotated, Any, Literal
