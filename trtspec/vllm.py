@@ -1,6 +1,7 @@
-"""Plans one start of vLLM: translates options of `trtspec serve` to `vllm serve` and checks what is
-known before it. Options after `--` go to `vllm serve` unchanged: it judges them itself.
-data/vllm.yaml has the releases.
+"""Plans one start of vLLM: translates options of `trtspec serve` to `vllm serve`, and checks them.
+
+Options after `--` go to `vllm serve` unchanged: it judges them itself. data/vllm.yaml has the
+releases.
 """
 
 from __future__ import annotations
@@ -84,8 +85,9 @@ def passed_options(words: Sequence[str]) -> dict[str, str]:
 
 
 def _entry_of(name: str, flag: str, options: dict[str, str]) -> str | None:
-    """The entry in `options` of a passed option, also abbreviated (`--hos`), as vLLM's parser
-    accepts it.
+    """The entry in `options` of a passed option. None if no option matches.
+
+    It may be abbreviated (`--hos`), as vLLM's parser accepts it.
     """
     for option, entry in options.items():
         if option == name or (flag.startswith("--") and option.startswith(name)):
@@ -209,8 +211,9 @@ def is_vllm_file(keys: Iterable[Any]) -> bool:
 
 
 def unknown_options(values: Iterable[Any]) -> Iterator[Problem]:
-    """Yields an error for each key that is spelled like a known option, and a note for each other
-    unknown key.
+    """Yields a problem for each unknown key.
+
+    An error if the key is spelled like a known option, else a note.
     """
     known = known_options()
     for written in map(str, values):
@@ -233,8 +236,9 @@ def known_options() -> list[str]:
 
 
 def as_words(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yields options of `vllm serve` by name as words of its command line, with mappings and lists
-    as JSON.
+    """Yields options of `vllm serve` by name as words of its command line.
+
+    Mappings and lists are written as JSON.
     """
     for name, value in values.items():
         if isinstance(value, bool):
@@ -264,8 +268,9 @@ def _speculation_of(value: Any, options: ServeOptions) -> dict[str, Any]:
 
 
 def vllm_file(options: ServeOptions, first_line: str) -> str:
-    """vLLM's configuration file for a pair: the options of the command that serves it, without its
-    address.
+    """vLLM's configuration file for a pair.
+
+    It has the options of the command that serves the pair, without its address.
     """
     settings = _settings(options, find_target(options.target))
     values = {"model": engine_name(options.target), **settings}
@@ -273,8 +278,9 @@ def vllm_file(options: ServeOptions, first_line: str) -> str:
 
 
 def vllm_command(options: ServeOptions, target: Target) -> list[str]:
-    """The command that heads are published with, word for word, then address, sizes, the parsers of
-    a Kimi, and the user's own words.
+    """The command that heads are published with, word for word, and more options.
+
+    Address, sizes, the parsers of a Kimi and the user's own words follow, in this order.
     """
     settings = _settings(options, target)
     address = {"host": options.host, "port": options.port}

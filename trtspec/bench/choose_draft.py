@@ -103,8 +103,9 @@ def by_draft_len(
 
 
 def served_length(endpoint: EndpointResult) -> int | None:
-    """Returns the draft length that a server reported. 0 if it steps without drafts, None if it
-    reports none.
+    """Returns the draft length that a server reported.
+
+    0 if it steps without drafts, None if it reports none.
     """
     drafted = endpoint.drafted
     steps = endpoint.steps

@@ -184,8 +184,9 @@ def _verdict(test: Ratio, allowed: float, sound: bool) -> str:
 def not_judged(
     figures: Sequence[ComparedFigure], runs: Sequence[BenchResults], severity: Severity
 ) -> list[Problem]:
-    """Says why acceptance is not judged. [] if it is, or if no run reports it and a speed is
-    judged.
+    """Says why acceptance is not judged.
+
+    [] if it is, or if no run reports it and a speed is judged.
     """
     judged = {figure.figure for figure in figures if figure.verdict != NOT_JUDGED}
     reports = [run.acceptance_length is not None for run in runs]

@@ -1,17 +1,19 @@
 """Acceptance of drafts as pure functions over counts, and the intervals that go with ratios.
 
-Stored are `steps`, `drafted`, `accepted` and the histogram (entry j = verification steps that accepted exactly j
-drafts). Every rate is derived, because the same words name different numbers in the field:
+Stored are `steps`, `drafted`, `accepted` and the histogram (entry j = verification steps that
+accepted exactly j drafts). Every rate is derived, because the same words name different numbers in
+the field:
 
 - acceptance length = 1 + accepted / steps over all answers (vLLM's "mean acceptance length")
-- per-question mean = tokens per iteration of each question, its turns pooled and each prefill counted as an iteration,
-  averaged over questions: "Average AL" of ModelOpt's specdec_bench, which NVIDIA's cards print by category
+- per-question mean = tokens per iteration of each question, its turns pooled and each prefill
+  counted as an iteration, averaged over questions: "Average AL" of ModelOpt's specdec_bench, which
+  NVIDIA's cards print by category
 - cumulative acceptance at position k = share of steps that accepted at least k drafts (vLLM's "per-position")
 - conditional acceptance at position k = the same share among the steps that accepted k - 1
 
-Intervals are over questions, the unit that is drawn independently. Intervals of speed-ups are over rounds and launches
-of questions. They are for ratios of sums with linearised variance (Cochran, Sampling Techniques, 3rd ed., chapter 6),
-on the logarithm, with quantiles of Student's t.
+Intervals are over questions, the unit that is drawn independently. Intervals of speed-ups are over
+rounds and launches of questions. They are for ratios of sums with linearised variance (Cochran,
+Sampling Techniques, 3rd ed., chapter 6), on the logarithm, with quantiles of Student's t.
 """
 
 from __future__ import annotations
@@ -144,7 +146,7 @@ def by_position(histogram: Sequence[int]) -> tuple[list[float], list[float | Non
 def add_histograms(histograms: Iterable[Sequence[int] | None]) -> list[int] | None:
     """Sums histograms of possibly different draft lengths.
 
-    None if one is unknown, or if there is none.
+    None if one is unknown, or without histograms.
     """
     known = list(histograms)
     if not known or None in known:
@@ -153,8 +155,9 @@ def add_histograms(histograms: Iterable[Sequence[int] | None]) -> list[int] | No
 
 
 def per_question(turns: Sequence[TurnCounts]) -> dict[str, list[int]]:
-    """Returns [verification steps, accepted drafts, answers] by question. {} if answers were
-    counted together.
+    """Returns [verification steps, accepted drafts, answers] by question.
+
+    {} if answers were counted together.
     """
     if any(turn.answers > 1 or turn.questions > 1 for turn in turns):
         return {}
@@ -241,7 +244,8 @@ def paired_ratio(
     None below MIN_UNITS, or if a sum is zero.
 
     Args:
-        launches: New and old of each launch. The interval of several covers what launches differ by, too.
+        launches: New and old of each launch. The interval of several covers what launches differ
+            by, too.
         alike: Units are equally large, as rounds are: the ratios of the units are averaged.
     """
     sides = list(chain(*launches))
@@ -273,11 +277,10 @@ def paired_ratio(
 def next_ratio(
     new: float, earlier: Sequence[float], confidence: float = CONFIDENCE
 ) -> Ratio | None:
-    """Returns a run over the geometric mean of earlier runs, with Student's prediction interval of
-    the logarithms.
+    """Returns a run over the geometric mean of earlier runs, with its prediction interval.
 
-    The interval holds what runs of one setup differ by. None below MIN_EARLIER_RUNS, or if a run is
-    zero.
+    The interval is Student's, of the logarithms, and holds what runs of one setup differ by. None
+    below MIN_EARLIER_RUNS, or if a run is zero.
     """
     if len(earlier) < MIN_EARLIER_RUNS or min(new, *earlier) <= 0:
         return None
@@ -290,7 +293,7 @@ def next_ratio(
 
 @cache
 def t_quantile(probability: float, freedom: int) -> float:
-    """Returns a quantile of Student's t, by bisection (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    """Returns a quantile of Student's t, by bisection (Abramowitz and Stegun, 26.7.3, 26.7.4)."""
     low = 0.0
     high = math.pi / 2
     for _ in range(BISECTIONS):

@@ -1,5 +1,6 @@
-"""Acceptance of a live endpoint, from the counters that its server keeps. client/servers.py knows
-their names.
+"""Acceptance of a live endpoint, from the counters that its server keeps.
+
+client/servers.py knows their names.
 """
 
 from __future__ import annotations
@@ -125,8 +126,9 @@ class Watch:
         self.counted = Counters(*sums)
 
     def _take_samples(self, samples: Samples) -> tuple[Counters, list[float]]:
-        """Returns the growth of the counters, and acceptance lengths that the server reports
-        itself.
+        """Returns the growth of the counters, and acceptance lengths that the server reports.
+
+        Raises ValueError without metrics of speculation.
         """
         names = adapter_of(samples)
         if names is None:
@@ -166,8 +168,9 @@ class Watch:
         }
 
     def line(self) -> str:
-        """Returns the last interval's acceptance length and all counts in words, or why the last
-        reading failed.
+        """Returns the last interval's acceptance length and all counts in words.
+
+        Returns the reason instead if the last reading failed.
         """
         if self.failure:
             return self.failure
@@ -254,8 +257,10 @@ class WatchVerdict:
 
 
 def judge(watch: Watch, baseline: Baseline, max_drop: float, min_steps: int) -> WatchVerdict:
-    """Fails a drop of accepted drafts per step that is larger than `max_drop` and significant at 1
-    %, one-sided.
+    """Fails a significant drop of accepted drafts per step that is larger than `max_drop`.
+
+    The test is one-sided, at 1 %. Unmeasured if the steps are too few or unknown, or if chance may
+    explain the drop.
     """
     if "steps" not in watch.keeps:
         why = f"{watch.source} do not count verification steps, the unit of the baseline"

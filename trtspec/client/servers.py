@@ -194,8 +194,10 @@ class TurnCounts:
 
 @dataclass(frozen=True)
 class Counters:
-    """A reading of a server's speculation counters: verification steps, drafted and accepted
-    tokens, and by position k (from 1) the steps that accepted draft k.
+    """A reading of a server's speculation counters.
+
+    They count verification steps, drafted and accepted tokens, and by position k (from 1) the steps
+    that accepted draft k.
     """
 
     steps: int = 0
@@ -205,8 +207,10 @@ class Counters:
 
 
 def read_samples(text: str) -> Samples:
-    """Every sample of a Prometheus text by its name, without `_total` (clients differ) and without
-    buckets. Dynamo's `trtllm:` becomes `trtllm_`. Raises ValueError for any other text.
+    """Every sample of a Prometheus text by its name, without buckets.
+
+    Names lose `_total` (clients differ), and Dynamo's `trtllm:` becomes `trtllm_`. Raises
+    ValueError for any other text.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -266,11 +270,11 @@ def count_of(name: str, value: Any) -> int:
 
 
 def read_iterations(text: str, source: str = "") -> Counters:
-    """The counts in TensorRT-LLM's iteration statistics, a list of iterations since the last
-    request for them.
+    """The counts in TensorRT-LLM's iteration statistics.
 
-    Raises ValueError for any other text, and for an empty list on the first request (no `source`):
-    the engine may not collect statistics.
+    The text is a list of the iterations since the last request for them. Raises ValueError for any
+    other text, and for an empty list on the first request (no `source`): the engine may not collect
+    statistics.
     """
     records = parse_json(text)  # a list, as the text begins with [
     if not all(isinstance(record, dict) for record in records):

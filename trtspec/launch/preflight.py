@@ -119,8 +119,9 @@ class EngineProgram:
     version_option: str
 
     def version(self) -> str | None:
-        """The installed version by the package beside the executable, else by `--version`, which
-        takes many seconds. None if it is not installed or shows no version.
+        """The installed version. None if the engine is not installed or shows no version.
+
+        The package beside the executable tells it, else `--version`, which takes many seconds.
         """
         executable = shutil.which(self.executable)
         if executable is None:
@@ -140,9 +141,7 @@ class EngineProgram:
     def check_version(
         self, asked: str | None, installed: str | None, judged: str
     ) -> Iterator[Problem]:
-        """Checks before a launch that the installed engine has the version that the request was
-        judged for.
-        """
+        """Checks that the installed engine has the version that a launch was judged for."""
         option = f"`{self.version_option}`"
         if asked and installed and Version(asked) != Version(installed):
             message = f"{self.title} {installed} is installed and would run; {option} says {asked}"
@@ -186,8 +185,9 @@ def check_start(
 
 
 def as_in_dry_run(problem: Problem) -> Problem:
-    """The problem as a dry run reports it: a warning if it is about this machine, as the launch may
-    be on another.
+    """The problem as a dry run reports it.
+
+    A problem of this machine becomes a warning, as the launch may be on another.
     """
     if problem.code in OF_THIS_MACHINE:
         return replace(problem, severity="warning")

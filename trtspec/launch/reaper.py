@@ -38,8 +38,9 @@ UNKILLABLE = 10.0  # seconds after SIGKILL until a process counts as stuck in th
 
 
 def main(grace: float, control: int) -> int:
-    """Runs the engine and returns its exit status: 128 + n if signal n ended it, 127 if it could
-    not be started.
+    """Runs the engine and returns its exit status.
+
+    128 + n if signal n ended it, 127 if it could not be started.
     """
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     with open(control, "rb", closefd=False) as pipe:

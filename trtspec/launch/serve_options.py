@@ -1,5 +1,6 @@
-"""The options of `trtspec serve`, and which of TensorRT-LLM, the front of several servers, vLLM and
-the reference backend uses each.
+"""The options of `trtspec serve`, and which backends use each.
+
+The backends are TensorRT-LLM, the front of several servers, vLLM and the reference backend.
 """
 
 from __future__ import annotations

@@ -116,8 +116,9 @@ def _kill_adopted(already_there: set[int]) -> None:
 
 @contextlib.contextmanager
 def _started(launch: ServerLaunch) -> Iterator[subprocess.Popen[str]]:
-    """Starts the server below its subreaper, in a session of its own: Ctrl-C in the terminal
-    reaches only us.
+    """Starts the server below its subreaper, in a session of its own.
+
+    Ctrl-C in the terminal reaches only us.
     """
     control, held = os.pipe()
     try:
@@ -275,8 +276,9 @@ def _end(process: subprocess.Popen[str], grace: float, moment: float) -> bool:
 
 
 def _fail(launch: ServerLaunch, status: int, tail: list[str], ready: bool, asked: int) -> NoReturn:
-    """Raises ServerFailed with the cause of the end: our kill, a failure in the log, or its last
-    lines.
+    """Raises ServerFailed with the cause of the end.
+
+    The cause is our kill, a failure in the log, or the last lines of the log.
     """
     patterns = launch.patterns
     if asked > 1 and status == KILLED:

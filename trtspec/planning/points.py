@@ -1,7 +1,6 @@
-"""One layout of a target: whether it fits, what each draft length costs, and what speculation
-gains.
+"""One layout of a target: whether it fits, and what each draft length costs and gains.
 
-The gain is that of the user's acceptance at each concurrency.
+The gain follows from the user's acceptance, at each concurrency.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Asks a server the exchanges of a check, and the server without speculation how likely each token
-of an answer was.
+"""Asks a server the exchanges of a check, and lets the target alone score the answers.
 
+The server without speculation says how likely each token of an answer was.
 What reached the journal is never asked again. A server that speculates is never asked for
 log-probabilities: some releases die of it.
 """
@@ -149,9 +149,7 @@ class Asker:
         return answer
 
     def _finished(self, answer: Exchange) -> Exchange:
-        """Adds the text before any parser, and the end of turn if the server left it out of the
-        token ids.
-        """
+        """Adds the text before any parser, and the end of turn if the server left it out."""
         ids = answer.token_ids
         if not ids:
             return answer
@@ -281,10 +279,10 @@ async def _confirmed(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
 async def _continued(
     asker: Asker, answer: Exchange, baseline_ids: tuple[int, ...]
 ) -> tuple[Score, ...]:
-    """Scores up to MAX_CONTINUATIONS tokens from the first difference on, each by a continuation of
-    one token.
+    """Scores up to MAX_CONTINUATIONS tokens from the first difference on.
 
-    A sampled answer has no `baseline_ids`: its first tokens are scored, which are the least sure.
+    Each takes a continuation of one token. A sampled answer has no `baseline_ids`: its first tokens
+    are scored, which are the least sure.
     """
     ids = answer.token_ids
     begin = len(commonprefix([ids, baseline_ids]))

@@ -1,5 +1,4 @@
-"""Evidence that sampled tokens are not drawn from the target's distribution, and what a faulty
-sampler would bring.
+"""Evidence that sampled tokens are not drawn from the target's distribution.
 
 A bet pays on each token what its fault makes likelier, and loses on the others. An exact sampler
 wins nothing in the mean: a mixture of bets exceeds log 8000 by chance once in 8,000 checks at most.

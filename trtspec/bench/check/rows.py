@@ -35,7 +35,7 @@ def judge(
 
     Args:
         candidate: Exchanges of the server under test.
-        baseline: Exchanges of the server without speculation. Empty if there is none.
+        baseline: Exchanges of the server without speculation. Empty without such a server.
         min_acceptance: Tokens per step that are wanted.
         exact: Both servers compute in float32, so every difference fails.
     """
@@ -159,8 +159,9 @@ def _row(
 
 
 def not_asked(candidate: Sequence[Exchange]) -> dict[str, str]:
-    """Why a fault cannot reach a user, by probe: the target lacks something, or the server refuses
-    it by name.
+    """Reasons why a fault cannot reach a user, by probe.
+
+    The target lacks something, or the server refuses the request by name.
     """
     skipped = {exchange.kind: "refused by the server" for exchange in candidate if exchange.refused}
     for exchange in candidate:
@@ -251,8 +252,7 @@ def is_greedy(exchange: Exchange) -> bool:
 def greedy(
     candidate: Sequence[Exchange], baseline: Sequence[Exchange], exact: bool
 ) -> tuple[list[Look], str]:
-    """Checks that no token of a greedy answer is further behind the target's best than rounding
-    explains.
+    """Checks that no greedy token is further behind the target's best than rounding explains.
 
     Returns the looks, and the measured distances in words.
     """
@@ -302,8 +302,9 @@ def regret(exchange: Exchange) -> float:
 def more_often(
     count: int, total: int, baseline_count: int, baseline_total: int, alpha: float = ALPHA
 ) -> bool:
-    """Whether `count` of `total` is too many for the baseline's rate: Fisher's exact test,
-    one-sided.
+    """Whether `count` of `total` is too many for the baseline's rate.
+
+    Fisher's exact test, one-sided. `alpha`: its rate of false alarms.
     """
     marked = count + baseline_count
     tail = 0

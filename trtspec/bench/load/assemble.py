@@ -154,8 +154,9 @@ def _rate(tokens: int, seconds: float) -> float | None:
 
 
 def slices_of(rounds: Sequence[Round]) -> list[SliceResult]:
-    """Groups answers by the minute of their round, and by prompt length and its reused share if the
-    server tells.
+    """Groups answers by the minute of their round, by prompt length and by its reused share.
+
+    Groups of length or share are missing if the server does not tell them.
     """
     groups: dict[tuple[str, int], list[Answer]] = defaultdict(list)
     for run in rounds:
@@ -231,10 +232,10 @@ def question_speeds(rounds: Sequence[Round]) -> list[QuestionSpeed]:
 
 
 def speedups(endpoints: Sequence[EndpointResult]) -> list[SpeedUp]:
-    """Returns the gain of endpoints that speculate over plain ones, at each level with sound output
-    of both.
+    """Returns the gain of endpoints that speculate over plain ones, at each level.
 
-    If all speculate, or none, the others are compared with the second.
+    Levels without sound output of both are left out. If all speculate, or none, the others are
+    compared with the second.
     """
     bases = [endpoint for endpoint in endpoints if not endpoint.speculates]
     if len(bases) in (0, len(endpoints)):
@@ -304,9 +305,7 @@ def without_acceptance(
 
 
 def in_counts(counts: Sequence[TurnCounts], answers: Sequence[Answer]) -> Findings:
-    """Finds drafts that are never accepted, made-up acceptance, and counters that hold other
-    requests.
-    """
+    """Finds drafts that are never accepted, made-up acceptance, and counts of other requests."""
     steps = sum(count.steps for count in counts)
     drafted = sum(count.drafted or 0 for count in counts)
     # a head drafts in every step; prompt lookup drafts now and then, and may honestly accept

@@ -180,8 +180,9 @@ class BenchWorkload:
         return sum(question.requests for question in self.dataset.questions)
 
     def times(self, asked: Sequence[Ask], rate: float, number: int) -> NDArray[np.float64]:
-        """Returns the seconds at which the conversations of a round begin: as recorded, or as a
-        Poisson process.
+        """Returns the seconds at which the conversations of a round begin.
+
+        They begin as recorded, or as a Poisson process of `rate` per second.
         """
         if self.recorded_times:
             sent_ms = [question.sent_ms for _, question in asked]
@@ -284,8 +285,9 @@ class MeasuredEndpoint:
         self.bar.say(line)
 
     async def warm_up(self) -> None:
-        """Asks for short answers at the highest concurrency, not counted: users see no first-use
-        costs.
+        """Asks for short answers at the highest concurrency, which are not counted.
+
+        Users see no first-use costs, so figures hold none.
         """
         workload = self.workload
         concurrency = workload.max_in_flight
@@ -302,8 +304,9 @@ class MeasuredEndpoint:
         await closed_loop(converse, list(enumerate(short_questions)), concurrency)
 
     async def ask_by_category(self) -> None:
-        """Asks a server that keeps only totals, as vLLM does, all questions once more, category by
-        category.
+        """Asks all questions once more, category by category, if the server keeps only totals.
+
+        vLLM is such a server.
         """
         sources = set()
         for run in self.rounds:

@@ -165,11 +165,11 @@ def read_questions(source: QuestionSource) -> list[Question]:
 
 
 def recorded_request(row: DataRow, index: int) -> Question | None:
-    """Reads a row that is the body of a chat or completions request, alone or as `body` of a batch
-    file's line.
+    """Reads a row that is the body of a chat or completions request.
 
-    None for any other row, such as a conversation with its answer. The default category is the
-    number of the user's turn. Raises UsageError if the body asks for several answers.
+    The row is the body, or has it as `body`, as a line of a batch file does. None for any other
+    row, such as a conversation with its answer. The default category is the number of the user's
+    turn. Raises UsageError if the body asks for several answers.
     """
     value = row.value if isinstance(row.value, dict) else {}
     body = value.get("body", value)
@@ -221,11 +221,11 @@ def asked_by(row: DataRow, index: int, unread: Counter[str]) -> Question:
 def question_of(
     conversation: Conversation, index: int, pictures: Sequence[Message] = ()
 ) -> Question:
-    """Returns the question at the end of a conversation: the user's last turns, and the messages
-    before them.
+    """Returns the question at the end of a conversation.
 
-    `pictures` are shown with the first turn. An answer at the end is dropped. Raises UsageError if
-    the conversation does not end in a question that can be sent.
+    It is the user's last turns, and the messages before them. `pictures` are shown with the first
+    turn. An answer at the end is dropped. Raises UsageError if the conversation does not end in a
+    question that can be sent.
     """
     where = conversation.where
     messages = list(conversation.messages)
@@ -263,8 +263,9 @@ def question_of(
 
 
 def spread(questions: list[Question], samples: int | None) -> list[Question]:
-    """Returns `samples` questions, taken round-robin over categories, so that a small sample covers
-    all of them.
+    """Returns `samples` questions, taken round-robin over categories. None for all questions.
+
+    So a small sample covers all categories.
     """
     if samples is None or samples >= len(questions):
         return list(questions)
@@ -312,7 +313,7 @@ def catalogue() -> dict[str, QuestionSource]:
 
 
 def locate(text: str) -> QuestionSource:
-    """Returns the source that a text names. Raises UsageError if there is none.
+    """Returns the source that a text names. Raises UsageError if no source matches.
 
     `text`: `nano`, a path that exists, a known name (`NAME[:CONFIG][=FILE]`) or a hub id.
     """

@@ -70,7 +70,7 @@ def sentence(results: BenchResults) -> str:
 
 
 def figures(results: BenchResults) -> list[Figure]:
-    """Returns the figures of the sentence: speed-up, acceptance, speed of a user at the first load."""
+    """Returns the figures of the sentence: speed-up, acceptance, speed for a user."""
     endpoint = subject(results)
     label = results.concurrency[0].label
     shown = []
@@ -91,7 +91,7 @@ def figures(results: BenchResults) -> list[Figure]:
 
 
 def sections(results: BenchResults) -> list[Section]:
-    """Returns speed, acceptance, draft length, comparison and findings, in the order of the page."""
+    """Returns speed, acceptance, draft length, comparison and findings, in this order."""
     conditions = condition(results)
 
     def titled(*tables: Table) -> list[Table]:
@@ -220,8 +220,9 @@ def quality_line(endpoint: EndpointResult) -> str:
 
 
 def acceptance_table(endpoint: EndpointResult, workload: StatedWorkload) -> Table:
-    """By category and for all: N, acceptance length with its interval, and NVIDIA's mean over
-    questions.
+    """The acceptance of an endpoint, by category and for all.
+
+    Columns: N, steps, acceptance length with its interval, NVIDIA's mean over questions.
     """
     rows = []
     for name, group in endpoint.groups.items():
