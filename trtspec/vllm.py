@@ -1,4 +1,4 @@
-"""Plans one start of vLLM: translates options of `trtspec serve` to `vllm serve`, and checks them.
+"""Plans one start of vLLM: translates options of `trtspec serve` and checks what is known before.
 
 Options after `--` go to `vllm serve` unchanged: it judges them itself. data/vllm.yaml has the
 releases.
@@ -242,7 +242,10 @@ def as_words(values: Mapping[str, Any]) -> Iterator[str]:
     """
     for name, value in values.items():
         if isinstance(value, bool):
-            yield f"--{name}" if value else f"--no-{name}"
+            flag = f"--no-{name}"
+            if value:
+                flag = f"--{name}"
+            yield flag
         else:
             yield f"--{name}"
             yield value if isinstance(value, str) else json.dumps(value)
@@ -299,10 +302,13 @@ def _settings(options: ServeOptions, target: Target) -> dict[str, Any]:
     if "reasoning-parser" not in passed:
         parser = reasoning_parser(family, target.resolved.name, ENGINE.name)
         parsers["reasoning-parser"] = parser
+    speculation = None
+    if options.head:
+        speculation = json.dumps(_speculation(options))
     settings = {
         "tensor-parallel-size": _ranks(options),
         "revision": engine_revision(options.target),
-        "speculative-config": json.dumps(_speculation(options)) if options.head else None,
+        "speculative-config": speculation,
         "trust-remote-code": options.trust_remote_code or None,
         "max-model-len": options.max_seq_len,
         "max-num-seqs": options.max_batch_size,
@@ -317,7 +323,9 @@ def _settings(options: ServeOptions, target: Target) -> dict[str, Any]:
 def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Problem]]:
     """The vLLM version to judge for, why this one, and problems with it."""
     installed = PROGRAM.version()
-    oldest, newest = _releases()["oldest"], _releases()["newest"]
+    releases = _releases()
+    oldest = releases["oldest"]
+    newest = releases["newest"]
     try:
         version = Version(asked or installed or newest)
     except InvalidVersion:
@@ -332,7 +340,9 @@ def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Pro
     if version > Version(newest):
         message = f"vLLM {version} is newer than {newest}, the last release that is known"
         problems.append(Problem("TS-SERVE-VERSION-UNKNOWN", "warning", "vllm", message))
-    reason = "installed here" if installed else "the newest release that is known"
+    reason = "the newest release that is known"
+    if installed:
+        reason = "installed here"
     if asked:
         reason = "asked for"
     return version, reason, problems
@@ -340,13 +350,17 @@ def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Pro
 
 def _target_problems(options: ServeOptions, target: ModelSpec) -> Iterator[Problem]:
     ranks = _ranks(options)
-    whole_experts = "enable-expert-parallel" in passed_options(options.passed)
-    expert_ranks = ranks if whole_experts else 1
+    expert_ranks = 1
+    if "enable-expert-parallel" in passed_options(options.passed):
+        expert_ranks = ranks
     for problem in layout_refusals(target, ranks, expert_ranks, attention_dp=False):
         yield replace(problem, code="TS-VLLM-PARALLEL", key="tp_size", remedy="")
     limit = target.max_position_embeddings
     if (options.max_seq_len or 0) > limit:
-        message = f"`max_seq_len` {options.max_seq_len} is beyond the model's {limit} positions; vLLM refuses to start"
+        message = (
+            f"`max_seq_len` {options.max_seq_len} is beyond the model's {limit} positions; "
+            "vLLM refuses to start"
+        )
         yield Problem("TS-VLLM-LENGTH", "error", "`max_seq_len`", message)
 
 
@@ -364,7 +378,12 @@ def _head_problems(options: ServeOptions, head: Head, target: Target) -> Iterato
     published = isinstance(record, PublishedHead) and ENGINE.name in record.published_on
     if (here or not published) and not DIALECTS[spec.dialect].served_by(ENGINE, spec):
         option = next(option for option, row in OPTIONS.items() if ENGINE.name in row.read_by)
-        message = f"{name} has {DIALECTS[spec.dialect].title}'s layout: vLLM fails to load it, or reads other layers"
+        message = (
+            f"{name} has {DIALECTS[spec.dialect].title}'s layout: "
+            "vLLM fails to load it, or reads other layers"
+        )
         remedy = f"trtspec convert {name} -o HEAD-vllm --to {option}, then pass `head` HEAD-vllm"
-        severity: Severity = "error" if here else "warning"
+        severity: Severity = "warning"
+        if here:
+            severity = "error"
         yield Problem("TS-VLLM-HEAD-LAYOUT", severity, name, message, remedy)

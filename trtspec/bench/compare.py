@@ -194,7 +194,10 @@ def not_judged(
         return []
     if any(run.degenerate() for run in runs):
         reason = "the output of a run is degenerate, and loops flatter every drafter"
-        remedy = "read answers.jsonl; measure at the temperature that users have, with the right chat template"
+        remedy = (
+            "read answers.jsonl; measure at the temperature "
+            "that users have, with the right chat template"
+        )
     elif any(reports) and not all(reports):
         run = "an earlier" if reports[0] else "this"
         reason = f"{run} run reports no acceptance, and the other does"

@@ -246,8 +246,12 @@ class SpeedUp:
     @property
     def covered(self) -> str:
         """The units of the interval in words."""
-        launches = "one launch" if self.launches == 1 else f"{self.launches} launches"
-        rounds = f" in {self.rounds} rounds" if self.rounds > 1 else ""
+        launches = f"{self.launches} launches"
+        if self.launches == 1:
+            launches = "one launch"
+        rounds = ""
+        if self.rounds > 1:
+            rounds = f" in {self.rounds} rounds"
         return f"{self.questions} questions{rounds} of {launches}"
 
 

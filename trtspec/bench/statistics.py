@@ -8,7 +8,8 @@ the field:
 - per-question mean = tokens per iteration of each question, its turns pooled and each prefill
   counted as an iteration, averaged over questions: "Average AL" of ModelOpt's specdec_bench, which
   NVIDIA's cards print by category
-- cumulative acceptance at position k = share of steps that accepted at least k drafts (vLLM's "per-position")
+- cumulative acceptance at position k = share of steps that accepted at least k drafts (vLLM's
+  "per-position")
 - conditional acceptance at position k = the same share among the steps that accepted k - 1
 
 Intervals are over questions, the unit that is drawn independently. Intervals of speed-ups are over
@@ -67,7 +68,9 @@ def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
     steps = sum(turn.steps for turn in turns)
     accepted = sum(turn.accepted for turn in turns)
     drafts = [turn.drafted or 0 for turn in turns]
-    drafted = None if any(turn.drafted is None for turn in turns) else sum(drafts)
+    drafted: int | None = sum(drafts)
+    if any(turn.drafted is None for turn in turns):
+        drafted = None
     totals: dict[str, int | None] = dict.fromkeys(("steps", "drafted", "accepted", "surplus"))
     if turns:
         surplus = sum(turn.surplus for turn in turns)
@@ -86,7 +89,9 @@ def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
         conditional = [_rounded(share) for share in conditional_shares]
     questions = per_question(turns)
     means = [1 + drafts / (verified + answers) for verified, drafts, answers in questions.values()]
-    mean = round(float(np.mean(means)), 4) if means else None
+    mean = None
+    if means:
+        mean = round(float(np.mean(means)), 4)
     sources = sorted({turn.source for turn in turns})
     answer_count = sum(turn.answers for turn in turns)
     question_count = len(questions) or sum(turn.questions for turn in turns)
@@ -146,7 +151,7 @@ def by_position(histogram: Sequence[int]) -> tuple[list[float], list[float | Non
 def add_histograms(histograms: Iterable[Sequence[int] | None]) -> list[int] | None:
     """Sums histograms of possibly different draft lengths.
 
-    None if one is unknown, or without histograms.
+    None if one is unknown, or for no histograms.
     """
     known = list(histograms)
     if not known or None in known:

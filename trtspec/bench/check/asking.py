@@ -115,7 +115,8 @@ class Asker:
 
         async def ask_when_free(request: Exchange) -> Exchange:
             async with free:
-                return await self._ask(request)
+                answer = await self._ask(request)
+            return answer
 
         answers = await asyncio.gather(*map(ask_when_free, wanted))
         return list(answers)
@@ -137,7 +138,10 @@ class Asker:
         self.requests += 1
         self.tokens += answer.size
         self.bar.advance(1)
-        self.failures = self.failures + 1 if answer.error and not answer.refused else 0
+        if answer.error and not answer.refused:
+            self.failures += 1
+        else:
+            self.failures = 0
         if answer.error:
             return answer
         self.known[line] = answer
@@ -166,7 +170,10 @@ async def require_plain(asker: Asker, texts: Sequence[Exchange]) -> None:
     """Asks a few texts. Raises UsageError if the server that should not speculate does."""
     answers = await asker.all(texts[: asker.concurrency])
     if speculates(answers):
-        message = f"{asker.server.url} speculates, and the answers must be scored by a server that does not"
+        message = (
+            f"{asker.server.url} speculates, "
+            "and the answers must be scored by a server that does not"
+        )
         raise UsageError(message, "swap the URLs, or serve the target there without its head")
 
 
@@ -192,8 +199,12 @@ async def score_answers(
     """
     baseline = await _baseline_answers(asker, candidate)
     exchanges = [*candidate, *baseline]
-    # equal answers to equal prompts are scored once
-    distinct = {_identity(answer): answer for answer in exchanges if _needs_scores(answer)}
+    # equal answers to equal prompts are scored once, and only if a row reads their scores
+    distinct = {}
+    for answer in exchanges:
+        sampled = answer.kind in SCORED and bool(answer.token_ids)
+        if sampled or is_greedy(answer):
+            distinct[_identity(answer)] = answer
     texts = {answer.key: answer.token_ids for answer in baseline if answer.kind == "text"}
     scores: dict[Any, tuple[Score, ...]] = {}
     asker.bar.say(f"scoring {len(distinct)} answers")
@@ -231,12 +242,6 @@ async def _baseline_answers(asker: Asker, candidate: Sequence[Exchange]) -> list
             compared.append(request)
     baseline += await asker.all(compared)
     return baseline
-
-
-def _needs_scores(answer: Exchange) -> bool:
-    """Whether a row reads the scores of an answer."""
-    sampled = answer.kind in SCORED and bool(answer.token_ids)
-    return sampled or is_greedy(answer)
 
 
 def _identity(answer: Exchange) -> tuple[Any, ...]:

@@ -66,11 +66,6 @@ def _best(factor: float) -> Tilt:
     return lambda masses, weights: np.append(masses[:-1], masses[-1] * factor)
 
 
-def _nucleus(masses: Masses, weights: Masses) -> Masses:
-    """Keeps the likeliest 95 %."""
-    return masses * (1 - masses.cumsum() < 0.95)
-
-
 def _listed(masses: Masses, weights: Masses) -> Masses:
     """Drops the tokens that are not listed, which are in the first class."""
     return np.append(weights[0], masses[1:])
@@ -88,7 +83,7 @@ BETS = (
     ("places", "the best token favoured", _best(3.0)),
     ("places", "the best token avoided", _best(0.33)),
     ("places", "top_k 20", _listed),
-    ("tail", "top_p 0.95", _nucleus),
+    ("tail", "top_p 0.95", lambda masses, weights: masses * (1 - masses.cumsum() < 0.95)),
 )
 
 

@@ -397,8 +397,8 @@ FORCED: dict[str, dict[str, Any]] = {
     "spoken": {"tools": [TOOL], "response_format": TEXT_AND_CALL},
 }
 PICTURE = (
-    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQ"
-    "AAAABJRU5ErkJggg=="
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQ"
+    "DwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
 )
 NEVER = "\u2405"  # a character that no answer holds
 LONG_PROMPTS = 4  # so many show a collapse of drafts

@@ -141,8 +141,9 @@ def _row(
     for probe, (key, run), fault in judged:
         if fault and (probe, (key, run)) not in excused:
             faults.append(f"{kinds[probe]}: {key} ({run}): {fault}")
-    unmeasured = missing or 2 * len(judged) < len(relevant)
-    status = "unmeasured" if unmeasured else "pass"
+    status = "pass"
+    if missing or 2 * len(judged) < len(relevant):
+        status = "unmeasured"
     if faults:
         status = "fail"
     if missing and judged:
@@ -208,8 +209,9 @@ def _streams(exchanges: Sequence[Exchange]) -> Iterator[Look]:
     ]
     long = [exchange for exchange in streams if exchange.size > TOKENS_PER_ARRIVAL]
     # a proxy holds back every stream; if only some are late, they waited for a busy machine
-    held = all(exchange.size > TOKENS_PER_ARRIVAL * exchange.arrivals for exchange in long)
-    fault = "came at once: a proxy or the server holds streams back" if held else ""
+    fault = ""
+    if all(exchange.size > TOKENS_PER_ARRIVAL * exchange.arrivals for exchange in long):
+        fault = "came at once: a proxy or the server holds streams back"
     for exchange in long:
         yield Look("streams", exchange.name, fault)
 
@@ -259,7 +261,9 @@ def greedy(
     greedy_answers = [exchange for exchange in candidate if is_greedy(exchange)]
     regrets = _regrets(greedy_answers)
     baseline_regrets = _regrets(exchange for exchange in baseline if is_greedy(exchange))
-    limit = EXACT_NATS if exact else FAIL_NATS
+    limit = FAIL_NATS
+    if exact:
+        limit = EXACT_NATS
     suspects = sum(nats > SUSPECT_NATS for nats in regrets)
     baseline_suspects = sum(nats > SUSPECT_NATS for nats in baseline_regrets)
     # more suspects than rounding explains: each of them fails
@@ -282,7 +286,9 @@ def _regrets(exchanges: Iterable[Exchange]) -> list[float]:
 def _greedy_look(exchange: Exchange, limit: float) -> Look:
     """`limit`: nats that a token may be behind."""
     probe = exchange.run if exchange.run in REPEATS else exchange.kind
-    fault: str | None = "" if exchange.scores else None
+    fault: str | None = None
+    if exchange.scores:
+        fault = ""
     nats = regret(exchange)
     if nats > limit:
         token = [score.nats_behind for score in exchange.scores].index(nats)
@@ -407,8 +413,9 @@ def transport(exchanges: Sequence[Exchange], known: Sequence[Exchange]) -> Itera
             yield Look("usage", name, _usage_fault(exchange))
         if "prompt" in exchange.body:
             raw = exchange.raw
-            other_text = raw and exchange.content.strip() not in raw
-            fault = "the text is not that of its tokens" if other_text else ""
+            fault = ""
+            if raw and exchange.content.strip() not in raw:
+                fault = "the text is not that of its tokens"
             yield Look(exchange.kind, name, fault)
             continue
         if exchange.calls:
@@ -670,8 +677,9 @@ def _penalties(exchanges: Sequence[Exchange], alpha: float) -> Iterator[Look]:
         more = (penalty, "more")
         less = (penalty, "less")
         if more in repeats and less in repeats:
-            effect = more_often(*repeats[more], *repeats[less], alpha)
-            fault = "" if effect else NO_EFFECT
+            fault = NO_EFFECT
+            if more_often(*repeats[more], *repeats[less], alpha):
+                fault = ""
             yield Look(penalty, more, fault)
             yield Look(penalty, less, fault)
 
@@ -710,7 +718,9 @@ def acceptance(candidate: Sequence[Exchange], floor: float | None) -> tuple[list
     texts = [exchange for exchange in candidate if exchange.kind == "text" and exchange.answered]
     first = [exchange for exchange in texts if exchange.run in ("ids", "stream")]
     tokens, steps = _tokens_and_steps(first)
-    wanted = f", {floor:g} tokens per step are wanted" if floor else ""
+    wanted = ""
+    if floor:
+        wanted = f", {floor:g} tokens per step are wanted"
     if steps < MIN_STEPS:
         return [], f"{steps} steps are shown, {MIN_STEPS} are needed{wanted}"
     length = tokens / steps

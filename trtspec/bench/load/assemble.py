@@ -285,8 +285,8 @@ def in_answers(answers: Sequence[Answer]) -> Findings:
             sizes.append(tokens / max(1, len(arrivals)))
     if sizes and min(sizes) > TOKENS_PER_ARRIVAL:
         message = (
-            f"{len(sizes)} answers arrive in chunks of {median(sizes):.0f} tokens: time to first token and between "
-            "tokens are not the server's"
+            f"{len(sizes)} answers arrive in chunks of {median(sizes):.0f} tokens: time to first "
+            "token and between tokens are not the server's"
         )
         yield "TS-BENCH-BUFFERED", "warning", message
 
@@ -312,8 +312,9 @@ def in_counts(counts: Sequence[TurnCounts], answers: Sequence[Answer]) -> Findin
     # nothing
     if drafted >= max(steps, MIN_STEPS) and not any(count.accepted for count in counts):
         message = (
-            f"{drafted} tokens were drafted and none was accepted: the head does not belong to this target, or the "
-            "engine computes it otherwise than its training did (rope, norms, captured layers)"
+            f"{drafted} tokens were drafted and none was accepted: the head does not belong to "
+            "this target, or the engine computes it otherwise than its training did (rope, norms, "
+            "captured layers)"
         )
         yield "TS-BENCH-NOTHING-ACCEPTED", "error", message
     histogram = add_histograms(count.histogram for count in counts) or []
@@ -355,7 +356,10 @@ def in_request(limits: RequestLimits, asked: Mapping[str, Any]) -> Findings:
             message = f"this release {verb} {', '.join(names)} under speculation"
             yield "TS-BENCH-PARAMETER", "warning", message
     if asked.get("ignore_eos"):
-        message = "ignore_eos makes the model write past its own end: acceptance there is not that of real answers"
+        message = (
+            "ignore_eos makes the model write past its own end: "
+            "acceptance there is not that of real answers"
+        )
         yield "TS-BENCH-IGNORE-EOS", "warning", message
 
 
@@ -409,5 +413,8 @@ def underfilled(rounds: Sequence[Round]) -> Findings:
     missed = [(load, count) for load, count in counts if count < load]
     if missed:
         load, count = max(missed)
-        message = f"concurrency {load}: a round had {count} questions, so that no more were ever in flight"
+        message = (
+            f"concurrency {load}: a round had {count} questions, "
+            "so that no more were ever in flight"
+        )
         yield "TS-BENCH-FEW-QUESTIONS", "info", message

@@ -64,7 +64,9 @@ async def measure(
     bar = bar or ProgressBar()
     async with AsyncExitStack() as stack:
         targets = []
-        connections = OPEN_CONNECTIONS if workload.rates else workload.max_in_flight
+        connections = workload.max_in_flight
+        if workload.rates:
+            connections = OPEN_CONNECTIONS
         for name, url in urls.items():
             client = await stack.enter_async_context(new_client(url, connections, workload.limit_s))
             server = await servers.detect_server(client, model)
@@ -158,7 +160,9 @@ class BenchWorkload:
     limit_s: float | None = None
 
     def __post_init__(self) -> None:
-        owned = BENCH_OWNED | THINKING_OWNED if self.thinking else BENCH_OWNED
+        owned = BENCH_OWNED
+        if self.thinking:
+            owned = BENCH_OWNED | THINKING_OWNED
         refuse_owned(self.extra_body, owned)
         if self.system is not None and self.dataset.recorded:
             raise UsageError("recorded requests have their own messages", "leave out `system`")
@@ -214,7 +218,9 @@ class BenchWorkload:
     def describe(self) -> StatedWorkload:
         """Returns the workload as results.json states it."""
         dataset = self.dataset
-        concurrency = [] if self.rates else list(self.concurrency)
+        concurrency = list(self.concurrency)
+        if self.rates:
+            concurrency = []
         return StatedWorkload(
             dataset=dataset.name,
             dataset_sha256=dataset.sha256,
@@ -291,7 +297,9 @@ class MeasuredEndpoint:
         """
         workload = self.workload
         concurrency = workload.max_in_flight
-        count = concurrency if workload.warmup is None else workload.warmup
+        count = workload.warmup
+        if count is None:
+            count = concurrency
         questions = workload.dataset.questions[:count]
         short_questions = [replace(item, turns=item.turns[:1], body=None) for item in questions]
         tokens = min(WARMUP_TOKENS, workload.sampling.max_tokens)
@@ -492,7 +500,10 @@ def refuse_other_server(
     """
     for option, other in earlier.items():
         if other.model != server.model:
-            message = f"{option} holds figures of the model {other.model}, and this server serves {server.model}"
+            message = (
+                f"{option} holds figures of the model {other.model}, "
+                f"and this server serves {server.model}"
+            )
             remedy = "compare runs of one model; `model` names another one that the server lists"
             raise UsageError(message, remedy)
         earlier_mode = other.draft_sampling

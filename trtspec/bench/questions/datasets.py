@@ -263,9 +263,9 @@ def question_of(
 
 
 def spread(questions: list[Question], samples: int | None) -> list[Question]:
-    """Returns `samples` questions, taken round-robin over categories. None for all questions.
+    """Returns `samples` questions, taken round-robin over categories. All if `samples` is None.
 
-    So a small sample covers all categories.
+    A small sample covers all categories as far as it can.
     """
     if samples is None or samples >= len(questions):
         return list(questions)
@@ -334,7 +334,10 @@ def locate(text: str) -> QuestionSource:
         return replace(source, label=label, file=file or "")
     if from_hub(text):
         return QuestionSource(label=text, file=text)
-    remedy = f"pass a data file, a hub id org/name, nano, or one of {', '.join(catalogue())}, alone or as NAME=FILE"
+    remedy = (
+        "pass a data file, a hub id org/name, nano, "
+        f"or one of {', '.join(catalogue())}, alone or as NAME=FILE"
+    )
     if Path(text).suffix in SUFFIXES:
         raise missing(text, remedy)
     raise UsageError(f"there is no data set {text}", did_you_mean(text, catalogue(), remedy))
@@ -395,7 +398,9 @@ def with_known_fields(row: DataRow, source: QuestionSource) -> DataRow:
         message = f"{CODE} {row.where} holds a placeholder instead of the text"
         raise UsageError(message, source.prepare)
     image_field = fields.get("images")
-    images = {"images": value[image_field]} if image_field in value else {}
+    images: dict[str, Any] = {}
+    if image_field in value:
+        images = {"images": value[image_field]}
     template = fields.get("template", "")
     turns = fields.get("turns", "")
     parsed = string.Formatter().parse(template)
@@ -406,7 +411,9 @@ def with_known_fields(row: DataRow, source: QuestionSource) -> DataRow:
             raise _no_field(row, " and no ".join(absent), source)
         others = {key: item for key, item in value.items() if key != image_field}
         return replace(row, value={"category": source.category, **others, **images})
-    question: dict[str, Any] = {"turns": value[turns]} if turns else {}
+    question: dict[str, Any] = {}
+    if turns:
+        question = {"turns": value[turns]}
     if template:
         texts = {name: _field_text(row, value[name], name, source) for name in names}
         question = {"prompt": template.format(**texts).strip()}
