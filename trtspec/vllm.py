@@ -1,4 +1,4 @@
-"""Plans one start of vLLM: translates options of `trtspec serve` and checks what is known before.
+"""Plans one start of vLLM: translates options of `trtspec serve`, and checks for problems.
 
 Options after `--` go to `vllm serve` unchanged: it judges them itself. data/vllm.yaml has the
 releases.

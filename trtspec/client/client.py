@@ -260,7 +260,7 @@ def ask_once(
 
 
 def remedy_for(error: str, otherwise: str) -> str:
-    """What to do about the error of an answer: more time for a late one."""
+    """The remedy for the error of an answer: more time for a late one, else `otherwise`."""
     late = any(words in error for words in LATE)
     return "allow more seconds with `timeout`" if late else otherwise
 

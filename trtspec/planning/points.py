@@ -45,7 +45,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a plan is made for.
+    """The target, the machine and the work that a plan is made for.
 
     Args:
         acceptance: None if the user gave none.
