@@ -64,6 +64,44 @@ NEAR = 0.9  # similarity of two names from which one is a misspelling of the oth
 SAMPLING = {"argmax": "greedy", "probabilistic": "probabilistic"}
 
 
+def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
+    """Plans the start.
+
+    Raises for unknown ids, an unknown version and options that contradict each other. Everything
+    else is a problem of the plan.
+    """
+    options = with_file(options)
+    target = find_target(options.target)
+    models = [target.resolved]
+    head = None
+    if options.head:
+        head = load_head(options.head, values=launching)
+        models.append(head.resolved)
+    version, reason, problems = _version(options.vllm_version, launching)
+    _refuse_passed(options)
+    problems += _target_problems(options, target.spec)
+    if head is not None:
+        problems += _head_problems(options, head, target)
+    problems += preflight.check_start(
+        PROGRAM, models, options.host, options.port, _ranks(options), preflight.read_gpus(),
+        trusted=options.trust_remote_code, launching=launching,
+    )  # fmt: skip
+    if not launching:
+        problems = [preflight.as_in_dry_run(problem) for problem in problems]
+    return ServerPlan(
+        program=PROGRAM,
+        patterns=LogPatterns.load(PATTERNS),
+        argv=vllm_command(options, target),
+        env={name: value for name, value in ENVIRONMENT.items() if name not in os.environ},
+        config={"speculative_config": _speculation(options)} if options.head else {},
+        problems=problems,
+        version=(str(version), reason),
+        endpoint=ServerAddress(options.host, options.port, api_key=options.api_key),
+        limits=options.limits,
+        secrets={"VLLM_API_KEY": options.api_key} if options.api_key else {},
+    )
+
+
 @functools.cache
 def _releases() -> Any:
     return load_yaml("vllm.yaml")
@@ -111,44 +149,6 @@ def _speculation(options: ServeOptions) -> dict[str, Any]:
         method = SAMPLING[options.draft_sampling]
         speculation = speculation | {"draft_sample_method": method}
     return speculation
-
-
-def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
-    """Plans the start.
-
-    Raises for unknown ids, an unknown version and options that contradict each other. Everything
-    else is a problem of the plan.
-    """
-    options = with_file(options)
-    target = find_target(options.target)
-    models = [target.resolved]
-    head = None
-    if options.head:
-        head = load_head(options.head, values=launching)
-        models.append(head.resolved)
-    version, reason, problems = _version(options.vllm_version, launching)
-    _refuse_passed(options)
-    problems += _target_problems(options, target.spec)
-    if head is not None:
-        problems += _head_problems(options, head, target)
-    problems += preflight.check_start(
-        PROGRAM, models, options.host, options.port, _ranks(options), preflight.read_gpus(),
-        trusted=options.trust_remote_code, launching=launching,
-    )  # fmt: skip
-    if not launching:
-        problems = [preflight.as_in_dry_run(problem) for problem in problems]
-    return ServerPlan(
-        program=PROGRAM,
-        patterns=LogPatterns.load(PATTERNS),
-        argv=vllm_command(options, target),
-        env={name: value for name, value in ENVIRONMENT.items() if name not in os.environ},
-        config={"speculative_config": _speculation(options)} if options.head else {},
-        problems=problems,
-        version=(str(version), reason),
-        endpoint=ServerAddress(options.host, options.port, api_key=options.api_key),
-        limits=options.limits,
-        secrets={"VLLM_API_KEY": options.api_key} if options.api_key else {},
-    )
 
 
 def _refuse_passed(options: ServeOptions) -> None:
