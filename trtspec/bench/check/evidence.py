@@ -77,7 +77,7 @@ PLAIN: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 HOT = PLAIN | {"temperature": 2.0}
 SAMPLERS = {"places": PLAIN, "tail": HOT | {"top_k": 16, "max_tokens": 32, "ignore_eos": True}}
 # probe, fault, and the distribution under the fault
-BETS = (
+BETS: tuple[tuple[str, str, Tilt], ...] = (
     ("places", "temperature 0.7", _tempered(0.43)),
     ("places", "temperature 1.5", _tempered(-0.33)),
     ("places", "the best token favoured", _best(3.0)),
