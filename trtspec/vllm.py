@@ -1,6 +1,7 @@
-"""Plans one start of vLLM: translates options of `trtspec serve` to `vllm serve` and checks what is
-known before it. Options after `--` go to `vllm serve` unchanged: it judges them itself.
-data/vllm.yaml has the releases.
+"""Plans one start of vLLM: translates options of `trtspec serve`, and checks for problems.
+
+Options after `--` go to `vllm serve` unchanged: it judges them itself. data/vllm.yaml has the
+releases.
 """
 
 from __future__ import annotations
@@ -63,54 +64,6 @@ NEAR = 0.9  # similarity of two names from which one is a misspelling of the oth
 SAMPLING = {"argmax": "greedy", "probabilistic": "probabilistic"}
 
 
-@functools.cache
-def _releases() -> Any:
-    return load_yaml("vllm.yaml")
-
-
-def _own_options() -> dict[str, str]:
-    """The option of ours that sets each option of `vllm serve`."""
-    table = load_yaml("words.yaml")["vllm"]
-    return {name: ours for ours, names in table.items() for name in names.split()}
-
-
-def passed_options(words: Sequence[str]) -> dict[str, str]:
-    """The options among the words after `--` as written, by their long spelling without dashes."""
-    flags = [word.partition("=")[0] for word in words if word.startswith("-")]
-    named = {
-        flag.lstrip("-").partition(".")[0].rstrip("+").replace("_", "-"): flag for flag in flags
-    }
-    return {SHORT.get(name, name): flag for name, flag in named.items()}
-
-
-def _entry_of(name: str, flag: str, options: dict[str, str]) -> str | None:
-    """The entry in `options` of a passed option, also abbreviated (`--hos`), as vLLM's parser
-    accepts it.
-    """
-    for option, entry in options.items():
-        if option == name or (flag.startswith("--") and option.startswith(name)):
-            return entry
-    return None
-
-
-def _ranks(options: ServeOptions) -> int:
-    return options.tp_size or ENGINE.tensor_parallel
-
-
-def _speculation(options: ServeOptions) -> dict[str, Any]:
-    """The value of --speculative-config. {} without a head."""
-    if options.head is None:
-        return {}
-    speculation = vllm_speculation(engine_name(options.head), options.draft_len)
-    revision = engine_revision(options.head)
-    if revision is not None:
-        speculation = speculation | {"revision": revision}
-    if options.draft_sampling:
-        method = SAMPLING[options.draft_sampling]
-        speculation = speculation | {"draft_sample_method": method}
-    return speculation
-
-
 def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
     """Plans the start.
 
@@ -147,6 +100,55 @@ def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
         limits=options.limits,
         secrets={"VLLM_API_KEY": options.api_key} if options.api_key else {},
     )
+
+
+@functools.cache
+def _releases() -> Any:
+    return load_yaml("vllm.yaml")
+
+
+def _own_options() -> dict[str, str]:
+    """The option of ours that sets each option of `vllm serve`."""
+    table = load_yaml("words.yaml")["vllm"]
+    return {name: ours for ours, names in table.items() for name in names.split()}
+
+
+def passed_options(words: Sequence[str]) -> dict[str, str]:
+    """The options among the words after `--` as written, by their long spelling without dashes."""
+    flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+    named = {
+        flag.lstrip("-").partition(".")[0].rstrip("+").replace("_", "-"): flag for flag in flags
+    }
+    return {SHORT.get(name, name): flag for name, flag in named.items()}
+
+
+def _entry_of(name: str, flag: str, options: dict[str, str]) -> str | None:
+    """The entry in `options` of a passed option. None if no option matches.
+
+    It may be abbreviated (`--hos`), as vLLM's parser accepts it.
+    """
+    for option, entry in options.items():
+        if option == name or (flag.startswith("--") and option.startswith(name)):
+            return entry
+    return None
+
+
+def _ranks(options: ServeOptions) -> int:
+    return options.tp_size or ENGINE.tensor_parallel
+
+
+def _speculation(options: ServeOptions) -> dict[str, Any]:
+    """The value of --speculative-config. {} without a head."""
+    if options.head is None:
+        return {}
+    speculation = vllm_speculation(engine_name(options.head), options.draft_len)
+    revision = engine_revision(options.head)
+    if revision is not None:
+        speculation = speculation | {"revision": revision}
+    if options.draft_sampling:
+        method = SAMPLING[options.draft_sampling]
+        speculation = speculation | {"draft_sample_method": method}
+    return speculation
 
 
 def _refuse_passed(options: ServeOptions) -> None:
@@ -209,8 +211,9 @@ def is_vllm_file(keys: Iterable[Any]) -> bool:
 
 
 def unknown_options(values: Iterable[Any]) -> Iterator[Problem]:
-    """Yields an error for each key that is spelled like a known option, and a note for each other
-    unknown key.
+    """Yields a problem for each unknown key.
+
+    An error if the key is spelled like a known option, else a note.
     """
     known = known_options()
     for written in map(str, values):
@@ -233,12 +236,16 @@ def known_options() -> list[str]:
 
 
 def as_words(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yields options of `vllm serve` by name as words of its command line, with mappings and lists
-    as JSON.
+    """Yields options of `vllm serve` by name as words of its command line.
+
+    Mappings and lists are written as JSON.
     """
     for name, value in values.items():
         if isinstance(value, bool):
-            yield f"--{name}" if value else f"--no-{name}"
+            flag = f"--no-{name}"
+            if value:
+                flag = f"--{name}"
+            yield flag
         else:
             yield f"--{name}"
             yield value if isinstance(value, str) else json.dumps(value)
@@ -264,8 +271,9 @@ def _speculation_of(value: Any, options: ServeOptions) -> dict[str, Any]:
 
 
 def vllm_file(options: ServeOptions, first_line: str) -> str:
-    """vLLM's configuration file for a pair: the options of the command that serves it, without its
-    address.
+    """vLLM's configuration file for a pair.
+
+    It has the options of the command that serves the pair, without its address.
     """
     settings = _settings(options, find_target(options.target))
     values = {"model": engine_name(options.target), **settings}
@@ -273,8 +281,9 @@ def vllm_file(options: ServeOptions, first_line: str) -> str:
 
 
 def vllm_command(options: ServeOptions, target: Target) -> list[str]:
-    """The command that heads are published with, word for word, then address, sizes, the parsers of
-    a Kimi, and the user's own words.
+    """The command that heads are published with, word for word, and more options.
+
+    Address, sizes, the parsers of a Kimi and the user's own words follow, in this order.
     """
     settings = _settings(options, target)
     address = {"host": options.host, "port": options.port}
@@ -293,10 +302,13 @@ def _settings(options: ServeOptions, target: Target) -> dict[str, Any]:
     if "reasoning-parser" not in passed:
         parser = reasoning_parser(family, target.resolved.name, ENGINE.name)
         parsers["reasoning-parser"] = parser
+    speculation = None
+    if options.head:
+        speculation = json.dumps(_speculation(options))
     settings = {
         "tensor-parallel-size": _ranks(options),
         "revision": engine_revision(options.target),
-        "speculative-config": json.dumps(_speculation(options)) if options.head else None,
+        "speculative-config": speculation,
         "trust-remote-code": options.trust_remote_code or None,
         "max-model-len": options.max_seq_len,
         "max-num-seqs": options.max_batch_size,
@@ -311,7 +323,9 @@ def _settings(options: ServeOptions, target: Target) -> dict[str, Any]:
 def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Problem]]:
     """The vLLM version to judge for, why this one, and problems with it."""
     installed = PROGRAM.version()
-    oldest, newest = _releases()["oldest"], _releases()["newest"]
+    releases = _releases()
+    oldest = releases["oldest"]
+    newest = releases["newest"]
     try:
         version = Version(asked or installed or newest)
     except InvalidVersion:
@@ -326,7 +340,9 @@ def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Pro
     if version > Version(newest):
         message = f"vLLM {version} is newer than {newest}, the last release that is known"
         problems.append(Problem("TS-SERVE-VERSION-UNKNOWN", "warning", "vllm", message))
-    reason = "installed here" if installed else "the newest release that is known"
+    reason = "the newest release that is known"
+    if installed:
+        reason = "installed here"
     if asked:
         reason = "asked for"
     return version, reason, problems
@@ -334,13 +350,17 @@ def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Pro
 
 def _target_problems(options: ServeOptions, target: ModelSpec) -> Iterator[Problem]:
     ranks = _ranks(options)
-    whole_experts = "enable-expert-parallel" in passed_options(options.passed)
-    expert_ranks = ranks if whole_experts else 1
+    expert_ranks = 1
+    if "enable-expert-parallel" in passed_options(options.passed):
+        expert_ranks = ranks
     for problem in layout_refusals(target, ranks, expert_ranks, attention_dp=False):
         yield replace(problem, code="TS-VLLM-PARALLEL", key="tp_size", remedy="")
     limit = target.max_position_embeddings
     if (options.max_seq_len or 0) > limit:
-        message = f"`max_seq_len` {options.max_seq_len} is beyond the model's {limit} positions; vLLM refuses to start"
+        message = (
+            f"`max_seq_len` {options.max_seq_len} is beyond the model's {limit} positions; "
+            "vLLM refuses to start"
+        )
         yield Problem("TS-VLLM-LENGTH", "error", "`max_seq_len`", message)
 
 
@@ -358,7 +378,12 @@ def _head_problems(options: ServeOptions, head: Head, target: Target) -> Iterato
     published = isinstance(record, PublishedHead) and ENGINE.name in record.published_on
     if (here or not published) and not DIALECTS[spec.dialect].served_by(ENGINE, spec):
         option = next(option for option, row in OPTIONS.items() if ENGINE.name in row.read_by)
-        message = f"{name} has {DIALECTS[spec.dialect].title}'s layout: vLLM fails to load it, or reads other layers"
+        message = (
+            f"{name} has {DIALECTS[spec.dialect].title}'s layout: "
+            "vLLM fails to load it, or reads other layers"
+        )
         remedy = f"trtspec convert {name} -o HEAD-vllm --to {option}, then pass `head` HEAD-vllm"
-        severity: Severity = "error" if here else "warning"
+        severity: Severity = "warning"
+        if here:
+            severity = "error"
         yield Problem("TS-VLLM-HEAD-LAYOUT", severity, name, message, remedy)

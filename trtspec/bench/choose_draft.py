@@ -50,7 +50,8 @@ def _choose_at(level: LevelResult, served: Served) -> LoadChoice:
         of_best = None
         if drafts != fastest:
             gain = speed_up([endpoint], [served[fastest]], label)
-            of_best = gain.ratio if gain else None
+            if gain:
+                of_best = gain.ratio
         if of_best is not None and of_best.high >= 1:
             best = min(best, drafts)
         length = endpoint.acceptance_length
@@ -103,8 +104,9 @@ def by_draft_len(
 
 
 def served_length(endpoint: EndpointResult) -> int | None:
-    """Returns the draft length that a server reported. 0 if it steps without drafts, None if it
-    reports none.
+    """Returns the draft length that a server reported.
+
+    0 if it steps without drafts, None if it reports none.
     """
     drafted = endpoint.drafted
     steps = endpoint.steps

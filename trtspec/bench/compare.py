@@ -184,8 +184,9 @@ def _verdict(test: Ratio, allowed: float, sound: bool) -> str:
 def not_judged(
     figures: Sequence[ComparedFigure], runs: Sequence[BenchResults], severity: Severity
 ) -> list[Problem]:
-    """Says why acceptance is not judged. [] if it is, or if no run reports it and a speed is
-    judged.
+    """Says why acceptance is not judged.
+
+    [] if it is, or if no run reports it and a speed is judged.
     """
     judged = {figure.figure for figure in figures if figure.verdict != NOT_JUDGED}
     reports = [run.acceptance_length is not None for run in runs]
@@ -193,7 +194,10 @@ def not_judged(
         return []
     if any(run.degenerate() for run in runs):
         reason = "the output of a run is degenerate, and loops flatter every drafter"
-        remedy = "read answers.jsonl; measure at the temperature that users have, with the right chat template"
+        remedy = (
+            "read answers.jsonl; measure at the temperature "
+            "that users have, with the right chat template"
+        )
     elif any(reports) and not all(reports):
         run = "an earlier" if reports[0] else "this"
         reason = f"{run} run reports no acceptance, and the other does"

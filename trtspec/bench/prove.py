@@ -1,10 +1,9 @@
-"""A proof of a target and its head: a script of plain trtspec commands, run and resumed; typed
-evidence; one page.
+"""A proof of a target and its head: plain trtspec commands, typed evidence and one page.
 
-Where both servers fit at once, they are measured in alternating rounds. Else two launches follow
-each other on the same GPUs, once or several times. What the speculating server said is then scored
-by the target alone. A journal notes each step when its result is on the disk, so that the same
-command after a kill resumes with the first step that has none.
+If both servers fit at once, they are measured in alternating rounds. Else two launches follow each
+other on the same GPUs, once or several times. The target alone then scores the answers of the
+speculating server. A journal notes each step when its result is on the disk, so that the same
+command after a kill resumes with the first step without a result.
 """
 
 from __future__ import annotations
@@ -24,34 +23,137 @@ from trtspec import files, report
 from trtspec.bench.check.rows import GateRow
 from trtspec.bench.report import bench
 from trtspec.bench.report.page import Page, Section
-from trtspec.bench.results import BenchResults, SpeedUp, read_results, speed_up
+from trtspec.bench.results import (
+    BenchResults,
+    EndpointResult,
+    SpeedUp,
+    read_results,
+    speed_up,
+)
 from trtspec.bench.statistics import MIN_ROUNDS
 from trtspec.checkpoint.hub import resolve
 from trtspec.checkpoint.identity import identity_digest
 from trtspec.checkpoint.writer import Journal
-from trtspec.errors import TrtspecError, UsageError, errors_in
+from trtspec.errors import Problem, TrtspecError, UsageError, errors_in
 from trtspec.launch.preflight import read_gpus
 from trtspec.launch.processes import duration, require_free_ports, run_trtspec, served
 from trtspec.report import Table
 
-SPECULATING, PLAIN = "spec", "plain"
-# by server: name and reason of what check does
+
+def prove(
+    setup: ProveSetup,
+    steps: Sequence[Step],
+    directory: Path,
+    common: dict[str, Any],
+    startup: float,
+) -> ProofEvidence:
+    """Runs the steps that are not done yet, then writes evidence.json and report.html.
+
+    `common`: `engine` and `dataset_sha256`, which a resumed run must have in common with this one.
+    `startup`: seconds until a server must be ready. Raises UsageError if `directory` holds anything
+    but this proof, and TrtspecError if a step fails.
+    """
+    path = directory / "journal.jsonl"
+    patience = 0.0
+    if path.exists():
+        patience = LEFT_OVER
+    elif directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UsageError(f"{directory} holds something else", "choose another -o")
+    paths = {name: resolve(name, weights=False).path for name in (setup.target, setup.head)}
+    identities = {
+        name: identity_digest(checkpoint)[:16] if checkpoint else "not on this machine"
+        for name, checkpoint in paths.items()
+    }
+    # the words for the servers may hold a key
+    digest = hashlib.sha256("\0".join(setup.serve_words).encode()).hexdigest()
+    proof = asdict(setup) | {"serve_words": digest[:16]}
+    header = {"proof": proof, "identities": identities, **common}
+    with Journal(path, header, remedy=REPEAT, private=True) as journal:
+        with report.writing(directory):
+            (directory / "logs").mkdir(exist_ok=True)
+        done = [step for step in steps if step.name in journal.done and _result(step, directory)]
+        for step in done:
+            report.announce(f"already done: {step.name}")
+        for group in dict.fromkeys(step.servers for step in steps if step not in done):
+            with ExitStack() as running:
+                require_free_ports(setup.port, 2, patience)
+                for server in group:
+                    _launch(setup, server, directory, startup, running)
+                for number, step in enumerate(steps, 1):
+                    if step.servers == group and step not in done:
+                        report.announce(f"[{number}/{len(steps)}] {step.name}: {step.why}")
+                        _run(step, journal, directory)
+    results = {step.name: _result(step, directory) for step in steps}
+    evidence = gathered(setup, results, directory, identities=identities, **common)
+    report.write_json(directory / "evidence.json", asdict(evidence))
+    write_page(directory, directory / "report.html")
+    return evidence
+
+
+LEFT_OVER = 180.0  # seconds that the server of a killed run gets to end
+REPEAT = "repeat the command as it was, or choose another -o"
+
+
+def _launch(
+    setup: ProveSetup,
+    server: str,
+    directory: Path,
+    startup: float,
+    running: ExitStack,
+) -> None:
+    """Starts a server for the life of `running`."""
+    report.announce(f"serve-{server}")
+    began = time.monotonic()
+    log = directory / "logs" / f"serve-{server}.log"
+    words = serve_words(setup, server)
+    running.enter_context(served(words, setup.url(server), log, startup))
+    report.announce(f"  ready after {duration(time.monotonic() - began)}")
+
+
+def _result(step: Step, directory: Path) -> dict[str, Any]:
+    """The result that a step left. {} if it cannot be read, as after a power loss.
+
+    A step without a result runs again.
+    """
+    try:
+        return files.read_object(directory / step.result)
+    except (TrtspecError, OSError):
+        return {}
+
+
+def _run(step: Step, journal: Journal, directory: Path) -> None:
+    printed = step.result if "--json" in step.words else f"logs/{step.name}.out"
+    status = run_trtspec(step.words, directory / printed)
+    allowed: tuple[int, ...] = (0,)
+    # a finding is a result, but not of a plan
+    if step.servers:
+        allowed = (0, 3)
+    if status not in allowed or not _result(step, directory):
+        message = f"{step.name} ended with status {status}; its message is above"
+        raise TrtspecError(message, "give the same command again to resume")
+    journal.record(step.name)
+
+
+# --- the setup, and its script ---
+
+SPECULATING = "spec"
+PLAIN = "plain"
+# by server: name and reason of the step of check
 CHECKS = {
     SPECULATING: ("record", "what users get"),
     PLAIN: ("score", "whether the target alone says the same"),
 }
-CHECKED, CHECK_TOKENS = 20, 128  # questions of check, and tokens of an answer, at most
+CHECKED = 20  # questions of check, at most
+CHECK_TOKENS = 128  # of an answer of check, at most
 STOP = "kill $(jobs -p) && wait"
-REPEAT = "repeat the command as it was, or choose another -o"
 MAX_ROUNDS = 8  # that the questions are divided into; more gain little
-LEFT_OVER = 180.0  # seconds that the server of a killed run gets to end
 
 
 @dataclass(frozen=True)
 class ProveSetup:
-    """What is proved, and with how much.
+    """The pair that is proved, its servers and the work for them.
 
-    `serve_words` go to all servers; without `gpu` there is no plan. `card`: whether the head's
+    `serve_words` go to all servers. Without `gpu` there is no plan. `card`: whether the head's
     published figures are shown beside the measured ones. `launches`: of either server.
     """
 
@@ -74,19 +176,23 @@ class ProveSetup:
 
     @property
     def rounds(self) -> int:
-        """As many as leave each enough questions for the highest load."""
+        """The rounds of bench, so few that each has enough questions for the highest load."""
         return max(MIN_ROUNDS, min(MAX_ROUNDS, self.samples // max(self.concurrency)))
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
         """Names of the servers that run at once, whose rounds alternate, group after group."""
-        found = list[tuple[str, ...]]()
+        groups: list[tuple[str, ...]] = []
         for number in range(1, self.launches + 1):
-            suffix = f"-{number}" if number > 1 else ""
-            names = [f"{name}{suffix}" for name in (SPECULATING, PLAIN)]
-            at_once = self.backend == "reference"  # engines need all GPUs
-            found += [tuple(names)] if at_once else [(name,) for name in names]
-        return found
+            names = [SPECULATING, PLAIN]
+            if number > 1:
+                names = [f"{name}-{number}" for name in names]
+            # an engine needs all GPUs for itself
+            if self.backend == "reference":
+                groups.append(tuple(names))
+            else:
+                groups += [(name,) for name in names]
+        return groups
 
     @property
     def loads(self) -> str:
@@ -100,7 +206,7 @@ class ProveSetup:
 
 
 def has_head(server: str) -> bool:
-    """Whether it is a launch with the head."""
+    """Whether a server is a launch with the head."""
     return server.startswith(SPECULATING)
 
 
@@ -108,8 +214,8 @@ def has_head(server: str) -> bool:
 class Step:
     """One command: `words` after `trtspec`, and why it runs.
 
-    `servers`: names of all that run meanwhile. Its JSON is `result`, a file of the proof; status 3
-    is a finding, not a failure.
+    `result`: the file of the proof with its JSON. `servers`: names of all servers that run
+    meanwhile. With servers, status 3 is a finding and not a failure.
     """
 
     name: str
@@ -121,7 +227,7 @@ class Step:
 
 def script(setup: ProveSetup, directory: Path) -> list[Step]:
     """All steps in their order."""
-    steps = list[Step]()
+    steps: list[Step] = []
     if setup.gpu is not None:
         gpus = ("--gpu", setup.gpu, "--gpus", str(setup.gpus))
         drafts = ("--max-draft", str(setup.draft_len), "--concurrency", setup.loads)
@@ -154,7 +260,8 @@ def _bench(setup: ProveSetup, directory: Path, group: tuple[str, ...]) -> Step:
 def _check(setup: ProveSetup, directory: Path, group: tuple[str, ...], server: str) -> Step:
     """Records what the server with the head says, or scores it by the target alone."""
     name, why = CHECKS[server]
-    recording, scores = str(directory / "spec.jsonl"), str(directory / "plain.jsonl")
+    recording = str(directory / "spec.jsonl")
+    scores = str(directory / "plain.jsonl")
     words = ["check", setup.url(server), "--tokenizer", setup.target]
     if server == SPECULATING:
         words += ["--record", recording, "--dataset", setup.dataset]
@@ -169,9 +276,9 @@ def _check(setup: ProveSetup, directory: Path, group: tuple[str, ...], server: s
 
 
 def serve_words(setup: ProveSetup, server: str) -> tuple[str, ...]:
-    """After `trtspec`.
+    """The words after `trtspec` that start a server.
 
-    What the user passes comes last, since it may end in a `--` with options of the engine.
+    The user's own words come last, since they may end in a `--` with options of the engine.
     """
     address = ("--host", "127.0.0.1", "--port", str(setup.port_of(server)))
     words: tuple[str, ...] = ("serve", setup.target, "--backend", setup.backend, *address)
@@ -179,114 +286,28 @@ def serve_words(setup: ProveSetup, server: str) -> tuple[str, ...]:
         words += ("--tp-size", str(setup.gpus))
     if has_head(server):
         words += ("--head", setup.head, "--draft-len", str(setup.draft_len))
-        if setup.backend == "reference":  # as build-config sets it for the engines
+        # as build-config sets it for the engines
+        if setup.backend == "reference":
             words += ("--draft-sampling", "probabilistic")
     return words + setup.serve_words
 
 
 def shell_text(setup: ProveSetup, directory: Path, steps: Sequence[Step]) -> str:
-    """The script for a shell: all that a proof does, but for resuming and the page."""
-    lines, running = [f"mkdir -p {shlex.quote(str(directory))}"], tuple[str, ...]()
+    """The script for a shell. It does all that a proof does, except resuming and the page."""
+    lines = [f"mkdir -p {shlex.quote(str(directory))}"]
+    running: tuple[str, ...] = ()
     for step in steps:
         if step.servers != running:
-            lines += [STOP] if running else []
-            lines += [f"trtspec {shlex.join(serve_words(setup, one))} &" for one in step.servers]
+            if running:
+                lines.append(STOP)
+            for server in step.servers:
+                lines.append(f"trtspec {shlex.join(serve_words(setup, server))} &")
             running = step.servers
-        into = f" > {shlex.quote(str(directory / step.result))}" if "--json" in step.words else ""
-        lines.append(f"trtspec {shlex.join(step.words)}{into}")
+        line = f"trtspec {shlex.join(step.words)}"
+        if "--json" in step.words:
+            line += f" > {shlex.quote(str(directory / step.result))}"
+        lines.append(line)
     return "\n".join([*lines, STOP]) + "\n"
-
-
-# --- run and resume ---
-
-
-def prove(
-    setup: ProveSetup,
-    steps: Sequence[Step],
-    directory: Path,
-    about: dict[str, Any],
-    startup: float,
-) -> ProofEvidence:
-    """Runs what is not done yet, then writes evidence.json and report.html.
-
-    `about`: more that a resumed run must have in common with this one. `startup`: seconds for a
-    server to become ready.
-
-    Raises UsageError where `directory` holds anything but this proof, and TrtspecError for a step
-    that fails.
-    """
-    path = directory / "journal.jsonl"
-    patience = LEFT_OVER if path.exists() else 0.0
-    if (
-        not path.exists()
-        and directory.exists()
-        and (not directory.is_dir() or any(directory.iterdir()))
-    ):
-        raise UsageError(f"{directory} holds something else", "choose another -o")
-    paths = {name: resolve(name, weights=False).path for name in (setup.target, setup.head)}
-    identities = {
-        name: identity_digest(at)[:16] if at else "not on this machine"
-        for name, at in paths.items()
-    }
-    words = hashlib.sha256("\0".join(setup.serve_words).encode()).hexdigest()[
-        :16
-    ]  # they may hold a key
-    header = {"proof": asdict(setup) | {"serve_words": words}, "identities": identities, **about}
-    with Journal(path, header, remedy=REPEAT, private=True) as journal:
-        with report.writing(directory):
-            (directory / "logs").mkdir(exist_ok=True)
-        done = [step for step in steps if step.name in journal.done and _result(step, directory)]
-        for step in done:
-            report.announce(f"already done: {step.name}")
-        for group in dict.fromkeys(step.servers for step in steps if step not in done):
-            with ExitStack() as running:
-                require_free_ports(setup.port, 2, patience)
-                for server in group:
-                    _launch(setup, server, directory, startup, running)
-                for number, step in enumerate(steps, 1):
-                    if step.servers == group and step not in done:
-                        report.announce(f"[{number}/{len(steps)}] {step.name}: {step.why}")
-                        _run(step, journal, directory)
-    results = {step.name: _result(step, directory) for step in steps}
-    evidence = gathered(setup, results, directory, identities=identities, **about)
-    report.write_json(directory / "evidence.json", asdict(evidence))
-    write_page(directory, directory / "report.html")
-    return evidence
-
-
-def _launch(
-    setup: ProveSetup,
-    server: str,
-    directory: Path,
-    startup: float,
-    running: ExitStack,
-) -> None:
-    """Starts a server for the life of `running`."""
-    report.announce(f"serve-{server}")
-    began, log = time.monotonic(), directory / "logs" / f"serve-{server}.log"
-    words, url = serve_words(setup, server), setup.url(server)
-    running.enter_context(served(words, url, log, startup))
-    report.announce(f"  ready after {duration(time.monotonic() - began)}")
-
-
-def _result(step: Step, directory: Path) -> dict[str, Any]:
-    """What a step left; {} where that cannot be read, as after a power loss: the step then runs
-    again.
-    """
-    try:
-        return files.read_object(directory / step.result)
-    except (TrtspecError, OSError):
-        return {}
-
-
-def _run(step: Step, journal: Journal, directory: Path) -> None:
-    printed = step.result if "--json" in step.words else f"logs/{step.name}.out"
-    status = run_trtspec(step.words, directory / printed)
-    allowed = (0, 3) if step.servers else (0,)  # a finding is a result, but for a plan
-    if status not in allowed or not _result(step, directory):
-        message = f"{step.name} ended with status {status}; its message is above"
-        raise TrtspecError(message, "give the same command again to resume")
-    journal.record(step.name)
 
 
 # --- evidence and page ---
@@ -294,9 +315,10 @@ def _run(step: Step, journal: Journal, directory: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ProofEvidence:
-    """`setup` has `...` in place of the words for the servers, which may hold a key.
+    """The evidence of a proof, as evidence.json holds it.
 
-    `identities`: fingerprints of the checkpoints; `planned`: points of plan.
+    `setup` has `...` in place of the words for the servers, which may hold a key. `identities`:
+    fingerprints of the checkpoints. `planned`: points of plan.
     """
 
     verdict: str
@@ -314,8 +336,42 @@ class ProofEvidence:
 
     @property
     def proved(self) -> bool:
-        """The same output, and slower at no load."""
+        """Whether the output is the same, and slower at no load."""
         return self.verdict == "SAFE" and not slower(self.speedups)
+
+
+def gathered(
+    setup: ProveSetup, step_results: Mapping[str, Any], directory: Path, **more: Any
+) -> ProofEvidence:
+    """The evidence in the results of the steps, by step name. `more`: its other fields."""
+    results = pooled_results(setup, directory)
+    speedups = results.speedups
+    score = step_results["score"]
+    verdict = score["verdict"]
+    message = score["message"]
+    invalid = {problem.code for problem in errors_in(results.problems)}
+    if verdict == "SAFE" and (invalid or not speedups):
+        verdict = "NOT PROVEN"
+        message = "NOT PROVEN: the same output"
+        if invalid:
+            message = f"NOT PROVEN: bench: {', '.join(sorted(invalid))}"
+    points = step_results.get("plan", {}).get("points", ())
+    drafts = (0, setup.draft_len)
+    shown_setup = setup
+    if setup.serve_words:
+        shown_setup = replace(setup, serve_words=("...",))
+    return ProofEvidence(
+        verdict=verdict,
+        sentence=sentence(verdict, message, speedups),
+        setup=shown_setup,
+        hardware=[f"{gpu.name}, driver {gpu.driver}" for gpu in read_gpus() or ()],
+        speedups=speedups,
+        planned=[point for point in points if point["draft_len"] in drafts],
+        rows=[GateRow(**row) for row in score["results"]],
+        created=report.now(),
+        versions=report.versions(),
+        **more,
+    )
 
 
 def pooled_results(setup: ProveSetup, directory: Path) -> BenchResults:
@@ -324,110 +380,91 @@ def pooled_results(setup: ProveSetup, directory: Path) -> BenchResults:
     The first has the head.
     """
     runs = [read_results(directory / group[0]) for group in setup.groups]
-    endpoints = [endpoint for run in runs for endpoint in run.all]
-    spec = [endpoint for endpoint in endpoints if has_head(endpoint.name)]
+    endpoints: list[EndpointResult] = []
+    problems: list[Problem] = []
+    for run in runs:
+        endpoints += run.all
+        problems += run.problems
+    with_head = [endpoint for endpoint in endpoints if has_head(endpoint.name)]
     plain = [endpoint for endpoint in endpoints if not has_head(endpoint.name)]
-    ups = [speed_up(spec, plain, level.label) for level in runs[0].concurrency]
+    gains = [speed_up(with_head, plain, level.label) for level in runs[0].concurrency]
     return replace(
         runs[0],
         endpoints={endpoint.name: endpoint for endpoint in endpoints[1:]},
-        speedups=[up for up in ups if up is not None],
-        problems=[problem for run in runs for problem in run.problems],
-    )
-
-
-def gathered(
-    setup: ProveSetup, found: Mapping[str, Any], directory: Path, **more: Any
-) -> ProofEvidence:
-    """The evidence in the results of the steps, by their names; `more` are its other fields."""
-    results = pooled_results(setup, directory)
-    ups = results.speedups
-    verdict, message = found["score"]["verdict"], found["score"]["message"]
-    invalid = {problem.code for problem in errors_in(results.problems)}
-    if verdict == "SAFE" and (invalid or not ups):
-        said = f"bench: {', '.join(sorted(invalid))}" if invalid else "the same output"
-        verdict, message = "NOT PROVEN", f"NOT PROVEN: {said}"
-    points = found.get("plan", {}).get("points", ())
-    drafts = (0, setup.draft_len)
-    return ProofEvidence(
-        verdict=verdict,
-        sentence=sentence(verdict, message, ups),
-        setup=replace(setup, serve_words=("...",) if setup.serve_words else ()),
-        hardware=[f"{gpu.name}, driver {gpu.driver}" for gpu in read_gpus() or ()],
-        speedups=ups,
-        planned=[point for point in points if point["draft_len"] in drafts],
-        rows=[GateRow(**row) for row in found["score"]["results"]],
-        created=report.now(),
-        versions=report.versions(),
-        **more,
+        speedups=[gain for gain in gains if gain is not None],
+        problems=problems,
     )
 
 
 def slower(speedups: Sequence[SpeedUp]) -> list[str]:
     """The loads at which the whole interval of the speed-up lies below 1."""
-    return [up.level for up in speedups if up.ratio.high < 1]
+    return [gain.level for gain in speedups if gain.ratio.high < 1]
 
 
 def sentence(verdict: str, message: str, speedups: Sequence[SpeedUp]) -> str:
-    """`SAFE: the same output, 1.40 times as fast (1.24 to 1.57) at concurrency 1, 1.28 (...) at
-    concurrency 4`, or `SAFE but slower at concurrency 4: the same output, ...`, and what the
-    intervals are over.
+    """The verdict, the speed-up at each load, and the units of its intervals.
+
+    `SAFE: the same output, 1.40 times as fast (1.24 to 1.57) at concurrency 1, 1.28 (...) at
+    concurrency 4`, or `SAFE but slower at concurrency 4: the same output, ...`.
     """
-    said = message
+    output = message
     if verdict == "SAFE":
+        output = "SAFE: the same output"
         loads = " and ".join(slower(speedups))
-        said = f"SAFE{f' but slower at {loads}' if loads else ''}: the same output"
+        if loads:
+            output = f"SAFE but slower at {loads}: the same output"
     if not speedups:
-        return f"{said}; the speed was not measured"
-    speeds = ", ".join(f"{up.ratio.value:.2f} ({up.ratio.words}) at {up.level}" for up in speedups)
-    speeds = speeds.replace(" (", " times as fast (", 1)
-    return f"{said}, {speeds}; 95 % intervals over {speedups[0].covered}"
+        return f"{output}; the speed was not measured"
+    gains = [f"{gain.ratio.value:.2f} ({gain.ratio.words}) at {gain.level}" for gain in speedups]
+    # the first figure alone has the words
+    speeds = ", ".join(gains).replace(" (", " times as fast (", 1)
+    return f"{output}, {speeds}; 95 % intervals over {speedups[0].covered}"
 
 
 def write_page(proof: Path, page: Path, more: Sequence[Section] = ()) -> None:
-    """The page of a finished proof, with `more` behind it."""
-    evidence = TypeAdapter(ProofEvidence).validate_python(
-        files.read_object(proof / "evidence.json")
-    )
-    report.write_atomic(
-        page, proof_html(evidence, pooled_results(evidence.setup, proof), proof, more)
-    )
+    """Writes the page of a finished proof, with the sections `more` at its end."""
+    values = files.read_object(proof / "evidence.json")
+    evidence = TypeAdapter(ProofEvidence).validate_python(values)
+    results = pooled_results(evidence.setup, proof)
+    report.write_atomic(page, proof_html(evidence, results, proof, more))
 
 
 def proof_html(
     evidence: ProofEvidence, results: BenchResults, proof: Path, more: Sequence[Section] = ()
 ) -> str:
-    """The page of a proof: its verdict in a sentence, up to three figures, then speed, acceptance,
-    the rows of check, its commands, and `more`. `results`: of all launches.
+    """The page of a proof: its verdict in a sentence, up to three figures, then sections.
+
+    The sections are speed, acceptance, the rows of check, the commands of the proof, and `more`.
+    `results`: of all launches.
     """
+    setup = evidence.setup
     speed, acceptance = bench.sections(results)[:2]
-    rows = [
-        [row.status, row.name, f"{row.seen} of {row.of}", (row.faults or [row.why])[0]]
-        for row in evidence.rows
-    ]
-    same = Table(
-        "Is the output the same?",
-        ["", "row", "seen", "why"],
-        rows,
-        text_columns=frozenset({0, 1, 3}),
-    )
-    colour: Literal["pass", "fail", "unmeasured"] = "pass" if evidence.proved else "unmeasured"
-    if evidence.verdict == "NOT SAFE":
-        colour = "fail"
-    commands = shell_text(evidence.setup, proof, script(evidence.setup, proof))
+    step_times = step_table(evidence.planned, results)
+    rows = []
+    for row in evidence.rows:
+        why = (row.faults or [row.why])[0]
+        rows.append([row.status, row.name, f"{row.seen} of {row.of}", why])
+    columns = ["", "row", "seen", "why"]
+    gate = Table("Is the output the same?", columns, rows, text_columns=frozenset({0, 1, 3}))
+    verdict: Literal["pass", "fail", "unmeasured"] = "unmeasured"
+    if evidence.proved:
+        verdict = "pass"
+    elif evidence.verdict == "NOT SAFE":
+        verdict = "fail"
+    commands = shell_text(setup, proof, script(setup, proof))
     page = Page(
-        f"trtspec prove: {evidence.setup.target} with {evidence.setup.head}",
+        f"trtspec prove: {setup.target} with {setup.head}",
         evidence.sentence,
         bench.figures(results),
         [
-            replace(speed, tables=[*speed.tables, step_table(evidence.planned, results)]),
+            replace(speed, tables=[*speed.tables, step_times]),
             acceptance,
-            Section(title=same.title, tables=[same]),
+            Section(title=gate.title, tables=[gate]),
             Section(title="Commands", code=commands),
             *more,
         ],
-        subtitle=f"{evidence.setup.draft_len} drafts per step. {bench.workload_line(results)}.",
-        verdict=colour,
+        subtitle=f"{setup.draft_len} drafts per step. {bench.workload_line(results)}.",
+        verdict=verdict,
         created=evidence.created,
         versions=evidence.versions,
     )
@@ -435,18 +472,26 @@ def proof_html(
 
 
 def step_table(planned: Sequence[Mapping[str, Any]], results: BenchResults) -> Table:
-    """The time of a step, planned and measured: between tokens after the first, times the tokens of
-    a step.
+    """The time of a step, planned and measured.
+
+    Measured: the time between tokens after the first, times the tokens of a step.
     """
     rows = []
     for point in planned:
-        drafts, load = point["draft_len"], point["concurrency"]
-        side = results if drafts else results.endpoints[PLAIN]
-        level = next(level for level in side.concurrency if level.concurrency == load)
-        gap, length = level.throughput.inter_token_s, level.acceptance_length if drafts else 1.0
-        measured = gap.mean * length * 1000 if gap and length else None
-        rows.append(
-            [str(load), str(drafts), bench.number(point["step_ms"]), bench.number(measured)]
-        )
+        drafts = point["draft_len"]
+        load = point["concurrency"]
+        endpoint: EndpointResult = results
+        if not drafts:
+            endpoint = results.endpoints[PLAIN]
+        level = next(level for level in endpoint.concurrency if level.concurrency == load)
+        gap = level.throughput.inter_token_s
+        length: float | None = 1.0
+        if drafts:
+            length = level.acceptance_length
+        measured = None
+        if gap and length:
+            measured = gap.mean * length * 1000
+        times = [bench.number(point["step_ms"]), bench.number(measured)]
+        rows.append([str(load), str(drafts), *times])
     columns = ["concurrency", "drafts", "planned", "measured"]
     return Table("Milliseconds of one step", columns, rows)

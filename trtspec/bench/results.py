@@ -163,10 +163,10 @@ class QuestionSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class LevelResult(AcceptanceSummary):
-    """One load: `concurrency` conversations in flight, or `rate` new ones per second with
-    `concurrency` 0.
+    """One load: conversations in flight, or a rate of new ones.
 
-    `rounds`: output tokens per second of each.
+    `concurrency`: conversations in flight, 0 with a rate. `rate`: new ones per second. `rounds`:
+    output tokens per second of each.
     """
 
     concurrency: int
@@ -246,8 +246,12 @@ class SpeedUp:
     @property
     def covered(self) -> str:
         """The units of the interval in words."""
-        launches = "one launch" if self.launches == 1 else f"{self.launches} launches"
-        rounds = f" in {self.rounds} rounds" if self.rounds > 1 else ""
+        launches = f"{self.launches} launches"
+        if self.launches == 1:
+            launches = "one launch"
+        rounds = ""
+        if self.rounds > 1:
+            rounds = f" in {self.rounds} rounds"
         return f"{self.questions} questions{rounds} of {launches}"
 
 
@@ -298,8 +302,9 @@ class LengthFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadChoice:
-    """The lengths at one concurrency, shortest first, and the shortest that may be as fast as the
-    fastest.
+    """The draft lengths at one concurrency, shortest first.
+
+    `best`: the shortest that may be as fast as the fastest.
     """
 
     concurrency: int
@@ -309,8 +314,9 @@ class LoadChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftChoice:
-    """The proposed draft length: the median over all loads, the shorter of two. 0: serve without
-    the head.
+    """The proposed draft length: the median over all loads, the shorter of two.
+
+    0: serve without the head.
     """
 
     loads: list[LoadChoice]
@@ -319,10 +325,10 @@ class DraftChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResults(EndpointResult):
-    """results.json: the figures of the first endpoint, the others under `endpoints`, their ratios
-    under `speedups`.
+    """results.json: the figures of the first endpoint, and what was measured beside it.
 
-    `card`: the published head whose figures are shown beside the measured ones.
+    `endpoints`: the other endpoints. `speedups`: ratios of the endpoints. `card`: the published
+    head whose figures are shown beside the measured ones.
     """
 
     schema: int = SCHEMA

@@ -1,17 +1,20 @@
 """Acceptance of drafts as pure functions over counts, and the intervals that go with ratios.
 
-Stored are `steps`, `drafted`, `accepted` and the histogram (entry j = verification steps that accepted exactly j
-drafts). Every rate is derived, because the same words name different numbers in the field:
+Stored are `steps`, `drafted`, `accepted` and the histogram (entry j = verification steps that
+accepted exactly j drafts). Every rate is derived, because the same words name different numbers in
+the field:
 
 - acceptance length = 1 + accepted / steps over all answers (vLLM's "mean acceptance length")
-- per-question mean = tokens per iteration of each question, its turns pooled and each prefill counted as an iteration,
-  averaged over questions: "Average AL" of ModelOpt's specdec_bench, which NVIDIA's cards print by category
-- cumulative acceptance at position k = share of steps that accepted at least k drafts (vLLM's "per-position")
+- per-question mean = tokens per iteration of each question, its turns pooled and each prefill
+  counted as an iteration, averaged over questions: "Average AL" of ModelOpt's specdec_bench, which
+  NVIDIA's cards print by category
+- cumulative acceptance at position k = share of steps that accepted at least k drafts (vLLM's
+  "per-position")
 - conditional acceptance at position k = the same share among the steps that accepted k - 1
 
-Intervals are over questions, the unit that is drawn independently. Intervals of speed-ups are over rounds and launches
-of questions. They are for ratios of sums with linearised variance (Cochran, Sampling Techniques, 3rd ed., chapter 6),
-on the logarithm, with quantiles of Student's t.
+Intervals are over questions, the unit that is drawn independently. Intervals of speed-ups are over
+rounds and launches of questions. They are for ratios of sums with linearised variance (Cochran,
+Sampling Techniques, 3rd ed., chapter 6), on the logarithm, with quantiles of Student's t.
 """
 
 from __future__ import annotations
@@ -65,7 +68,9 @@ def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
     steps = sum(turn.steps for turn in turns)
     accepted = sum(turn.accepted for turn in turns)
     drafts = [turn.drafted or 0 for turn in turns]
-    drafted = None if any(turn.drafted is None for turn in turns) else sum(drafts)
+    drafted: int | None = sum(drafts)
+    if any(turn.drafted is None for turn in turns):
+        drafted = None
     totals: dict[str, int | None] = dict.fromkeys(("steps", "drafted", "accepted", "surplus"))
     if turns:
         surplus = sum(turn.surplus for turn in turns)
@@ -84,7 +89,9 @@ def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
         conditional = [_rounded(share) for share in conditional_shares]
     questions = per_question(turns)
     means = [1 + drafts / (verified + answers) for verified, drafts, answers in questions.values()]
-    mean = round(float(np.mean(means)), 4) if means else None
+    mean = None
+    if means:
+        mean = round(float(np.mean(means)), 4)
     sources = sorted({turn.source for turn in turns})
     answer_count = sum(turn.answers for turn in turns)
     question_count = len(questions) or sum(turn.questions for turn in turns)
@@ -144,7 +151,7 @@ def by_position(histogram: Sequence[int]) -> tuple[list[float], list[float | Non
 def add_histograms(histograms: Iterable[Sequence[int] | None]) -> list[int] | None:
     """Sums histograms of possibly different draft lengths.
 
-    None if one is unknown, or if there is none.
+    None if one is unknown, or for no histograms.
     """
     known = list(histograms)
     if not known or None in known:
@@ -153,8 +160,9 @@ def add_histograms(histograms: Iterable[Sequence[int] | None]) -> list[int] | No
 
 
 def per_question(turns: Sequence[TurnCounts]) -> dict[str, list[int]]:
-    """Returns [verification steps, accepted drafts, answers] by question. {} if answers were
-    counted together.
+    """Returns [verification steps, accepted drafts, answers] by question.
+
+    {} if answers were counted together.
     """
     if any(turn.answers > 1 or turn.questions > 1 for turn in turns):
         return {}
@@ -241,7 +249,8 @@ def paired_ratio(
     None below MIN_UNITS, or if a sum is zero.
 
     Args:
-        launches: New and old of each launch. The interval of several covers what launches differ by, too.
+        launches: New and old of each launch. The interval of several covers what launches differ
+            by, too.
         alike: Units are equally large, as rounds are: the ratios of the units are averaged.
     """
     sides = list(chain(*launches))
@@ -273,11 +282,10 @@ def paired_ratio(
 def next_ratio(
     new: float, earlier: Sequence[float], confidence: float = CONFIDENCE
 ) -> Ratio | None:
-    """Returns a run over the geometric mean of earlier runs, with Student's prediction interval of
-    the logarithms.
+    """Returns a run over the geometric mean of earlier runs, with its prediction interval.
 
-    The interval holds what runs of one setup differ by. None below MIN_EARLIER_RUNS, or if a run is
-    zero.
+    The interval is Student's, of the logarithms, and holds what runs of one setup differ by. None
+    below MIN_EARLIER_RUNS, or if a run is zero.
     """
     if len(earlier) < MIN_EARLIER_RUNS or min(new, *earlier) <= 0:
         return None
@@ -290,7 +298,7 @@ def next_ratio(
 
 @cache
 def t_quantile(probability: float, freedom: int) -> float:
-    """Returns a quantile of Student's t, by bisection (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    """Returns a quantile of Student's t, by bisection (Abramowitz and Stegun, 26.7.3, 26.7.4)."""
     low = 0.0
     high = math.pi / 2
     for _ in range(BISECTIONS):

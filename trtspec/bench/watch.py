@@ -1,5 +1,6 @@
-"""Acceptance of a live endpoint, from the counters that its server keeps. client/servers.py knows
-their names.
+"""Acceptance of a live endpoint, from the counters that its server keeps.
+
+client/servers.py knows their names.
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ class Watch:
         self.missed += 1
         self.failure = failure
         self.acceptance_length = None
-        code = NO_METRICS if len(reasons) == len(PATHS) else None
+        code = None
+        if len(reasons) == len(PATHS):
+            code = NO_METRICS
         raise TrtspecError(failure, remedy, code)
 
     async def _read_path(self, client: httpx.AsyncClient, path: str) -> None:
@@ -125,8 +128,9 @@ class Watch:
         self.counted = Counters(*sums)
 
     def _take_samples(self, samples: Samples) -> tuple[Counters, list[float]]:
-        """Returns the growth of the counters, and acceptance lengths that the server reports
-        itself.
+        """Returns the growth of the counters, and acceptance lengths that the server reports.
+
+        Raises ValueError without metrics of speculation.
         """
         names = adapter_of(samples)
         if names is None:
@@ -166,8 +170,9 @@ class Watch:
         }
 
     def line(self) -> str:
-        """Returns the last interval's acceptance length and all counts in words, or why the last
-        reading failed.
+        """Returns the last interval's acceptance length and all counts in words.
+
+        Returns the reason instead if the last reading failed.
         """
         if self.failure:
             return self.failure
@@ -217,7 +222,10 @@ def read_baseline(path: Path) -> Baseline:
             steps_of[name] = steps
             mean_of[name] = accepted / steps
     if not mean_of:
-        message = f"{path} has no category with {ENOUGH_STEPS} verification steps on output that is not degenerate"
+        message = (
+            f"{path} has no category with {ENOUGH_STEPS} verification steps "
+            "on output that is not degenerate"
+        )
         remedy = "measure more: trtspec bench URL --samples 80 --max-tokens 256 -o DIR"
         raise UsageError(message, remedy)
     category = min(mean_of, key=lambda name: mean_of[name])
@@ -254,8 +262,10 @@ class WatchVerdict:
 
 
 def judge(watch: Watch, baseline: Baseline, max_drop: float, min_steps: int) -> WatchVerdict:
-    """Fails a drop of accepted drafts per step that is larger than `max_drop` and significant at 1
-    %, one-sided.
+    """Fails a significant drop of accepted drafts per step that is larger than `max_drop`.
+
+    The test is one-sided, at 1 %. Unmeasured if the steps are too few or unknown, or if chance may
+    explain the drop.
     """
     if "steps" not in watch.keeps:
         why = f"{watch.source} do not count verification steps, the unit of the baseline"
@@ -271,7 +281,8 @@ def judge(watch: Watch, baseline: Baseline, max_drop: float, min_steps: int) -> 
     significant = Z * math.sqrt(variance) / mean
     if drop <= max_drop:
         return WatchVerdict("pass", drop, significant)
-    why = f"{100 * drop:.1f} % fewer accepted drafts per step than {baseline.category} of the baseline"
+    fewer = f"{100 * drop:.1f} % fewer accepted drafts per step"
+    why = f"{fewer} than {baseline.category} of the baseline"
     if drop <= significant:
         why += f"; at {steps} steps only a drop above {100 * significant:.1f} % is significant"
         return WatchVerdict("unmeasured", drop, significant, why)
@@ -334,5 +345,7 @@ def start_exporter(listen: str, watch: Watch) -> str:
         reason = getattr(error, "strerror", None) or "it is not HOST:PORT"
         remedy = "write `listen` localhost:9777, or choose another port"
         raise UsageError(f"`listen` {listen}: {reason}", remedy) from None
-    shown = f"[{host}]" if ":" in host else host
+    shown = host
+    if ":" in host:
+        shown = f"[{host}]"
     return f"http://{shown}:{server.server_port}/metrics"

@@ -1,8 +1,8 @@
-"""Addresses and keys of OpenAI-compatible servers, as a user gives them: checked before anything is
-sent or written.
+"""Addresses and keys of OpenAI-compatible servers, as a user gives them.
 
-No password or key appears in a message, a result or a record. An address that may contain one is
-refused without being shown. A message about a key names its fault alone.
+They are checked before anything is sent or written. No password or key appears in a message, a
+result or a record. An address that may contain one is refused without being shown. A message about
+a key names its fault alone.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def shown(text: str) -> str:
 
 
 def server_url(text: str, option: str = "the URL") -> str:
-    """The base URL of a server: with a scheme (http if `text` has none), without /v1, request paths
-    and slashes at its end.
+    """The base URL of a server.
 
-    Raises UsageError, which begins with `option`, if no request can be sent there, and for a user
-    name, a password, a query or a fragment, which every result would repeat.
+    It has a scheme (http if `text` has none), and ends without /v1, request path and slash. Raises
+    UsageError, which begins with `option`, if no request can be sent there, and for a user name, a
+    password, a query or a fragment, which every result would repeat.
     """
     import httpx
 

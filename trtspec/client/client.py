@@ -1,5 +1,6 @@
-"""An asynchronous client for any OpenAI-compatible server: requests, streamed answers with the time
-of every chunk, and waiting until a server is ready.
+"""An asynchronous client for any OpenAI-compatible server.
+
+It sends requests, streams answers with the time of every chunk, and waits until a server is ready.
 
 A streamed request starts when its header has been sent and its body follows: name lookup,
 connecting, TLS and waiting for a free connection do not count. The time of a chunk is the network
@@ -259,7 +260,7 @@ def ask_once(
 
 
 def remedy_for(error: str, otherwise: str) -> str:
-    """What to do about the error of an answer: more time for a late one."""
+    """The remedy for the error of an answer: more time for a late one, else `otherwise`."""
     late = any(words in error for words in LATE)
     return "allow more seconds with `timeout`" if late else otherwise
 
@@ -350,8 +351,10 @@ async def stream_answer(
 
 
 async def events(response: httpx.Response) -> AsyncIterator[tuple[float, dict[str, Any]]]:
-    """Yields the JSON objects of a server-sent event stream up to [DONE], each with the time of its
-    last byte. Skips comment lines. Raises ValueError for invalid JSON.
+    """Yields the JSON objects of a server-sent event stream up to [DONE].
+
+    Each comes with the time of its last byte. Skips comment lines. Raises ValueError for invalid
+    JSON.
     """
     pending = b""
     async for chunk in response.aiter_bytes():

@@ -25,8 +25,9 @@ from trtspec.files import missing, read_bytes
 
 @dataclass(frozen=True)
 class Score:
-    """Natural logarithms of probabilities by the scoring server: one token's, and the likeliest
-    tokens' in order.
+    """Natural logarithms of probabilities by the scoring server.
+
+    `chosen`: of one token. `top`: of the likeliest tokens, in order.
     """
 
     chosen: float

@@ -4,13 +4,13 @@ Every figure carries its `source`.
 
 For one answer or run, which bench and check read, and for all traffic, which watch reads:
 
-trtspec reference   `spec_decode` on each choice; steps in /prometheus/metrics.
-vLLM                Counters around a run that is alone on the server; steps in /metrics.
-TensorRT-LLM        `avg_decoded_tokens_per_iter` on each choice, prefill included; see below.
-SGLang              Nothing for an answer; a mean in /metrics with --enable-metrics.
+trtspec reference   `spec_decode` on each choice. Steps in /prometheus/metrics.
+vLLM                Counters around a run that is alone on the server. Steps in /metrics.
+TensorRT-LLM        `avg_decoded_tokens_per_iter` on each choice, prefill included. See below.
+SGLang              Nothing for an answer. A mean in /metrics with --enable-metrics.
 
-With enable_iter_perf_stats, TensorRT-LLM counts steps in the JSON of /metrics; it gives each record
-to one reader only. With return_perf_metrics, it counts draft tokens in /prometheus/metrics.
+With enable_iter_perf_stats, TensorRT-LLM counts steps in the JSON of /metrics, and gives each
+record to one reader only. With return_perf_metrics, it counts draft tokens in /prometheus/metrics.
 """
 
 from __future__ import annotations
@@ -194,8 +194,10 @@ class TurnCounts:
 
 @dataclass(frozen=True)
 class Counters:
-    """A reading of a server's speculation counters: verification steps, drafted and accepted
-    tokens, and by position k (from 1) the steps that accepted draft k.
+    """A reading of a server's speculation counters.
+
+    They count verification steps, drafted and accepted tokens, and by position k (from 1) the steps
+    that accepted draft k.
     """
 
     steps: int = 0
@@ -205,8 +207,10 @@ class Counters:
 
 
 def read_samples(text: str) -> Samples:
-    """Every sample of a Prometheus text by its name, without `_total` (clients differ) and without
-    buckets. Dynamo's `trtllm:` becomes `trtllm_`. Raises ValueError for any other text.
+    """Every sample of a Prometheus text by its name, without buckets.
+
+    Names lose `_total` (clients differ), and Dynamo's `trtllm:` becomes `trtllm_`. Raises
+    ValueError for any other text.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -266,11 +270,11 @@ def count_of(name: str, value: Any) -> int:
 
 
 def read_iterations(text: str, source: str = "") -> Counters:
-    """The counts in TensorRT-LLM's iteration statistics, a list of iterations since the last
-    request for them.
+    """The counts in TensorRT-LLM's iteration statistics.
 
-    Raises ValueError for any other text, and for an empty list on the first request (no `source`):
-    the engine may not collect statistics.
+    The text is a list of the iterations since the last request for them. Raises ValueError for any
+    other text, and for an empty list on the first request (no `source`): the engine may not collect
+    statistics.
     """
     records = parse_json(text)  # a list, as the text begins with [
     if not all(isinstance(record, dict) for record in records):
@@ -346,7 +350,8 @@ def counts_between(
     consecutive = list(counted.per_position) == list(range(1, len(reached)))
     if not consecutive or reached != sorted(reached, reverse=True):
         faults.append(
-            f"its /metrics counts {reached[1:]} accepted drafts by position in {counted.steps} steps"
+            f"its /metrics counts {reached[1:]} accepted drafts "
+            f"by position in {counted.steps} steps"
         )
     elif counted.per_position:  # entry j: steps that accepted exactly j drafts
         pairs = zip(reached, [*reached[1:], 0], strict=True)
@@ -383,7 +388,8 @@ def all_counts(answers: Sequence[Answer], faults: list[str]) -> list[TurnCounts]
     low = next((average for average in averages if average < LEAST_AVERAGE), None)
     if low:
         faults.append(
-            f"its avg_decoded_tokens_per_iter is {low:g}, and each iteration brings at least one token"
+            f"its avg_decoded_tokens_per_iter is {low:g}, "
+            "and each iteration brings at least one token"
         )
     return [counts for answer in good if (counts := counts_of(answer)) is not None]
 

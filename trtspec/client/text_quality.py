@@ -30,8 +30,9 @@ def distinct_ratio(tokens: Sequence[Any], n: int = NGRAM) -> float | None:
 
 
 def mean_distinct_ratio(texts: Sequence[str], length: int | None = None) -> float | None:
-    """Mean over texts of `distinct_ratio`, each cut to its first `length` units (ratios fall with
-    length).
+    """Mean over texts of `distinct_ratio`, each cut to its first `length` units.
+
+    Ratios fall with length.
     """
     ratios = [distinct_ratio(WORD.findall(text)[:length]) for text in texts]
     known = [ratio for ratio in ratios if ratio is not None]

@@ -48,11 +48,11 @@ class Sizes(LatentSizes):
 
 
 class Part(NamedTuple):
-    """One tensor of a published checkpoint, or `copies` of it: `{}` in its name is the number of an
-    expert.
+    """One tensor of a published checkpoint, or `copies` of it.
 
-    A matrix may be stored packed, in several tensors below its module. `parameter`: the parameter
-    of our own model that holds its rows. All parts of a parameter read the same input.
+    `{}` in its name is the number of an expert. A matrix may be stored packed, in several tensors
+    below its module. `parameter`: the parameter of our own model that holds its rows. All parts of
+    a parameter read the same input.
     """
 
     name: str

@@ -1,5 +1,6 @@
-"""Kimi-K2 and K2-Thinking, and K2.5, K2.6 and K2.7-Code, which put the same language model beside a
-vision tower.
+"""Kimi-K2 and K2-Thinking, and K2.5, K2.6 and K2.7-Code.
+
+The latter put the same language model beside a vision tower.
 """
 
 from __future__ import annotations

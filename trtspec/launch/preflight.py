@@ -119,8 +119,9 @@ class EngineProgram:
     version_option: str
 
     def version(self) -> str | None:
-        """The installed version by the package beside the executable, else by `--version`, which
-        takes many seconds. None if it is not installed or shows no version.
+        """The installed version. None if the engine is not installed or shows no version.
+
+        The package beside the executable tells it, else `--version`, which takes many seconds.
         """
         executable = shutil.which(self.executable)
         if executable is None:
@@ -140,9 +141,7 @@ class EngineProgram:
     def check_version(
         self, asked: str | None, installed: str | None, judged: str
     ) -> Iterator[Problem]:
-        """Checks before a launch that the installed engine has the version that the request was
-        judged for.
-        """
+        """Checks that the installed engine has the version that a launch was judged for."""
         option = f"`{self.version_option}`"
         if asked and installed and Version(asked) != Version(installed):
             message = f"{self.title} {installed} is installed and would run; {option} says {asked}"
@@ -154,7 +153,10 @@ class EngineProgram:
     def check(self) -> Iterator[Problem]:
         if shutil.which(self.executable) is None:
             message = f"{self.executable} is not on PATH: {self.title} is not installed here"
-            remedy = f"{self.home}, or rehearse with kimi-nano, `head` kimi-nano-eagle3 and `backend` reference"
+            remedy = (
+                f"{self.home}, or rehearse with kimi-nano, "
+                "`head` kimi-nano-eagle3 and `backend` reference"
+            )
             yield Problem("TS-SERVE-NO-ENGINE", "error", self.executable, message, remedy)
 
     def require(self) -> None:
@@ -186,8 +188,9 @@ def check_start(
 
 
 def as_in_dry_run(problem: Problem) -> Problem:
-    """The problem as a dry run reports it: a warning if it is about this machine, as the launch may
-    be on another.
+    """The problem as a dry run reports it.
+
+    A problem of this machine becomes a warning, as the launch may be on another.
     """
     if problem.code in OF_THIS_MACHINE:
         return replace(problem, severity="warning")
@@ -209,7 +212,10 @@ def check_gpus(
     `needed`: ranks on this machine. `gpus`: None if nvidia-smi failed.
     """
     if gpus is None:
-        message = f"nvidia-smi is missing here or fails: the {needed} GPUs that this needs could not be counted"
+        message = (
+            f"nvidia-smi is missing here or fails: the {needed} GPUs "
+            "that this needs could not be counted"
+        )
         yield Problem("TS-SERVE-GPUS-UNSEEN", "warning", "GPUs", message)
         return
     seen = visible_gpus(gpus, environ)
@@ -245,8 +251,11 @@ def remote_code_problem(model: Resolved) -> Problem:
 
 def check_shared_memory(directory: Path) -> Iterator[Problem]:
     if directory.is_dir() and (total := machine.disk_size(directory)) < SHARED_MEMORY_RECIPE:
-        message = f"{directory} has {total / GIB:.1f} GiB; a load can die with a bus error (published recipes give it "
-        message += f"{SHARED_MEMORY_RECIPE // GIB} GiB, the engine's guide for Kimi-K2-Thinking about 640 GB)"
+        message = (
+            f"{directory} has {total / GIB:.1f} GiB; a load can die with a bus error (published "
+            f"recipes give it {SHARED_MEMORY_RECIPE // GIB} GiB, the engine's guide for "
+            "Kimi-K2-Thinking about 640 GB)"
+        )
         yield Problem("TS-SERVE-SHARED-MEMORY", "warning", str(directory), message)
 
 
@@ -260,7 +269,10 @@ def check_modules_cache() -> Iterator[Problem]:
         with tempfile.TemporaryFile(dir=cache):
             return
     except OSError as error:
-        message = f"{cache} cannot be written ({error.strerror}), and the checkpoint's code is copied there to run"
+        message = (
+            f"{cache} cannot be written ({error.strerror}), "
+            "and the checkpoint's code is copied there to run"
+        )
         yield Problem("TS-SERVE-CACHE", "error", "HF_MODULES_CACHE", message)
 
 

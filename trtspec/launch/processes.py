@@ -1,5 +1,6 @@
-"""Commands and servers that other commands start: none outlives the process that started it, even
-one that is killed (Linux), and an interrupt at any moment leaves nothing behind.
+"""Commands and servers that other commands start: none outlives the process that started it.
+
+This holds even if that process is killed (Linux). An interrupt at any moment leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -75,8 +76,10 @@ def served(
 
 @contextmanager
 def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a process that is stopped at the end of the block, and by SIGTERM when the thread that
-    started it dies. `options`: Popen's, except `env` and `preexec_fn`.
+    """Runs a process that is stopped at the end of the block.
+
+    It also gets SIGTERM when the thread that started it dies. `options`: Popen's, except `env` and
+    `preexec_fn`.
     """
     process = None
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -5,7 +5,7 @@ Standard library only.
 It is run by path (it starts in a hundredth of a second): `python -I -S reaper.py GRACE CONTROL`.
 GRACE: seconds between a request to end and SIGKILL. CONTROL: read end of a pipe on which trtspec
 writes the server's command, a line of JSON (a `pkill -f` of the server's name must not match the
-subreaper), and which it then holds open; its end means that trtspec has ended in any way. Process
+subreaper), and which it then holds open. Its end means that trtspec has ended in any way. Process
 groups do not hold an MPI job together: Open MPI's daemon gives every rank a group of its own. A
 child subreaper (prctl(2)) adopts what the server starts and leaves behind, and ends it too. trtspec
 does the same for the subreaper.
@@ -38,8 +38,9 @@ UNKILLABLE = 10.0  # seconds after SIGKILL until a process counts as stuck in th
 
 
 def main(grace: float, control: int) -> int:
-    """Runs the engine and returns its exit status: 128 + n if signal n ended it, 127 if it could
-    not be started.
+    """Runs the engine and returns its exit status.
+
+    128 + n if signal n ended it, 127 if it could not be started.
     """
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     with open(control, "rb", closefd=False) as pipe:

@@ -1,5 +1,6 @@
-"""The options of `trtspec serve`, and which of TensorRT-LLM, the front of several servers, vLLM and
-the reference backend uses each.
+"""The options of `trtspec serve`, and which backends use each.
+
+The backends are TensorRT-LLM, the front of several servers, vLLM and the reference backend.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class ServeOptions:
         Modes(
             ENGINE,
             VLLM,
-            instead="pass the sizes in it as options: --head, --draft-len, --max-batch-size, --max-num-tokens, "
-            "--max-seq-len",
+            instead="pass the sizes in it as options: --head, --draft-len, --max-batch-size, "
+            "--max-num-tokens, --max-seq-len",
         ),
     ] = None
     host: Annotated[str, option("Address to listen on; 0.0.0.0 in a container."), SERVERS] = (
@@ -108,7 +109,8 @@ class ServeOptions:
     max_seq_len: Annotated[
         int | None,
         option(
-            "Prompt and answer together. Default: the file's or the engine's; reference: at most 4096.",
+            "Prompt and answer together. Default: the file's or the engine's; "
+            "reference: at most 4096.",
             min=1,
             group="Sizes",
         ),
@@ -124,7 +126,8 @@ class ServeOptions:
     draft_sampling: Annotated[
         Literal["argmax", "probabilistic"] | None,
         option(
-            "Drafts of sampled requests: the head's likeliest tokens (argmax, default), or from its distribution.",
+            "Drafts of sampled requests: the head's likeliest tokens (argmax, default), "
+            "or from its distribution.",
             group="Requests",
         ),
         Modes(VLLM, REFERENCE),
@@ -158,7 +161,8 @@ class ServeOptions:
     api_key: Annotated[
         str | None,
         option(
-            "Key that requests must carry. Better TRTSPEC_SERVE_API_KEY: other users see a command line.",
+            "Key that requests must carry. Better TRTSPEC_SERVE_API_KEY: "
+            "other users see a command line.",
             group="Requests",
         ),
         Modes(VLLM, REFERENCE),
@@ -169,7 +173,8 @@ class ServeOptions:
     launcher: Annotated[
         Literal["direct", "lws"],
         option(
-            "What starts the ranks: trtllm-serve itself, or mpirun in the leader pod of a LeaderWorkerSet.",
+            "What starts the ranks: trtllm-serve itself, "
+            "or mpirun in the leader pod of a LeaderWorkerSet.",
             group="Several nodes or servers",
         ),
         Modes(ENGINE),

@@ -1,6 +1,4 @@
-"""One server to start as data: its address, its limits of time, the meaning of its log, and its
-command.
-"""
+"""One server to start, as data: its address, time limits, the meaning of its log, its command."""
 
 from __future__ import annotations
 
@@ -36,8 +34,10 @@ class ServerAddress:
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds: until it must be ready, between a signal and SIGKILL, and without an answer from
-    /health until a ready server counts as hung (0: never).
+    """Time limits of a server, in seconds.
+
+    `startup`: until it must be ready. `stop_grace`: between a signal and SIGKILL. `hung_after`:
+    without an answer from /health until a ready server counts as hung, 0 for never.
     """
 
     startup: float = 7200.0

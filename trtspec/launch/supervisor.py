@@ -35,7 +35,8 @@ REAPER = Path(__file__).with_name("reaper.py")
 KILLED = 128 + signal.SIGKILL
 FIRST_GENERATION = 600.0  # seconds, within those of the whole startup
 HEALTH_LOOKS = 8  # looks at /health without an answer until a server counts as hung
-LOADING_GRACE = 5.0  # seconds; vLLM 0.32's front end keeps waiting for an engine that SIGTERM ended while it loaded
+# seconds; vLLM 0.32's front end keeps waiting for an engine that SIGTERM ended while it loaded
+LOADING_GRACE = 5.0
 POLL = 0.05  # seconds; a signal just before a blocking wait would be handled only after it
 DYING = 2.0  # a server that dies closes its connections before it has ended
 TAIL_LINES = 400
@@ -57,7 +58,7 @@ class ServerFailed(TrtspecError):
 def run(launch: ServerLaunch) -> int:
     """Runs the server until it ends.
 
-    Returns its status: 0 if it was ready, or that of a requested stop, such as 128 + the signal.
+    Returns its status: 0 if it was ready, or 128 + the signal after a requested stop.
     Otherwise raises ServerFailed with its status and the cause.
     """
     started = time.monotonic()
@@ -85,12 +86,16 @@ def run(launch: ServerLaunch) -> int:
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
     if process.returncode < 0 and not reaper_killed:
         name = signal.Signals(-process.returncode).name
-        message = f"another process ended the subreaper (process {process.pid}) with {name}; trtspec killed the server"
+        message = (
+            f"another process ended the subreaper (process {process.pid}) with {name}; "
+            "trtspec killed the server"
+        )
         remedy = "find out what sent the signal, then start again"
         raise ServerFailed(message, remedy, "TS-SERVE-KILLED", status)
     if len(asked) == 1 and status == KILLED and not ready:
         announce(
-            f"trtspec: stopped as requested: killed while it loaded, as it did not end in {loading_grace:g} s"
+            "trtspec: stopped as requested: killed while it loaded, "
+            f"as it did not end in {loading_grace:g} s"
         )
         return 128 + asked[0]
     ended = status in (0, *(128 + number for number in FORWARDED))
@@ -116,8 +121,9 @@ def _kill_adopted(already_there: set[int]) -> None:
 
 @contextlib.contextmanager
 def _started(launch: ServerLaunch) -> Iterator[subprocess.Popen[str]]:
-    """Starts the server below its subreaper, in a session of its own: Ctrl-C in the terminal
-    reaches only us.
+    """Starts the server below its subreaper, in a session of its own.
+
+    Ctrl-C in the terminal reaches only us.
     """
     control, held = os.pipe()
     try:
@@ -249,7 +255,10 @@ def _wait_end(process: subprocess.Popen[str], launch: ServerLaunch, asked: list[
             continue
         announce(f"trtspec: no answer from /health ({failed} of {HEALTH_LOOKS})")
         if failed >= HEALTH_LOOKS:
-            message = f"the server hangs: {failed} looks at /health in a row without an answer; it was ended"
+            message = (
+                f"the server hangs: {failed} looks at /health in a row without an answer; "
+                "it was ended"
+            )
             remedy = "look at the log above; `hung_after` sets when a server counts as hung"
             raise ServerFailed(message, remedy, "TS-SERVE-HUNG")
 
@@ -275,8 +284,9 @@ def _end(process: subprocess.Popen[str], grace: float, moment: float) -> bool:
 
 
 def _fail(launch: ServerLaunch, status: int, tail: list[str], ready: bool, asked: int) -> NoReturn:
-    """Raises ServerFailed with the cause of the end: our kill, a failure in the log, or its last
-    lines.
+    """Raises ServerFailed with the cause of the end.
+
+    The cause is our kill, a failure in the log, or the last lines of the log.
     """
     patterns = launch.patterns
     if asked > 1 and status == KILLED:

@@ -2,7 +2,7 @@
 
 Its height is never assumed: it comes from one figure or from results.json of bench. Acceptance
 length counts the bonus token: AL(k) = 1 + a1 + a1 a2 + .. + a1..ak. The conditional acceptance a_j
-is that of draft j among the steps that accepted draft j - 1.
+is the share of steps that accepted draft j among the steps that accepted draft j - 1.
 
 A head drafts position j from its own guess at position j - 1, so a_j falls with j. Published curves
 share a shape at different heights: a_1, then a_j = b r^(j - 2). Only the shape is taken from them.
@@ -27,7 +27,10 @@ from trtspec.data_files import load_yaml
 from trtspec.errors import Problem, TrtspecError, UsageError
 from trtspec.foreign import user_path
 
-EXAMPLE = "for example `acceptance` 2.62@3 (tokens per step with 3 drafts), or results.json of `trtspec bench`"
+EXAMPLE = (
+    "for example `acceptance` 2.62@3 (tokens per step with 3 drafts), or results.json of "
+    "`trtspec bench`"
+)
 VALUE = re.compile(r"(\d+(?:\.\d+)?)(?:@(\d+))?")
 MAX_RATE = 0.999  # of a position that was not measured
 MAX_POWER = 200.0  # raises every rate of a published curve to nearly 0
@@ -124,7 +127,7 @@ def parse_acceptance(text: str) -> Acceptance:
 
 
 def _from_bench(path: Path) -> Acceptance:
-    """The acceptance in a results.json. Raises UsageError if there is none."""
+    """The acceptance in a results.json. Raises UsageError if it has no acceptance."""
     try:
         acceptance = _measured_acceptance(path, files.read_object(path))
     except (OSError, TrtspecError, ValueError, KeyError, TypeError, AttributeError):
@@ -211,8 +214,8 @@ def other_model(acceptance: Acceptance, target: str) -> list[Problem]:
 class Decay:
     """How conditional acceptance falls with the position of the draft.
 
-    `first` and `second` are those of the first two drafts, `ratio` from each further draft to the
-    next.
+    `first` and `second`: the acceptance of the first two drafts. `ratio`: from each further draft
+    to the next.
     """
 
     first: float
@@ -228,8 +231,8 @@ class Decay:
     def beyond(self, known: Sequence[float], drafts: int) -> list[float]:
         """Rates of positions len(known) + 1 .. drafts of a head whose first rates are `known`.
 
-        The rates of the decay are raised to one power. It is that of the known positions from the
-        second on together, or of the first if only that is known.
+        The rates of the decay are raised to one power, which fits the known positions from the
+        second on together, or the first if no other is known.
         """
         if min(known) <= 0:
             return [0.0] * (drafts - len(known))
@@ -241,7 +244,7 @@ class Decay:
         return [self.rate(position) ** power for position in range(len(known) + 1, drafts + 1)]
 
     def through(self, length: float, at: int, drafts: int) -> list[float]:
-        """Rates of positions 1 .. drafts of a head with acceptance length `length` at `at` drafts."""
+        """Rates of positions 1 .. drafts, for an acceptance length of `length` at `at` drafts."""
         power = _power(self, length, at)
         return [self.rate(position) ** power for position in range(1, drafts + 1)]
 

@@ -53,7 +53,7 @@ class Decision:
 
     @property
     def chosen(self) -> LayoutPlan:
-        """The plan of the best row. If there is none: of the first layout."""
+        """The plan of the best row. Without a best row, the plan of the first layout."""
         best = self.best
         return best.plan if best else self.plans[0]
 
@@ -68,7 +68,7 @@ class Decision:
 
     @property
     def best(self) -> RankedPlan | None:
-        """None if nothing can be served, if its speed is not known, or if nothing meets the limits."""
+        """The best row. None if none is servable, with a known speed within the limits."""
         first = next(iter(self.servable), None)
         if first and first.point and first.meets_limits:
             return first
@@ -127,8 +127,8 @@ class RankedPlan:
     def tpot_ms(self) -> float | None:
         """Mean time per output token. None if the rate is not known.
 
-        It is the decode step, and the prompts of the other requests, each of which stops the step
-        once per answer.
+        It is the decode step, and the prompts of the other requests: each stops the step once per
+        answer.
         """
         if self.point is None or self.point.decode_rate is None:
             return None

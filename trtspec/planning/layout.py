@@ -114,8 +114,11 @@ def refusals(
         message = f"requests of {tokens:,} tokens are longer than the model's {limit:,} positions"
         problems.append(Problem("TS-ROUTE-LENGTH", "error", "max_seq_len", message))
     if draft_len > LONGEST_DRAFT:
-        message = f"a draft of {draft_len} tokens cannot pay: beyond {LONGEST_DRAFT}, even at the highest acceptance "
-        message += "published for a Kimi head, a further token costs more time than it saves"
+        message = (
+            f"a draft of {draft_len} tokens cannot pay: beyond {LONGEST_DRAFT}, even at the "
+            "highest acceptance published for a Kimi head, a further token costs more time than it "
+            "saves"
+        )
         problems.append(Problem("TS-ROUTE-DRAFT-LENGTH", "error", "draft_len", message))
     return problems
 
@@ -144,7 +147,10 @@ def layout_refusals(
         message = f"an expert of width {width} does not divide into {split} equal parts"
         if group > 1:
             message += f" of whole groups of {group}"
-        remedy = f"use `ep_size` {tp_size}, which keeps every expert whole; `trtspec build-config` writes it"
+        remedy = (
+            f"use `ep_size` {tp_size}, which keeps every expert whole; "
+            "`trtspec build-config` writes it"
+        )
     else:
         return
     yield Problem("TS-ROUTE-EXPERTS", "error", "ep_size", message, remedy)
@@ -160,8 +166,9 @@ OLDEST_CAPABILITY = {
 }
 HOPPER = (
     "use B200, GB200, B300 or GB300. On Hopper TensorRT-LLM runs the Kimi targets with FP8 weights "
-    "(moonshotai/Kimi-K2-Instruct and Kimi-K2-Instruct-0905, on 8 H200 or 16 H100 and more); K2-Thinking and later "
-    "exist as INT4 there, which vLLM runs (`trtspec serve TARGET --backend vllm`)"
+    "(moonshotai/Kimi-K2-Instruct and Kimi-K2-Instruct-0905, on 8 H200 or 16 H100 and more); "
+    "K2-Thinking and later exist as INT4 there, which vLLM runs (`trtspec serve TARGET --backend "
+    "vllm`)"
 )
 
 
@@ -174,8 +181,14 @@ def format_refusal(model: ModelSpec, capability: str | None, name: str = "") -> 
     """
     oldest = OLDEST_CAPABILITY.get(model.quant.format)
     if oldest is None:
-        message = "TensorRT-LLM does not load Kimi's native INT4 weights (reported for 1.2.0rc5; no later support seen)"
-        remedy = "run `trtspec quantize` to NVFP4, or serve it with vLLM (`trtspec serve TARGET --backend vllm`)"
+        message = (
+            "TensorRT-LLM does not load Kimi's native INT4 weights "
+            "(reported for 1.2.0rc5; no later support seen)"
+        )
+        remedy = (
+            "run `trtspec quantize` to NVFP4, or "
+            "serve it with vLLM (`trtspec serve TARGET --backend vllm`)"
+        )
         oldest_for_nvfp4 = OLDEST_CAPABILITY[WeightFormat.NVFP4]
         if capability is not None and _parse_capability(capability) < oldest_for_nvfp4:
             remedy = HOPPER
@@ -185,8 +198,10 @@ def format_refusal(model: ModelSpec, capability: str | None, name: str = "") -> 
     subject = f"compute capability {capability}"
     if name:
         subject = f"{name}, {subject},"
-    message = f"{subject} has no tensor cores for {model.quant.format} weights, which TensorRT-LLM runs from "
-    message += f"{'.'.join(map(str, oldest))} on"
+    message = (
+        f"{subject} has no tensor cores for {model.quant.format} weights, which TensorRT-LLM runs "
+        f"from {'.'.join(map(str, oldest))} on"
+    )
     return Problem("TS-ROUTE-GPU", "error", "gpu", message, HOPPER)
 
 

@@ -118,8 +118,8 @@ def memory(
 def kv_elements_per_token(model: ModelSpec, head: HeadSpec | None, layout: Layout) -> float:
     """Cache elements per token on one rank.
 
-    Latents have no heads to divide, so every tensor-parallel rank holds all of them, also those of
-    an MLA head. Keys and values of an MHA head are divided by its heads.
+    Latents have no heads to divide, so every tensor-parallel rank holds all of them, also for an
+    MLA head. Keys and values of an MHA head are divided by its heads.
     """
     if head is None:
         return model.kv_elements_per_token

@@ -1,7 +1,6 @@
-"""One layout of a target: whether it fits, what each draft length costs, and what speculation
-gains.
+"""One layout of a target: whether it fits, and what each draft length costs and gains.
 
-The gain is that of the user's acceptance at each concurrency.
+The gain follows from the user's acceptance, at each concurrency.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a plan is made for.
+    """The target, the machine and the work that a plan is made for.
 
     Args:
         acceptance: None if the user gave none.

@@ -351,7 +351,7 @@ def _as_table(pairs: list[tuple[str, Any]]) -> Any:
 def allreduce_row(tables: dict[str, Any], ranks: int) -> Series | None:
     """Latencies of one all-reduce over that many ranks.
 
-    If this GPU was not measured: those of the GPU with the same links that the tables name.
+    If this GPU was not measured, the tables name a GPU with the same links. None without either.
     """
     row: Series | None = tables["allreduce"].row(ranks)
     if row is None and "same_links_as" in tables:

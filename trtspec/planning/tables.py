@@ -24,15 +24,15 @@ HEADINGS = (
 )
 LIMIT_HEADINGS = ("TTFT ms", "TPOT ms")
 UNKNOWN_SPEED = (
-    "holds it, but its speed is not known: no kernels of this format, shape and layout are in the tables, "
-    "which end at 8 ranks"
+    "holds it, but its speed is not known: no kernels of this format, shape and layout are in the "
+    "tables, which end at 8 ranks"
 )
 
 
 def to_dict(decision: Decision) -> dict[str, Any]:
     """The JSON contract, with `layouts` for all layouts and what everything rests on.
 
-    Figures are those of the recommended layout, else of the first.
+    Figures are of the recommended layout, else of the first.
     """
     setting = decision.setting
     chosen = decision.chosen
@@ -183,12 +183,13 @@ def memory_line(plan: LayoutPlan) -> str:
     cached = f"{memory.kv_tokens:,} tokens"
     if not plan.fits:
         return f"Does NOT fit: the cache holds {cached}, one request needs {tokens:,}"
-    text = f"Memory per GPU, {plan.layout.short}: {fixed:.0f} of {capacity:.0f} GB without the KV cache, "
+    weights = f"{fixed:.0f} of {capacity:.0f} GB without the KV cache"
+    text = f"Memory per GPU, {plan.layout.short}: {weights}, "
     return text + f"which holds {cached}: {memory.sequences(tokens):,} requests"
 
 
 def below_table(rows: list[RankedPlan], decision: Decision) -> Iterator[str]:
-    """Which concurrencies have no row, where the acceptance comes from, and what is extrapolated."""
+    """Yields concurrencies without a row, the source of the acceptance, and extrapolations."""
     setting = decision.setting
     if rows:
         yield from _missing_concurrencies(rows, decision)
@@ -201,8 +202,8 @@ def below_table(rows: list[RankedPlan], decision: Decision) -> Iterator[str]:
         concurrency, drafts = most_published(setting.target)
         yield (
             "Extrapolated, so a range: beyond the measured draft length, the "
-            f"{setting.head.max_position_embeddings:,} tokens of the head's context, or what was published for a head "
-            f"of this target (concurrency {concurrency}, {drafts} drafts)."
+            f"{setting.head.max_position_embeddings:,} tokens of the head's context, or what was "
+            f"published for a head of this target (concurrency {concurrency}, {drafts} drafts)."
         )
 
 

@@ -1,4 +1,4 @@
-"""Whether the bytes of a source are those of weights: checked in the pass that reads each tensor.
+"""Whether the bytes of a source are weights: checked in the pass that reads each tensor.
 
     content = Content(info)
     content.add(chunk)             # the tensor's bytes in order
@@ -41,10 +41,11 @@ ROUNDING = "TS-QUANT-ERROR"
 REPEATED = "TS-CONTENT-REPEATED"
 SUMMARIES = {
     HASH_DIFFERS: "files whose SHA-256 is not the recorded one",
-    HOLE: f"tensors with {MIN_HOLE_BYTES:,} or more zero bytes in the middle of a row, as where a download left a hole",
+    HOLE: f"tensors with {MIN_HOLE_BYTES:,} or more zero bytes in the middle of a row, as where a "
+    "download left a hole",
     ALL_ZERO: "tensors hold only zeros, as where a file was never filled",
-    OUT_OF_RANGE: f"tensors hold a value beyond 2^{MAX_EXPONENT} or below 2^-{MAX_EXPONENT}, or a scale of 0: "
-    "a bit was flipped",
+    OUT_OF_RANGE: f"tensors hold a value beyond 2^{MAX_EXPONENT} or below 2^-{MAX_EXPONENT}, or a "
+    "scale of 0: a bit was flipped",
     ROUNDING: f"linears are more than {MAX_ROUNDING_ERROR:g} of their norm off after rounding: "
     "one value is far too large",
     REPEATED: "tensors have the bytes of another tensor, as where a shard was written twice",

@@ -275,7 +275,10 @@ def _weight(target: ReadTarget, info: TensorInfo, policy: Policy) -> Weight | No
     if format is None:
         other = stored_format(stored, module)
         if not other.is_plain:
-            text = f"{info.name} is stored as {other.storage.title}, and is not a linear of the language model"
+            text = (
+                f"{info.name} is stored as {other.storage.title}, "
+                "and is not a linear of the language model"
+            )
             raise TrtspecError(text, "pass a checkpoint that keeps it in BF16")
         return Weight(info.name, "copy", (info,), info.shape)
     if suffix not in format.parts:
@@ -299,7 +302,10 @@ def _check_quantizable(name: str, shape: tuple[int, ...], dtype: str) -> None:
         text = f"{name} is {dtype}, and BF16, FP8 or INT4 becomes NVFP4"
         raise TrtspecError(text, "save the checkpoint in BF16")
     if shape[1] % NVFP4_BLOCK:
-        text = f"{name} has shape {list(shape)}, which has no whole blocks of {NVFP4_BLOCK} along its rows"
+        text = (
+            f"{name} has shape {list(shape)}, "
+            f"which has no whole blocks of {NVFP4_BLOCK} along its rows"
+        )
         raise TrtspecError(text, "compare config.json with that of the published model")
 
 

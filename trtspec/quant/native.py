@@ -96,7 +96,7 @@ class Rows:
 
 
 class Scaling(NamedTuple):
-    """Shared by a group of linears: their largest magnitude and `scale_2`, both exact in float32."""
+    """The largest magnitude and `scale_2` that a group of linears shares, exact in float32."""
 
     amax: float
     scale_2: float

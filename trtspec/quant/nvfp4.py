@@ -1,8 +1,8 @@
 """NVFP4: 4-bit E2M1 values, one FP8 E4M3 scale per 16 values of a row, one FP32 scale per tensor.
 
-real value = E2M1 value * fp32(scale) * scale_2. The bytes equal those of ModelOpt's export for the
-same amax, with one exception. ModelOpt divides zero by zero for an all-zero tensor and stores NaN
-scales. Here `scale_2` of such a tensor is 1/2688, its block scales are 1.0 (byte 0x38) and its
+real value = E2M1 value * fp32(scale) * scale_2. The bytes equal the bytes of ModelOpt's export for
+the same amax, with one exception. ModelOpt divides zero by zero for an all-zero tensor and stores
+NaN scales. Here `scale_2` of such a tensor is 1/2688, its block scales are 1.0 (byte 0x38) and its
 codes are 0.
 """
 

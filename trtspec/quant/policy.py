@@ -107,7 +107,7 @@ def load_policy(name: str) -> Policy:
 def default_policy(spec: ModelSpec, name: str) -> Policy:
     """The policy of a model's release.
 
-    The release is that of the published checkpoint `name`, else the one that the config shows.
+    It is the release of the published checkpoint `name`, else the release that the config shows.
     Raises UsageError if no policy was published for the release.
     """
     published = known_target(name)

@@ -108,7 +108,7 @@ def quantize_checkpoint(
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeSize:
-    """What a quantization covers: counts of tensors by action, bytes read and written.
+    """The size of a quantization: counts of tensors by action, bytes read and written.
 
     `deviations`: a sentence for each difference from what the policy's publisher did.
     """
@@ -150,7 +150,7 @@ class Quantized(QuantizeSize):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizePlan(QuantizeSize):
-    """What a run would write, and whether it would resume an earlier run.
+    """A run that is not started: its output, and whether it would resume an earlier run.
 
     `hub`: id, revision and bytes read of a source whose headers were read from the hub.
     """
@@ -218,7 +218,7 @@ def _summary(conversion: Conversion, records: dict[str, Record]) -> Quantized:
 
 
 def _findings(conversion: Conversion, records: dict[str, Record]) -> Findings:
-    """Findings of all shards' records, and matrices whose bytes equal those of another."""
+    """Findings of all shards' records, and matrices with the same bytes as another."""
     findings = Findings()
     for record in records.values():
         findings += [(code, name) for code, name in record["found"]]

@@ -339,7 +339,7 @@ CLASSES = {
 
 
 def weight_class(name: str) -> str:
-    """The class of a linear, for figures by class: `routed experts down_proj`, `attention o_proj`."""
+    """The class of a linear in figures by class, such as `routed experts down_proj`."""
     module = name.removesuffix(".weight")
     title = next((title for part, title in CLASSES.items() if part in module), "")
     return title + module.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""A derived checkpoint re-read against its source: names, shapes, dtypes, scales, rounding error."""
+"""A derived checkpoint re-read against its source: names, shapes, dtypes, scales, errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NVFP4_ERROR_LIMIT = 0.2  # random weights round with 0.095; a wrong scale or ord
 
 @dataclass(frozen=True)
 class CheckpointComparison:
-    """What re-reading a derived checkpoint shows.
+    """The result of re-reading a derived checkpoint against its source.
 
     Args:
         compared: tensors that were decoded and compared.
@@ -223,7 +223,7 @@ class _Reread:
         return problems
 
     def _has_source_bytes(self, name: str) -> bool:
-        """Whether an unquantized tensor has the source's bytes, or those of its decoded values."""
+        """Whether an unquantized tensor has the source's bytes, or its decoded values' bytes."""
         info = self.derived.tensors[name]
         if _format(self.source, name).is_plain:
             return same_bytes(self.derived, info, self.source, self.source.tensors[name])
@@ -266,7 +266,10 @@ class _Reread:
         relative = error / norm if norm else error
         # A NaN is not within the limit either.
         if not relative <= NVFP4_ERROR_LIMIT:
-            text = f"differs from the source by {relative:.3f} of its norm; rounding alone gives about 0.1"
+            text = (
+                f"differs from the source by {relative:.3f} of its norm; "
+                "rounding alone gives about 0.1"
+            )
             self.problems.append(Problem("TS-QUANT-ERROR", "error", name, text))
         if math.isfinite(amax):
             self._repack(name, rows, packed, scale, scale_2)

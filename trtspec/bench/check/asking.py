@@ -1,6 +1,6 @@
-"""Asks a server the exchanges of a check, and the server without speculation how likely each token
-of an answer was.
+"""Asks a server the exchanges of a check, and lets the target alone score the answers.
 
+The server without speculation says how likely each token of an answer was.
 What reached the journal is never asked again. A server that speculates is never asked for
 log-probabilities: some releases die of it.
 """
@@ -115,7 +115,8 @@ class Asker:
 
         async def ask_when_free(request: Exchange) -> Exchange:
             async with free:
-                return await self._ask(request)
+                answer = await self._ask(request)
+            return answer
 
         answers = await asyncio.gather(*map(ask_when_free, wanted))
         return list(answers)
@@ -137,7 +138,10 @@ class Asker:
         self.requests += 1
         self.tokens += answer.size
         self.bar.advance(1)
-        self.failures = self.failures + 1 if answer.error and not answer.refused else 0
+        if answer.error and not answer.refused:
+            self.failures += 1
+        else:
+            self.failures = 0
         if answer.error:
             return answer
         self.known[line] = answer
@@ -149,9 +153,7 @@ class Asker:
         return answer
 
     def _finished(self, answer: Exchange) -> Exchange:
-        """Adds the text before any parser, and the end of turn if the server left it out of the
-        token ids.
-        """
+        """Adds the text before any parser, and the end of turn if the server left it out."""
         ids = answer.token_ids
         if not ids:
             return answer
@@ -168,7 +170,10 @@ async def require_plain(asker: Asker, texts: Sequence[Exchange]) -> None:
     """Asks a few texts. Raises UsageError if the server that should not speculate does."""
     answers = await asker.all(texts[: asker.concurrency])
     if speculates(answers):
-        message = f"{asker.server.url} speculates, and the answers must be scored by a server that does not"
+        message = (
+            f"{asker.server.url} speculates, "
+            "and the answers must be scored by a server that does not"
+        )
         raise UsageError(message, "swap the URLs, or serve the target there without its head")
 
 
@@ -193,8 +198,12 @@ async def score_answers(
     """
     baseline = await _baseline_answers(asker, candidate)
     exchanges = [*candidate, *baseline]
-    # equal answers to equal prompts are scored once
-    distinct = {_identity(answer): answer for answer in exchanges if _needs_scores(answer)}
+    # equal answers to equal prompts are scored once, and only if a row reads their scores
+    distinct = {}
+    for answer in exchanges:
+        sampled = answer.kind in SCORED and bool(answer.token_ids)
+        if sampled or is_greedy(answer):
+            distinct[_identity(answer)] = answer
     texts = {answer.key: answer.token_ids for answer in baseline if answer.kind == "text"}
     scores: dict[Any, tuple[Score, ...]] = {}
     asker.bar.say(f"scoring {len(distinct)} answers")
@@ -232,12 +241,6 @@ async def _baseline_answers(asker: Asker, candidate: Sequence[Exchange]) -> list
             compared.append(request)
     baseline += await asker.all(compared)
     return baseline
-
-
-def _needs_scores(answer: Exchange) -> bool:
-    """Whether a row reads the scores of an answer."""
-    sampled = answer.kind in SCORED and bool(answer.token_ids)
-    return sampled or is_greedy(answer)
 
 
 def _identity(answer: Exchange) -> tuple[Any, ...]:
@@ -280,10 +283,10 @@ async def _confirmed(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
 async def _continued(
     asker: Asker, answer: Exchange, baseline_ids: tuple[int, ...]
 ) -> tuple[Score, ...]:
-    """Scores up to MAX_CONTINUATIONS tokens from the first difference on, each by a continuation of
-    one token.
+    """Scores up to MAX_CONTINUATIONS tokens from the first difference on.
 
-    A sampled answer has no `baseline_ids`: its first tokens are scored, which are the least sure.
+    Each takes a continuation of one token. A sampled answer has no `baseline_ids`: its first tokens
+    are scored, which are the least sure.
     """
     ids = answer.token_ids
     begin = len(commonprefix([ids, baseline_ids]))

@@ -1,5 +1,4 @@
-"""Evidence that sampled tokens are not drawn from the target's distribution, and what a faulty
-sampler would bring.
+"""Evidence that sampled tokens are not drawn from the target's distribution.
 
 A bet pays on each token what its fault makes likelier, and loses on the others. An exact sampler
 wins nothing in the mean: a mixture of bets exceeds log 8000 by chance once in 8,000 checks at most.
@@ -67,11 +66,6 @@ def _best(factor: float) -> Tilt:
     return lambda masses, weights: np.append(masses[:-1], masses[-1] * factor)
 
 
-def _nucleus(masses: Masses, weights: Masses) -> Masses:
-    """Keeps the likeliest 95 %."""
-    return masses * (1 - masses.cumsum() < 0.95)
-
-
 def _listed(masses: Masses, weights: Masses) -> Masses:
     """Drops the tokens that are not listed, which are in the first class."""
     return np.append(weights[0], masses[1:])
@@ -83,13 +77,13 @@ PLAIN: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 HOT = PLAIN | {"temperature": 2.0}
 SAMPLERS = {"places": PLAIN, "tail": HOT | {"top_k": 16, "max_tokens": 32, "ignore_eos": True}}
 # probe, fault, and the distribution under the fault
-BETS = (
+BETS: tuple[tuple[str, str, Tilt], ...] = (
     ("places", "temperature 0.7", _tempered(0.43)),
     ("places", "temperature 1.5", _tempered(-0.33)),
     ("places", "the best token favoured", _best(3.0)),
     ("places", "the best token avoided", _best(0.33)),
     ("places", "top_k 20", _listed),
-    ("tail", "top_p 0.95", _nucleus),
+    ("tail", "top_p 0.95", lambda masses, weights: masses * (1 - masses.cumsum() < 0.95)),
 )
 
 

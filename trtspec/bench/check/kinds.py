@@ -34,7 +34,8 @@ TABLE = """\
 | TS-CHECK-GREEDY | warm | the same with a known prompt, from the prefix cache | warm |
 | TS-CHECK-GREEDY | crowd | the same among many requests | crowd |
 | TS-CHECK-GREEDY | after the crowd | the same after many requests | later |
-| TS-CHECK-SAMPLED | distribution | too tame or too wild: temperature, top_k, rejected drafts | places |
+| TS-CHECK-SAMPLED | distribution | too tame or too wild: temperature, top_k, rejected drafts |\
+ places |
 | TS-CHECK-SAMPLED | tail | rare words never come: a top_p that nobody asked for | tail |
 | TS-CHECK-SAMPLED | n | its choices are equal, or fewer | n |
 | TS-CHECK-SAMPLED | seed | it does not repeat an answer, or all seeds give one | seed |
@@ -75,8 +76,8 @@ TABLE = """\
 """
 # kinds that check does not look for
 NEVER_ASKED = (
-    "log-probabilities, cancelled requests, prompts beyond the limit, "
-    "penalties of a prompt's own words, counters of drafts, stops in the step that reaches max_tokens"
+    "log-probabilities, cancelled requests, prompts beyond the limit, penalties of a prompt's own "
+    "words, counters of drafts, stops in the step that reaches max_tokens"
 )
 
 
@@ -100,4 +101,5 @@ CODES = {fault.row: fault.code for fault in KINDS}
 
 def page() -> str:
     """Returns docs/reference/fault-kinds.md."""
-    return f"# Kinds of faults\n\nWhat `trtspec check` looks for, by row.\n\n{TABLE}\nNever asked: {NEVER_ASKED}.\n"
+    title = "# Kinds of faults\n\nWhat `trtspec check` looks for, by row.\n\n"
+    return f"{title}{TABLE}\nNever asked: {NEVER_ASKED}.\n"

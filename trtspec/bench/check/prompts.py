@@ -55,7 +55,7 @@ class Prompts:
     withheld: Mapping[str, str]
 
     def first(self) -> Iterator[Exchange]:
-        """Yields every request that needs no earlier answer, in the order in which they are sent."""
+        """Yields every request that needs no earlier answer, in the order of sending."""
         yield from self._texts_and_samples()
         texts = self.texts[: self.samples]
         text = texts[0]
@@ -76,7 +76,7 @@ class Prompts:
             yield Exchange(key=probe, kind=probe, run="withheld", error=reason)
 
     def second(self, answers: Sequence[Exchange]) -> Iterator[Exchange]:
-        """Yields the requests made from the first answers: second turns, stop strings, parameters."""
+        """Yields requests made from the first answers: second turns, stop strings, parameters."""
         as_ids = [answer for answer in answers if answer.run == "ids" and answer.answered]
         known = {answer.key: answer for answer in as_ids}
         texts = self.texts[: self.few]
@@ -195,9 +195,7 @@ class Prompts:
                 yield replace(request_of(base), key=probe, kind=probe, body=body)
 
     def _opened(self, request: Exchange, messages: list[Message]) -> Exchange:
-        """The request with a prompt that ends within the last user's words, for the target to
-        continue.
-        """
+        """The request to continue the last user's words after their first quarter."""
         words = str(messages[-1]["content"])
         first_words = words[: len(words) // 4]
         begun = [*messages[:-1], _user(first_words)]
@@ -219,7 +217,7 @@ class Prompts:
         return max(1, self.samples // 5)
 
     def _texts_and_samples(self) -> Iterator[Exchange]:
-        """Yields greedy and sampled requests in turn, because a batch may mix up their parameters."""
+        """Yields greedy and sampled requests in turn, as a batch may mix up their parameters."""
         for index, messages in enumerate(self.texts[: max(MIN_SAMPLED, self.samples)]):
             if index < self.samples:
                 yield from self.twins(f"text {index}", "text", messages)
@@ -230,7 +228,7 @@ class Prompts:
                 yield self._opened(request, messages)
 
     def _unsure(self, messages: list[Message]) -> Iterator[Exchange]:
-        """Yields requests in which a target is unsure: a user's first words, at a high temperature."""
+        """Yields requests that leave a target unsure: a user's words, at a high temperature."""
         # choices that share the request's seed would be equal
         hot = self.raw("", "", messages, seed=0, **HOT)
         base = self._opened(hot, [_user("")])
@@ -275,8 +273,9 @@ class Prompts:
         return [_user(f"Notes, part {number + 1}.\n\n{document}\n\n{question}")]
 
     def _calls(self) -> Iterator[Exchange]:
-        """Yields conversations with tools: a question of ours, the questions that offer tools, and
-        a call's result.
+        """Yields conversations with tools.
+
+        They are a question of ours, the questions that offer tools, and a call with its result.
         """
         with_tools = [question.first_request() for question in self.questions if question.tools]
         calls = [([_user(WEATHER)], [TOOL]), *with_tools]
@@ -315,8 +314,9 @@ class Prompts:
     # --- requests made from the first answers ---
 
     def _stops(self, key: str, messages: list[Message], content: str) -> Iterator[Exchange]:
-        """Yields stop strings from a known answer: one, one after a string that does not occur, two
-        that only begin.
+        """Yields stop strings from a known answer.
+
+        They are one string, one after a string that does not occur, and two that only begin.
         """
         middle = content[len(content) // 2 :][:6]
         begun = [middle + NEVER, content[-4:] + NEVER]
@@ -327,7 +327,7 @@ class Prompts:
                 yield self.chat(key, probe, messages, run_name, thinking=False, stop=stop)
 
     def _parameters(self, known: Mapping[str, Exchange]) -> Iterator[Exchange]:
-        """Yields requests whose answer shows whether a parameter was honoured (`rows.parameters`)."""
+        """Yields requests whose answers show if a parameter is honoured (`rows.parameters`)."""
         texts = [answer for answer in known.values() if answer.kind == "text" and answer.token_ids]
         if not texts:
             return
@@ -397,8 +397,8 @@ FORCED: dict[str, dict[str, Any]] = {
     "spoken": {"tools": [TOOL], "response_format": TEXT_AND_CALL},
 }
 PICTURE = (
-    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQ"
-    "AAAABJRU5ErkJggg=="
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQ"
+    "DwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
 )
 NEVER = "\u2405"  # a character that no answer holds
 LONG_PROMPTS = 4  # so many show a collapse of drafts

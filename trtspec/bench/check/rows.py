@@ -35,7 +35,7 @@ def judge(
 
     Args:
         candidate: Exchanges of the server under test.
-        baseline: Exchanges of the server without speculation. Empty if there is none.
+        baseline: Exchanges of the server without speculation. Empty without such a server.
         min_acceptance: Tokens per step that are wanted.
         exact: Both servers compute in float32, so every difference fails.
     """
@@ -142,8 +142,9 @@ def _row(
     for probe, (key, run), fault in judged:
         if fault and (probe, (key, run)) not in excused:
             faults.append(f"{kinds[probe]}: {key} ({run}): {fault}")
-    unmeasured = missing or 2 * len(judged) < len(relevant)
-    status = "unmeasured" if unmeasured else "pass"
+    status = "pass"
+    if missing or 2 * len(judged) < len(relevant):
+        status = "unmeasured"
     if faults:
         status = "fail"
     if missing and judged:
@@ -160,8 +161,9 @@ def _row(
 
 
 def not_asked(candidate: Sequence[Exchange]) -> dict[str, str]:
-    """Why a fault cannot reach a user, by probe: the target lacks something, or the server refuses
-    it by name.
+    """Reasons why a fault cannot reach a user, by probe.
+
+    The target lacks something, or the server refuses the request by name.
     """
     skipped = {exchange.kind: "refused by the server" for exchange in candidate if exchange.refused}
     for exchange in candidate:
@@ -208,8 +210,9 @@ def _streams(exchanges: Sequence[Exchange]) -> Iterator[Look]:
     ]
     long = [exchange for exchange in streams if exchange.size > TOKENS_PER_ARRIVAL]
     # a proxy holds back every stream; if only some are late, they waited for a busy machine
-    held = all(exchange.size > TOKENS_PER_ARRIVAL * exchange.arrivals for exchange in long)
-    fault = "came at once: a proxy or the server holds streams back" if held else ""
+    fault = ""
+    if all(exchange.size > TOKENS_PER_ARRIVAL * exchange.arrivals for exchange in long):
+        fault = "came at once: a proxy or the server holds streams back"
     for exchange in long:
         yield Look("streams", exchange.name, fault)
 
@@ -252,15 +255,16 @@ def is_greedy(exchange: Exchange) -> bool:
 def greedy(
     candidate: Sequence[Exchange], baseline: Sequence[Exchange], exact: bool
 ) -> tuple[list[Look], str]:
-    """Checks that no token of a greedy answer is further behind the target's best than rounding
-    explains.
+    """Checks that no greedy token is further behind the target's best than rounding explains.
 
     Returns the looks, and the measured distances in words.
     """
     greedy_answers = [exchange for exchange in candidate if is_greedy(exchange)]
     regrets = _regrets(greedy_answers)
     baseline_regrets = _regrets(exchange for exchange in baseline if is_greedy(exchange))
-    limit = EXACT_NATS if exact else FAIL_NATS
+    limit = FAIL_NATS
+    if exact:
+        limit = EXACT_NATS
     suspects = sum(nats > SUSPECT_NATS for nats in regrets)
     baseline_suspects = sum(nats > SUSPECT_NATS for nats in baseline_regrets)
     # more suspects than rounding explains: each of them fails
@@ -307,7 +311,9 @@ def _regrets(exchanges: Iterable[Exchange]) -> list[float]:
 def _greedy_look(exchange: Exchange, limit: float) -> Look:
     """`limit`: nats that a token may be behind."""
     probe = exchange.run if exchange.run in REPEATS else exchange.kind
-    fault: str | None = "" if exchange.scores else None
+    fault: str | None = None
+    if exchange.scores:
+        fault = ""
     nats = regret(exchange)
     if nats > limit:
         token = [score.nats_behind for score in exchange.scores].index(nats)
@@ -327,8 +333,9 @@ def regret(exchange: Exchange) -> float:
 def more_often(
     count: int, total: int, baseline_count: int, baseline_total: int, alpha: float = ALPHA
 ) -> bool:
-    """Whether `count` of `total` is too many for the baseline's rate: Fisher's exact test,
-    one-sided.
+    """Whether `count` of `total` is too many for the baseline's rate.
+
+    Fisher's exact test, one-sided. `alpha`: its rate of false alarms.
     """
     marked = count + baseline_count
     tail = 0
@@ -431,8 +438,9 @@ def transport(exchanges: Sequence[Exchange], known: Sequence[Exchange]) -> Itera
             yield Look("usage", name, _usage_fault(exchange))
         if "prompt" in exchange.body:
             raw = exchange.raw
-            other_text = raw and exchange.content.strip() not in raw
-            fault = "the text is not that of its tokens" if other_text else ""
+            fault = ""
+            if raw and exchange.content.strip() not in raw:
+                fault = "the text is not that of its tokens"
             yield Look(exchange.kind, name, fault)
             continue
         if exchange.calls:
@@ -694,8 +702,9 @@ def _penalties(exchanges: Sequence[Exchange], alpha: float) -> Iterator[Look]:
         more = (penalty, "more")
         less = (penalty, "less")
         if more in repeats and less in repeats:
-            effect = more_often(*repeats[more], *repeats[less], alpha)
-            fault = "" if effect else NO_EFFECT
+            fault = NO_EFFECT
+            if more_often(*repeats[more], *repeats[less], alpha):
+                fault = ""
             yield Look(penalty, more, fault)
             yield Look(penalty, less, fault)
 
@@ -734,7 +743,9 @@ def acceptance(candidate: Sequence[Exchange], floor: float | None) -> tuple[list
     texts = [exchange for exchange in candidate if exchange.kind == "text" and exchange.answered]
     first = [exchange for exchange in texts if exchange.run in ("ids", "stream")]
     tokens, steps = _tokens_and_steps(first)
-    wanted = f", {floor:g} tokens per step are wanted" if floor else ""
+    wanted = ""
+    if floor:
+        wanted = f", {floor:g} tokens per step are wanted"
     if steps < MIN_STEPS:
         return [], f"{steps} steps are shown, {MIN_STEPS} are needed{wanted}"
     length = tokens / steps

@@ -154,8 +154,9 @@ def _rate(tokens: int, seconds: float) -> float | None:
 
 
 def slices_of(rounds: Sequence[Round]) -> list[SliceResult]:
-    """Groups answers by the minute of their round, and by prompt length and its reused share if the
-    server tells.
+    """Groups answers by the minute of their round, by prompt length and by its reused share.
+
+    Groups of length or share are missing if the server does not tell them.
     """
     groups: dict[tuple[str, int], list[Answer]] = defaultdict(list)
     for run in rounds:
@@ -231,10 +232,10 @@ def question_speeds(rounds: Sequence[Round]) -> list[QuestionSpeed]:
 
 
 def speedups(endpoints: Sequence[EndpointResult]) -> list[SpeedUp]:
-    """Returns the gain of endpoints that speculate over plain ones, at each level with sound output
-    of both.
+    """Returns the gain of endpoints that speculate over plain ones, at each level.
 
-    If all speculate, or none, the others are compared with the second.
+    Levels without sound output of both are left out. If all speculate, or none, the others are
+    compared with the second.
     """
     bases = [endpoint for endpoint in endpoints if not endpoint.speculates]
     if len(bases) in (0, len(endpoints)):
@@ -284,8 +285,8 @@ def in_answers(answers: Sequence[Answer]) -> Findings:
             sizes.append(tokens / max(1, len(arrivals)))
     if sizes and min(sizes) > TOKENS_PER_ARRIVAL:
         message = (
-            f"{len(sizes)} answers arrive in chunks of {median(sizes):.0f} tokens: time to first token and between "
-            "tokens are not the server's"
+            f"{len(sizes)} answers arrive in chunks of {median(sizes):.0f} tokens: time to first "
+            "token and between tokens are not the server's"
         )
         yield "TS-BENCH-BUFFERED", "warning", message
 
@@ -304,17 +305,16 @@ def without_acceptance(
 
 
 def in_counts(counts: Sequence[TurnCounts], answers: Sequence[Answer]) -> Findings:
-    """Finds drafts that are never accepted, made-up acceptance, and counters that hold other
-    requests.
-    """
+    """Finds drafts that are never accepted, made-up acceptance, and counts of other requests."""
     steps = sum(count.steps for count in counts)
     drafted = sum(count.drafted or 0 for count in counts)
     # a head drafts in every step; prompt lookup drafts now and then, and may honestly accept
     # nothing
     if drafted >= max(steps, MIN_STEPS) and not any(count.accepted for count in counts):
         message = (
-            f"{drafted} tokens were drafted and none was accepted: the head does not belong to this target, or the "
-            "engine computes it otherwise than its training did (rope, norms, captured layers)"
+            f"{drafted} tokens were drafted and none was accepted: the head does not belong to "
+            "this target, or the engine computes it otherwise than its training did (rope, norms, "
+            "captured layers)"
         )
         yield "TS-BENCH-NOTHING-ACCEPTED", "error", message
     histogram = add_histograms(count.histogram for count in counts) or []
@@ -356,7 +356,10 @@ def in_request(limits: RequestLimits, asked: Mapping[str, Any]) -> Findings:
             message = f"this release {verb} {', '.join(names)} under speculation"
             yield "TS-BENCH-PARAMETER", "warning", message
     if asked.get("ignore_eos"):
-        message = "ignore_eos makes the model write past its own end: acceptance there is not that of real answers"
+        message = (
+            "ignore_eos makes the model write past its own end: "
+            "acceptance there is not that of real answers"
+        )
         yield "TS-BENCH-IGNORE-EOS", "warning", message
 
 
@@ -410,5 +413,8 @@ def underfilled(rounds: Sequence[Round]) -> Findings:
     missed = [(load, count) for load, count in counts if count < load]
     if missed:
         load, count = max(missed)
-        message = f"concurrency {load}: a round had {count} questions, so that no more were ever in flight"
+        message = (
+            f"concurrency {load}: a round had {count} questions, "
+            "so that no more were ever in flight"
+        )
         yield "TS-BENCH-FEW-QUESTIONS", "info", message

@@ -1,9 +1,9 @@
-"""answers.jsonl, the journal of a run of `bench`: every answer with its texts, usage and the time
-of each chunk.
+"""answers.jsonl, the journal of a run of `bench`.
 
-A thread writes an answer as soon as it is complete, so that a slow disk delays no clock and a
-killed run loses nothing. `--resume` asks for no answer again: an interrupted conversation resumes
-behind its last recorded answer.
+It holds every answer with its texts, usage and the time of each chunk. A thread writes an answer as
+soon as it is complete, so that a slow disk delays no clock and a killed run loses nothing.
+`--resume` asks for no answer again: an interrupted conversation resumes behind its last recorded
+answer.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ RESUME_REMEDY = "give the URLs and options that it was started with, or start ov
 
 @dataclass(frozen=True)
 class LoadLevel:
-    """One load: `concurrency` conversations in flight, or `rate` new ones per second with
-    `concurrency` 0.
+    """One load: conversations in flight, or a rate of new ones.
 
-    `category`: the only category that is asked. "" for all.
+    `concurrency`: conversations in flight, 0 with a rate. `rate`: new ones per second. `category`:
+    the only category that is asked, "" for all.
     """
 
     concurrency: int
@@ -60,8 +60,9 @@ class Round:
 
 @dataclass(frozen=True)
 class AnswerRecord:
-    """A line of the journal: the start of a process (no `round`), an answer, or the end of a round
-    (`counts`).
+    """A line of the journal: the start of a process, an answer, or the end of a round.
+
+    A start has no `round`. An end has `counts`.
     """
 
     round: str = ""
@@ -126,8 +127,9 @@ class RunJournal:
             future.result()
 
     def rounds(self, round_name: str, level: LoadLevel, number: int) -> list[Round]:
-        """Returns the records of each earlier process: answers without an error, with times from
-        its beginning.
+        """Returns the answers of each earlier process to a round, without failed ones.
+
+        Their times count from the beginning of the round in that process.
         """
         rounds = []
         for _, entries in sorted(self.stored.get(round_name, {}).items()):

@@ -64,7 +64,9 @@ async def measure(
     bar = bar or ProgressBar()
     async with AsyncExitStack() as stack:
         targets = []
-        connections = OPEN_CONNECTIONS if workload.rates else workload.max_in_flight
+        connections = workload.max_in_flight
+        if workload.rates:
+            connections = OPEN_CONNECTIONS
         for name, url in urls.items():
             client = await stack.enter_async_context(new_client(url, connections, workload.limit_s))
             server = await servers.detect_server(client, model)
@@ -158,7 +160,9 @@ class BenchWorkload:
     limit_s: float | None = None
 
     def __post_init__(self) -> None:
-        owned = BENCH_OWNED | THINKING_OWNED if self.thinking else BENCH_OWNED
+        owned = BENCH_OWNED
+        if self.thinking:
+            owned = BENCH_OWNED | THINKING_OWNED
         refuse_owned(self.extra_body, owned)
         if self.system is not None and self.dataset.recorded:
             raise UsageError("recorded requests have their own messages", "leave out `system`")
@@ -180,8 +184,9 @@ class BenchWorkload:
         return sum(question.requests for question in self.dataset.questions)
 
     def times(self, asked: Sequence[Ask], rate: float, number: int) -> NDArray[np.float64]:
-        """Returns the seconds at which the conversations of a round begin: as recorded, or as a
-        Poisson process.
+        """Returns the seconds at which the conversations of a round begin.
+
+        They begin as recorded, or as a Poisson process of `rate` per second.
         """
         if self.recorded_times:
             sent_ms = [question.sent_ms for _, question in asked]
@@ -213,7 +218,9 @@ class BenchWorkload:
     def describe(self) -> StatedWorkload:
         """Returns the workload as results.json states it."""
         dataset = self.dataset
-        concurrency = [] if self.rates else list(self.concurrency)
+        concurrency = list(self.concurrency)
+        if self.rates:
+            concurrency = []
         return StatedWorkload(
             dataset=dataset.name,
             dataset_sha256=dataset.sha256,
@@ -284,12 +291,15 @@ class MeasuredEndpoint:
         self.bar.say(line)
 
     async def warm_up(self) -> None:
-        """Asks for short answers at the highest concurrency, not counted: users see no first-use
-        costs.
+        """Asks for short answers at the highest concurrency, which are not counted.
+
+        Users see no first-use costs, so figures hold none.
         """
         workload = self.workload
         concurrency = workload.max_in_flight
-        count = concurrency if workload.warmup is None else workload.warmup
+        count = workload.warmup
+        if count is None:
+            count = concurrency
         questions = workload.dataset.questions[:count]
         short_questions = [replace(item, turns=item.turns[:1], body=None) for item in questions]
         tokens = min(WARMUP_TOKENS, workload.sampling.max_tokens)
@@ -302,8 +312,9 @@ class MeasuredEndpoint:
         await closed_loop(converse, list(enumerate(short_questions)), concurrency)
 
     async def ask_by_category(self) -> None:
-        """Asks a server that keeps only totals, as vLLM does, all questions once more, category by
-        category.
+        """Asks all questions once more, category by category, if the server keeps only totals.
+
+        vLLM is such a server.
         """
         sources = set()
         for run in self.rounds:
@@ -489,7 +500,10 @@ def refuse_other_server(
     """
     for option, other in earlier.items():
         if other.model != server.model:
-            message = f"{option} holds figures of the model {other.model}, and this server serves {server.model}"
+            message = (
+                f"{option} holds figures of the model {other.model}, "
+                f"and this server serves {server.model}"
+            )
             remedy = "compare runs of one model; `model` names another one that the server lists"
             raise UsageError(message, remedy)
         earlier_mode = other.draft_sampling

@@ -165,11 +165,11 @@ def read_questions(source: QuestionSource) -> list[Question]:
 
 
 def recorded_request(row: DataRow, index: int) -> Question | None:
-    """Reads a row that is the body of a chat or completions request, alone or as `body` of a batch
-    file's line.
+    """Reads a row that is the body of a chat or completions request.
 
-    None for any other row, such as a conversation with its answer. The default category is the
-    number of the user's turn. Raises UsageError if the body asks for several answers.
+    The row is the body, or has it as `body`, as a line of a batch file does. None for any other
+    row, such as a conversation with its answer. The default category is the number of the user's
+    turn. Raises UsageError if the body asks for several answers.
     """
     value = row.value if isinstance(row.value, dict) else {}
     body = value.get("body", value)
@@ -221,11 +221,11 @@ def asked_by(row: DataRow, index: int, unread: Counter[str]) -> Question:
 def question_of(
     conversation: Conversation, index: int, pictures: Sequence[Message] = ()
 ) -> Question:
-    """Returns the question at the end of a conversation: the user's last turns, and the messages
-    before them.
+    """Returns the question at the end of a conversation.
 
-    `pictures` are shown with the first turn. An answer at the end is dropped. Raises UsageError if
-    the conversation does not end in a question that can be sent.
+    It is the user's last turns, and the messages before them. `pictures` are shown with the first
+    turn. An answer at the end is dropped. Raises UsageError if the conversation does not end in a
+    question that can be sent.
     """
     where = conversation.where
     messages = list(conversation.messages)
@@ -263,8 +263,9 @@ def question_of(
 
 
 def spread(questions: list[Question], samples: int | None) -> list[Question]:
-    """Returns `samples` questions, taken round-robin over categories, so that a small sample covers
-    all of them.
+    """Returns `samples` questions, taken round-robin over categories. All if `samples` is None.
+
+    A small sample covers all categories as far as it can.
     """
     if samples is None or samples >= len(questions):
         return list(questions)
@@ -312,7 +313,7 @@ def catalogue() -> dict[str, QuestionSource]:
 
 
 def locate(text: str) -> QuestionSource:
-    """Returns the source that a text names. Raises UsageError if there is none.
+    """Returns the source that a text names. Raises UsageError if no source matches.
 
     `text`: `nano`, a path that exists, a known name (`NAME[:CONFIG][=FILE]`) or a hub id.
     """
@@ -333,7 +334,10 @@ def locate(text: str) -> QuestionSource:
         return replace(source, label=label, file=file or "")
     if from_hub(text):
         return QuestionSource(label=text, file=text)
-    remedy = f"pass a data file, a hub id org/name, nano, or one of {', '.join(catalogue())}, alone or as NAME=FILE"
+    remedy = (
+        "pass a data file, a hub id org/name, nano, "
+        f"or one of {', '.join(catalogue())}, alone or as NAME=FILE"
+    )
     if Path(text).suffix in SUFFIXES:
         raise missing(text, remedy)
     raise UsageError(
@@ -396,7 +400,9 @@ def with_known_fields(row: DataRow, source: QuestionSource) -> DataRow:
         message = f"{CODE} {row.where} holds a placeholder instead of the text"
         raise UsageError(message, source.prepare)
     image_field = fields.get("images")
-    images = {"images": value[image_field]} if image_field in value else {}
+    images: dict[str, Any] = {}
+    if image_field in value:
+        images = {"images": value[image_field]}
     template = fields.get("template", "")
     turns = fields.get("turns", "")
     parsed = string.Formatter().parse(template)
@@ -407,7 +413,9 @@ def with_known_fields(row: DataRow, source: QuestionSource) -> DataRow:
             raise _no_field(row, " and no ".join(absent), source)
         others = {key: item for key, item in value.items() if key != image_field}
         return replace(row, value={"category": source.category, **others, **images})
-    question: dict[str, Any] = {"turns": value[turns]} if turns else {}
+    question: dict[str, Any] = {}
+    if turns:
+        question = {"turns": value[turns]}
     if template:
         texts = {name: _field_text(row, value[name], name, source) for name in names}
         question = {"prompt": template.format(**texts).strip()}

@@ -29,8 +29,8 @@ from trtspec.report import Table
 BLANK = ""
 DASH = "\u2014"
 PER_QUESTION = (
-    "per question = tokens per iteration of each question, turns pooled and prefills counted, averaged over questions, "
-    "as NVIDIA's cards have it"
+    "per question = tokens per iteration of each question, turns pooled and prefills counted, "
+    "averaged over questions, as NVIDIA's cards have it"
 )
 
 
@@ -70,7 +70,7 @@ def sentence(results: BenchResults) -> str:
 
 
 def figures(results: BenchResults) -> list[Figure]:
-    """Returns the figures of the sentence: speed-up, acceptance, speed of a user at the first load."""
+    """Returns the figures of the sentence: speed-up, acceptance, speed for a user."""
     endpoint = subject(results)
     label = results.concurrency[0].label
     shown = []
@@ -91,7 +91,7 @@ def figures(results: BenchResults) -> list[Figure]:
 
 
 def sections(results: BenchResults) -> list[Section]:
-    """Returns speed, acceptance, draft length, comparison and findings, in the order of the page."""
+    """Returns speed, acceptance, draft length, comparison and findings, in this order."""
     conditions = condition(results)
 
     def titled(*tables: Table) -> list[Table]:
@@ -117,8 +117,12 @@ def sections(results: BenchResults) -> list[Section]:
     acceptance = Section(title="Acceptance", text=text, plots=[bars], tables=tables)
     choice = results.draft_choice
     comparison = results.comparison
-    lengths = titled(draft_table(choice)) if choice else ()
-    changes = titled(comparison_table(comparison)) if comparison else ()
+    lengths: Sequence[Table] = ()
+    if choice:
+        lengths = titled(draft_table(choice))
+    changes: Sequence[Table] = ()
+    if comparison:
+        changes = titled(comparison_table(comparison))
     return [
         speed,
         acceptance,
@@ -182,12 +186,14 @@ def condition(results: BenchResults) -> str:
     its system prompt.
     """
     work = results.workload
-    recorded = work.recorded
-    temperature = work.temperature
-    words = "sampled as recorded" if recorded else f"temperature {temperature:g}"
-    if temperature or recorded:
+    words = f"temperature {work.temperature:g}"
+    if work.recorded:
+        words = "sampled as recorded"
+    if work.temperature or work.recorded:
         mode = results.server.draft_sampling
-        drawn = f"{mode} drafts" if mode else "how drafts are drawn is not reported"
+        drawn = "how drafts are drawn is not reported"
+        if mode:
+            drawn = f"{mode} drafts"
         words += f" ({drawn})"
     if work.thinking:
         words += f", thinking {work.thinking}"
@@ -212,16 +218,19 @@ def workload_line(results: BenchResults) -> str:
 def quality_line(endpoint: EndpointResult) -> str:
     """Returns one sentence on the output itself, which is printed wherever acceptance is."""
     quality = endpoint.degeneration
-    bad = "DEGENERATE OUTPUT, acceptance on it says little"
-    return f"{bad if quality.degenerate else 'output'}: {quality.words}"
+    output = "output"
+    if quality.degenerate:
+        output = "DEGENERATE OUTPUT, acceptance on it says little"
+    return f"{output}: {quality.words}"
 
 
 # --- tables ---
 
 
 def acceptance_table(endpoint: EndpointResult, workload: StatedWorkload) -> Table:
-    """By category and for all: N, acceptance length with its interval, and NVIDIA's mean over
-    questions.
+    """The acceptance of an endpoint, by category and for all.
+
+    Columns: N, steps, acceptance length with its interval, NVIDIA's mean over questions.
     """
     rows = []
     for name, group in endpoint.groups.items():
@@ -232,11 +241,13 @@ def acceptance_table(endpoint: EndpointResult, workload: StatedWorkload) -> Tabl
         counts = [str(group.questions), number(group.steps, 0)]
         rows.append([name, *counts, length, mean])
     note = (
-        f"{workload.dataset}, {workload.budget}; source: {endpoint.source}. Acceptance length = 1 + "
-        f"accepted / steps, 95 % interval over questions; {PER_QUESTION}. Blank: degenerate output."
+        f"{workload.dataset}, {workload.budget}; source: {endpoint.source}. Acceptance length = 1 "
+        f"+ accepted / steps, 95 % interval over questions; {PER_QUESTION}. Blank: degenerate "
+        "output."
     )
     if endpoint.surplus:
-        note += f" {endpoint.surplus} drafts accepted past the end of answers, which nobody received, are taken out."
+        surplus = f"{endpoint.surplus} drafts accepted past the end of answers"
+        note += f" {surplus}, which nobody received, are taken out."
     columns = ["category", "N", "steps", "acceptance length", "per question"]
     return Table(f"Acceptance of {endpoint.name}", columns, rows, note)
 
@@ -248,7 +259,9 @@ def card_table(results: BenchResults) -> Table:
     """
     rows: list[list[str]] = []
     card = results.card
-    record = known_head(card) if card else None
+    record = None
+    if card:
+        record = known_head(card)
     dataset, _, _ = results.workload.dataset.partition(":")
     records = record.acceptance if record else ()
     for published in records:
@@ -290,8 +303,8 @@ def slice_table(results: BenchResults, by: str, column: str) -> Table:
         for _, value_rows in sorted(rows_by_value.items()):
             rows += value_rows
     note = (
-        f"All loads. Per user = output tokens over the time from request to end. {DASH}: the server counts all answers "
-        "together."
+        f"All loads. Per user = output tokens over the time from request to end. {DASH}: the "
+        "server counts all answers together."
     )
     columns = [column, "endpoint", "N", "steps", "acceptance length", "per user", "TTFT ms"]
     return Table(f"By {by}", columns, rows, note, frozenset({1}))
@@ -322,7 +335,9 @@ def speed_tables(results: BenchResults) -> list[Table]:
             speed = level.throughput
             load = [endpoint.name, level.load]
             user = user_speed(endpoint, level.label)
-            per_user = interval(user.value, (user.low, user.high), 1) if user else BLANK
+            per_user = BLANK
+            if user:
+                per_user = interval(user.value, (user.low, user.high), 1)
             length = number(level.acceptance_length)
             if level.degeneration.degenerate:
                 length = BLANK
@@ -334,13 +349,13 @@ def speed_tables(results: BenchResults) -> list[Table]:
             itl = median_ms(speed.itl_s)
             latencies.append([*load, median_ms(first), first_p99, tpot, itl])
     note = (
-        "load = conversations in flight, or new ones per second (/s). tokens/s of all users together, over whole "
-        "rounds; per user = output tokens over the time from request to end, with its 95 % interval over questions. "
-        "Blank: degenerate output, or too few questions."
+        "load = conversations in flight, or new ones per second (/s). tokens/s of all users "
+        "together, over whole rounds; per user = output tokens over the time from request to end, "
+        "with its 95 % interval over questions. Blank: degenerate output, or too few questions."
     )
     meaning = (
-        "Medians, TTFT also p99. TTFT = to the first token; TPOT = between tokens after the first; ITL = between "
-        "chunks, of several tokens each under speculation."
+        "Medians, TTFT also p99. TTFT = to the first token; TPOT = between tokens after the first; "
+        "ITL = between chunks, of several tokens each under speculation."
     )
     columns = ["endpoint", "load", "tokens/s", "per user", "length"]
     times = ["endpoint", "load", "TTFT", "p99", "TPOT", "ITL"]
@@ -360,7 +375,9 @@ def speedup_table(results: BenchResults) -> Table:
         rows.append([pair, gain.level, times, ratio.words])
     note = "Output tokens/s of a user, paired by question, with the 95 % interval"
     for gain in results.speedups[:1]:
-        end = "; another launch can differ by more." if gain.launches == 1 else "."
+        end = "."
+        if gain.launches == 1:
+            end = "; another launch can differ by more."
         note += f" over {gain.covered}{end}"
     columns = ["endpoints", "load", "times as fast", "range"]
     return Table("Speed-up", columns, rows, note, frozenset({0, 1}))
@@ -372,8 +389,12 @@ def comparison_table(comparison: Comparison) -> Table:
     for figure in comparison.figures:
         low = figure.low
         count = figure.units
-        between = DASH if low is None else f"{low:.3f} to {figure.high:.3f}"
-        units = f"{count} {figure.paired_by}s" if count else DASH
+        between = DASH
+        if low is not None:
+            between = f"{low:.3f} to {figure.high:.3f}"
+        units = DASH
+        if count:
+            units = f"{count} {figure.paired_by}s"
         ratio = number(figure.ratio, 3)
         rows.append([figure.figure, ratio, between, units, figure.verdict])
     percent = 100 * comparison.confidence
@@ -394,8 +415,12 @@ def draft_table(choice: DraftChoice) -> Table:
         for length in load.lengths:
             drafts = length.draft_len
             ratio = length.of_best
-            of_best = f"{ratio.value:.2f} ({ratio.words})" if ratio else "fastest"
-            proposed = "proposed" if drafts == load.best else ""
+            of_best = "fastest"
+            if ratio:
+                of_best = f"{ratio.value:.2f} ({ratio.words})"
+            proposed = ""
+            if drafts == load.best:
+                proposed = "proposed"
             accepted = number(length.acceptance_length)
             per_user = number(length.tokens_per_s, 1)
             row = [str(load.concurrency), str(drafts), accepted, per_user]
