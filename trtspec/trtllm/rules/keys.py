@@ -275,51 +275,54 @@ def _nearest_value(value: Any, field: Field) -> tuple[Any, bool]:
 
 def _unknown(document: Document, schema: Schema, entry: Entry, word: Word) -> Problem:
     """The problem of a key that some source around the release refuses, or that none shows."""
-    parent = entry.parent or "the top level"
-    target = meaning(schema, entry.parent, entry.name)
-    last = schema.last_release_with(entry.path)
-    gone = read_beside("keys.yaml")["gone"].get(entry.path, {})
-    renamed = renames().get(entry.path, gone)
+    path = entry.path
+    name = entry.name
+    parent = entry.parent
+    owner = parent or "the top level"
+    target = meaning(schema, parent, name)
+    last = schema.last_release_with(path)
+    gone = read_beside("keys.yaml")["gone"].get(path, {})
+    renamed = renames().get(path, gone)
     note = f" ({renamed['note']})" if renamed.get("note") else ""
     if word.taken:
-        message = f"{entry.path} in {schema.version}: {word.releases}{note}"
+        message = f"{path} in {schema.version}: {word.releases}{note}"
         remedy = f"write {target.path}" if target is not None and "to" in renamed else ""
-        return Problem("TS-LINT-VERSION-UNCERTAIN", "warning", entry.path, message, remedy)
+        return Problem("TS-LINT-VERSION-UNCERTAIN", "warning", path, message, remedy)
     remedy, fix = _remedy(schema, entry, target, last)
     severity = _severity(word)
-    unread = f"{parent} was not read whole for {schema.version} ({word.releases or 'no source'})"
+    unread = f"{owner} was not read whole for {schema.version} ({word.releases or 'no source'})"
     if word.settled:
         code = "TS-LINT-UNKNOWN-KEY"
-        message = f"TensorRT-LLM {schema.version} refuses unknown keys, and {parent} has no key "
-        message += entry.name
+        message = f"TensorRT-LLM {schema.version} refuses unknown keys, and {owner} has no key "
+        message += name
     else:
         code = "TS-LINT-KEY-UNCERTAIN"
-        message = f"whether there is a key {entry.name} is not known: {unread}"
+        message = f"whether there is a key {name} is not known: {unread}"
     variants: tuple[str, ...] = ()
-    if entry.parent in DISCRIMINATORS:
-        variants = schema.variants_with(entry.parent, entry.name)
-    if not entry.name.isidentifier():
+    if parent in DISCRIMINATORS:
+        variants = schema.variants_with(parent, name)
+    if not name.isidentifier():
         code = "TS-LINT-DOTTED-KEY"
         severity = "error"
-        message = f"the engine takes {entry.name} for the name of one key, which {parent} lacks"
+        message = f"the engine takes {name} for the name of one key, which {owner} lacks"
     elif variants:
         code = "TS-LINT-WRONG-VARIANT"
-        variant = variant_of(document, entry.parent)
-        message = f"{DISCRIMINATORS[entry.parent]} {variant} has no key {entry.name} "
+        variant = variant_of(document, parent)
+        message = f"{DISCRIMINATORS[parent]} {variant} has no key {name} "
         message += f"(only {', '.join(variants)})"
         remedy = ""
         fix = None
     elif renamed.get("to") in schema.fields:
         code = "TS-LINT-RENAMED-KEY"
-        message = f"{entry.path} is called {renamed['to']} in {schema.version}{note}"
+        message = f"{path} is called {renamed['to']} in {schema.version}{note}"
     elif gone or last is not None:
         code = "TS-LINT-REMOVED-KEY"
-        message = f"{entry.path} does not exist in {schema.version}{note}"
+        message = f"{path} does not exist in {schema.version}{note}"
         if entry.value in gone.get("tolerated", ()):
             severity = "warning"
     if not word.settled and code != "TS-LINT-KEY-UNCERTAIN":
         message += f"; {unread}"
-    return Problem(code, severity, entry.path, message, remedy, fix)
+    return Problem(code, severity, path, message, remedy, fix)
 
 
 def targets(document: Document, schema: Schema) -> dict[str, str]:
