@@ -97,7 +97,7 @@ def _validator(
 
     types = union.split("|")
     schemas = [schema_of(type_name) for type_name in types if type_name != "null"]
-    schema = schemas[0] if len(schemas) == 1 else core_schema.union_schema(schemas)
+    schema = schemas[0] if len(schemas) == 1 else core_schema.union_schema([*schemas])
     if "null" in types:
         schema = core_schema.nullable_schema(schema)
     return SchemaValidator(schema)
