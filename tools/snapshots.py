@@ -396,7 +396,7 @@ def class_differences(before: list[Any], now: Any) -> Iterator[str]:
 @contextlib.contextmanager
 def without(release: str | None) -> Iterator[None]:
     """Inside, the sources of a release were never read."""
-    cached = ("classes", "_word", "_names", "_kinds", "option_names", "_schema")
+    cached = ("classes", "_word", "_names", "_variants", "option_names", "_schema")
     kept = tuple(one for one in snapshots() if one["release"] != release)
     try:
         schemas.snapshots = lambda: kept  # type: ignore[assignment]

@@ -13,7 +13,7 @@ import yaml
 
 from trtspec.errors import UsageError
 from trtspec.files import load_file
-from trtspec.trtllm.nodes import MOST_VALUES, YamlError, load_text
+from trtspec.trtllm.nodes import MAX_VALUES, YamlError, load_text
 
 ALIAS_BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30)
@@ -51,7 +51,7 @@ BAD = {
     "an anchor twice": "a: &a 1\nb: &a 2\n",
     "a merge of a number": "<<: 3\n",
     "a value of an unknown tag": "a: =\n",
-    "too many values": f"[{'1, ' * MOST_VALUES}]\n",
+    "too many values": f"[{'1, ' * MAX_VALUES}]\n",
 }
 
 

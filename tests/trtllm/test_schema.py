@@ -21,7 +21,7 @@ CACHED = (
     "classes",
     "_word",
     "_names",
-    "_kinds",
+    "_variants",
     "option_names",
     "_schema",
     "releases",

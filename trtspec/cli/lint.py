@@ -296,7 +296,7 @@ def judge_part(
     line = above.count("\n") + 1 if omitted else None
     unread = document.placed(Problem("TS-LINT-NOT-READ", "warning", "", part.unread, line=line))
     command, judged = part.command, Judged(document.name, document)
-    if part.place and not command.engine and not part.text:
+    if part.location and not command.engine and not part.text:
         return replace(judged, findings=[_moved(unread, part)])
     if command.engine == VLLM:
         return _foreign(document) or _of_vllm(judged, part)
@@ -307,7 +307,7 @@ def judge_part(
         document, version=verdict.version if verdict else options.trtllm_version or part.version,
         target=options.target, head=options.head, named=(part.target, part.head), gpu=options.gpu,
         passed=passed, here=options.installed, role=part.role or role_in(Path(document.name).stem),
-        environ=part.environ if part.place else os.environ,
+        environ=part.environ if part.location else os.environ,
     )  # fmt: skip
     if command.partial:
         deployment = replace(deployment, options=None)
@@ -350,7 +350,7 @@ def _moved(finding: Problem, part: Carried) -> Problem:
     from trtspec.trtllm.deployment import dynamo_options
     from trtspec.trtllm.schema import read_beside
 
-    if not part.place:
+    if not part.location:
         return finding
     line, column, variable = part.line, None, finding.key.removeprefix("environment.")
     if variable in part.environ:  # once, whatever it serves
@@ -360,7 +360,7 @@ def _moved(finding: Problem, part: Carried) -> Problem:
         column = finding.column and part.origin.column(finding.column)
     elif part.command.engine:
         line = part.command.option_lines.get(finding.key, part.command.line)
-    where = f"{part.place}: {finding.key}".removesuffix(": ")
+    where = f"{part.location}: {finding.key}".removesuffix(": ")
     finding = replace(finding, key=where, line=line + 1, column=column)
     if part.command.engine != DYNAMO:
         return finding

@@ -1,11 +1,14 @@
-"""Writes the engine YAML of an intent for exactly one TensorRT-LLM version, every line with its reason, and the command
-for it.
+"""Writes the engine YAML of an intent for exactly one TensorRT-LLM version, and its command.
 
-Throughput settings follow what was published for Kimi-K2.5-NVFP4:
-- without a head: InferenceX's sweep of 8 B200 a server on 1.3.0rc21 (SemiAnalysisAI/InferenceX 843c6254,
-  benchmarks/multi_node/srt-slurm-recipes/trtllm/kimi-k2.5/disagg/trtllm_dynamo/b200-fp4, July 2026);
-- with an Eagle3 head: NVIDIA's GB200 recipes (NVIDIA/srt-slurm 0858f390, recipes/kimi2.5/trtllm_dynamo/disagg/
-  gb200Nvfp4/ISL8K_OSL1K/MTP, April 2026) and Dynamo's (ai-dynamo/dynamo 1e4f6939, recipes/kimi-k2.5/trtllm).
+Every line of the file has its reason.
+
+Throughput settings follow published ones for Kimi-K2.5-NVFP4.
+- Without a head: InferenceX's sweep of 8 B200 a server on 1.3.0rc21, July 2026
+  (SemiAnalysisAI/InferenceX 843c6254, in benchmarks/multi_node/srt-slurm-recipes/trtllm:
+  kimi-k2.5/disagg/trtllm_dynamo/b200-fp4).
+- With an Eagle3 head: NVIDIA's GB200 recipes, April 2026 (NVIDIA/srt-slurm 0858f390, in
+  recipes/kimi2.5/trtllm_dynamo/disagg: gb200Nvfp4/ISL8K_OSL1K/MTP), and Dynamo's
+  (ai-dynamo/dynamo 1e4f6939, recipes/kimi-k2.5/trtllm).
 """
 
 from __future__ import annotations
@@ -33,10 +36,8 @@ FILES: dict[Role, str] = {
     "generation": "generation.yml",
     "front": "front.yml",
 }
-TOLD = (
-    "TS-LINT-VERSION-NEWER",
-    "TS-PAIR-",
-)  # warnings about what was chosen, not about what is written
+# warnings about the user's choices, not about the written file
+TOLD = ("TS-LINT-VERSION-NEWER", "TS-PAIR-")
 OPTION_ONLY = {
     "tensor_parallel_size": "`tp_size`",
     "moe_expert_parallel_size": "`ep_size`",
@@ -53,8 +54,12 @@ OPTION_ONLY = {
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """A written file, the command that serves it (`argv`: trtllm-serve, ending with the file's path), and what lint
-    says about the file: nothing of ours above "info", and what the user's own `--set` values bring."""
+    """A written file, the command that serves it, and lint's findings.
+
+    Args:
+        argv: words of trtllm-serve. The last one is the file's path.
+        findings: findings of the user's `--set` values, and at most "info" about our own settings.
+    """
 
     intent: Intent
     text: str
@@ -67,32 +72,29 @@ class EngineConfig:
 
 
 def build(
-    intent: Intent,
-    target: ModelSpec,
-    head: HeadSpec | None,
-    config_path: str = ENGINE_FILE,
-    cache: str | None = None,
-) -> EngineConfig:
-    """The file and its command. `cache` is the hub cache of the machine that serves, if it is not this one.
+    intent: Intent, target: ModelSpec, head: HeadSpec | None,
+    config_path: str = ENGINE_FILE, cache: str | None = None,
+) -> EngineConfig:  # fmt: skip
+    """The file and its command. `cache`: hub cache of the machine that serves, if not this one.
 
-    Raises CheckFailed with every problem when what is asked for cannot run, or is not known to run, on this GPU, in
-    this layout or on this version; UsageError for sizes that contradict each other.
+    Raises CheckFailed with every problem if this GPU, layout or version cannot run it, or is not
+    known to run it. Raises UsageError for sizes that contradict each other.
     """
     if intent.role == "front":
-        return EngineConfig(
-            intent, front(intent), ["trtllm-serve", "disaggregated", "-c", config_path], ()
-        )
+        argv = ["trtllm-serve", "disaggregated", "-c", config_path]
+        return EngineConfig(intent, front(intent), argv, ())
     intent.checked()
+    gpu = gpu_spec(intent.gpu) if intent.gpu else None
+    draft_len = intent.draft_len if head else 0
     refused = refusals(
-        target, gpu=gpu_spec(intent.gpu) if intent.gpu else None, tp_size=intent.tp_size, ep_size=intent.ep_size,
-        attention_dp=intent.attention_dp, tokens=intent.seq_len, draft_len=intent.draft_len if head else 0,
+        target, gpu=gpu, tp_size=intent.tp_size, ep_size=intent.ep_size,
+        attention_dp=intent.attention_dp, tokens=intent.seq_len, draft_len=draft_len,
     )  # fmt: skip
     if refused:
-        raise CheckFailed(
-            f"{intent.target} cannot be served like this:\n" + "\n".join(problem_lines(refused))
-        )
+        listed = "\n".join(problem_lines(refused))
+        raise CheckFailed(f"{intent.target} cannot be served like this:\n{listed}")
     text = engine_yaml(intent, target, head, cache)
-    findings = _judged(intent, target, head, text, cache)
+    findings = _checked_findings(intent, target, head, text, cache)
     argv = build_command(intent, target, Document.parse(text), config_path, cache=cache)
     return EngineConfig(intent, text, argv, findings)
 
@@ -100,14 +102,14 @@ def build(
 def build_named(
     intent: Intent, config_path: str = ENGINE_FILE, cache: str | None = None
 ) -> EngineConfig:
-    """As `build`, of the names in the intent, looked up as the commands do."""
+    """Builds as `build` does, from the names in the intent, looked up as the commands do."""
     head = load_head(intent.head).spec if intent.head else None
     target = find_target(intent.target, intent.like).spec
     return build(intent, target, head, config_path, cache)
 
 
 def disaggregated(intent: Intent) -> dict[str, Intent]:
-    """The three files of a disaggregated deployment by name: both kinds of server, and the front."""
+    """The three files of a disaggregated deployment by name: both servers and the front."""
     server = replace(intent, context_urls=(), generation_urls=())
     urls: dict[str, Any] = {
         "context_urls": intent.context_urls,
@@ -120,42 +122,48 @@ def disaggregated(intent: Intent) -> dict[str, Intent]:
     }
 
 
-def _judged(
+def _checked_findings(
     intent: Intent, target: ModelSpec, head: HeadSpec | None, text: str, cache: str | None
 ) -> tuple[Problem, ...]:
-    """What lint says of the file. Raises CheckFailed for an error, for a key that no source shows, and for a warning
-    about what we wrote ourselves (nobody knows whether this release runs it). Other warnings that the user's settings
-    bring, and TOLD, are reported."""
+    """Lint's findings about the file.
+
+    Raises CheckFailed for an error, for a key that no source shows, and for a warning about our own
+    settings, because nobody knows whether this release runs them. Other warnings about the user's
+    settings, and TOLD, are returned.
+    """
     deployment = judged_as(intent, target, head)
     findings = tuple(lint(Document.parse(text, "(generated)"), deployment))
-    plain = lint(_settings(replace(intent, settings=()), target, head, cache), deployment)
-    ours = {(finding.code, finding.key) for finding in plain if not finding.code.startswith(TOLD)}
-    refused = [
-        finding
-        for finding in findings
-        if finding.severity == "error"
-        or finding.code == "TS-LINT-KEY-UNCERTAIN"
-        or (finding.severity == "warning" and (finding.code, finding.key) in ours)
-    ]
+    without_user = _settings(replace(intent, settings=()), target, head, cache)
+    ours = set()
+    for finding in lint(without_user, deployment):
+        if not finding.code.startswith(TOLD):
+            ours.add((finding.code, finding.key))
+    refused = []
+    for finding in findings:
+        is_ours = finding.severity == "warning" and (finding.code, finding.key) in ours
+        if is_ours or finding.severity == "error" or finding.code == "TS-LINT-KEY-UNCERTAIN":
+            refused.append(finding)
     if refused:
         listed = "\n".join(problem_lines(refused))
-        raise CheckFailed(
-            f"no configuration for TensorRT-LLM {intent.version} is known to do this:\n{listed}"
-        )
+        message = f"no configuration for TensorRT-LLM {intent.version} is known to do this:"
+        raise CheckFailed(f"{message}\n{listed}")
     return findings
 
 
 def judged_as(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> Deployment:
+    """The deployment that the file of an intent is judged for."""
+    schema = schema_for(intent.version)
+    argv = intent.settings_in_argv()
+    gpu = gpu_spec(intent.gpu).compute_capability if intent.gpu else None
     return Deployment(
-        schema_for(intent.version), target, intent.published_as, head, intent.head or "",
-        argv=intent.settings_in_argv(), gpu=gpu_spec(intent.gpu).compute_capability if intent.gpu else None,
-    )  # fmt: skip
+        schema, target, intent.published_as, head, intent.head or "", argv=argv, gpu=gpu
+    )
 
 
 def engine_yaml(
     intent: Intent, target: ModelSpec, head: HeadSpec | None, cache: str | None = None
 ) -> str:
-    """The text of the engine file, not judged yet. Raises what `_settings` and `_capacity` raise."""
+    """The text of the engine file, not judged yet. Raises as `_settings` and `_capacity` do."""
     settings = _settings(intent, target, head, cache)
     capacity = _capacity(intent, target, judged_as(intent, target, head), settings)
     return f"{intent.first_line()}\n{_header(intent)}{capacity}{settings}"
@@ -164,33 +172,37 @@ def engine_yaml(
 def _settings(intent: Intent, target: ModelSpec, head: HeadSpec | None, cache: str | None) -> str:
     """The file below its comments. Raises UsageError for a `--set` that is not key=value."""
     schema = schema_for(intent.version)
-    named = [
-        replace(item, path=schema.current(item.path))
-        for item in engine_settings(intent, schema, target, head, cache)
-    ]
-    found = {item.path: item for item in named}
+    settings: dict[str, EngineSetting] = {}
+    for setting in engine_settings(intent, schema, target, head, cache):
+        path = schema.current(setting.path)
+        settings[path] = replace(setting, path=path)
     for item in intent.settings:
-        _override(found, _asked_setting(item))
-    return _render(found)
+        _override(settings, _asked_setting(item))
+    return _render(settings)
 
 
-def _override(found: dict[str, EngineSetting], own: EngineSetting) -> None:
-    """Puts a user's value in place of ours, also where ours turns the whole object off (`cuda_graph_config: null`)."""
-    parent = own.path.rpartition(".")[0]
-    if parent in found and found[parent].value is None:
-        del found[parent]
-    if own.value is None:
-        for path in [path for path in found if path.startswith(f"{own.path}.")]:
-            del found[path]
-    found[own.path] = own
+def _override(settings: dict[str, EngineSetting], asked: EngineSetting) -> None:
+    """Puts a user's setting in place of ours.
+
+    Ours may have turned the whole object off (`cuda_graph_config: null`).
+    """
+    parent = asked.path.rpartition(".")[0]
+    if parent in settings and settings[parent].value is None:
+        del settings[parent]
+    if asked.value is None:
+        below = f"{asked.path}."
+        for path in [path for path in settings if path.startswith(below)]:
+            del settings[path]
+    settings[asked.path] = asked
 
 
 def front(intent: Intent) -> str:
-    """The file of `trtllm-serve disaggregated`, which only sends requests on."""
+    """The file of `trtllm-serve disaggregated`, which only forwards requests."""
     contexts = list(intent.context_urls or ("context-host:8001",))
     generations = list(intent.generation_urls or ("generation-host:8002",))
+    target = intent.target
     return f"""{intent.first_line()}
-# The front of a disaggregated {intent.target}: start it with `trtspec serve {intent.target} --disaggregated
+# The front of a disaggregated {target}: start it with `trtspec serve {target} --disaggregated
 # <this file>`, each server with `--config context.yml` or `--config generation.yml`.
 hostname: 0.0.0.0
 port: 8000
@@ -205,71 +217,81 @@ generation_servers:
 
 
 def _asked_setting(item: str) -> EngineSetting:
-    """The setting of one `--set key=value`. Raises UsageError for a key that has an option of its own."""
+    """The setting of one `--set key=value`.
+
+    Raises UsageError for a key that has an option of its own, and for text that is not key=value.
+    """
     path, separator, text = item.partition("=")
     if not separator or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", path):
-        raise UsageError(
-            f"`set` {item!r} is not key=value", "for example `set` kv_cache_config.dtype=fp8"
-        )
+        message = f"`set` {item!r} is not key=value"
+        raise UsageError(message, "for example `set` kv_cache_config.dtype=fp8")
     if path in OPTION_ONLY:
-        raise UsageError(
-            f"{path} has its own option and is not accepted here", f"use {OPTION_ONLY[path]}"
-        )
+        message = f"{path} has its own option and is not accepted here"
+        raise UsageError(message, f"use {OPTION_ONLY[path]}")
     try:
         value = load_text(text)
     except YamlError:
-        raise UsageError(
-            f"the value of `set` {item!r} is not YAML", "quote it, for example `set` 'key=[1, 2]'"
-        ) from None
+        message = f"the value of `set` {item!r} is not YAML"
+        remedy = "quote it, for example `set` 'key=[1, 2]'"
+        raise UsageError(message, remedy) from None
     return EngineSetting(path, value, "asked for with `set`")
 
 
 def _header(intent: Intent) -> str:
+    """Comments on the use of the file."""
     lines = [
-        f"# Serve with `trtspec serve {intent.target} --config <this file>`. Sizes, parallelism, host and port are",
-        "# options of trtllm-serve and are not set here: which of the two takes precedence changed between versions.",
+        f"# Serve with `trtspec serve {intent.target} --config <this file>`. "
+        "Sizes, parallelism, host and port are",
+        "# options of trtllm-serve and are not set here: "
+        "which of the two takes precedence changed between versions.",
     ]
     if intent.role is not None:
-        same = "needs the same head" if intent.head else "runs without a head, too"
-        lines.append(
-            f"# The {intent.role} server of a disaggregated deployment; the other one {same}."
-        )
+        other = "needs the same head" if intent.head else "runs without a head, too"
+        line = f"# The {intent.role} server of a disaggregated deployment; the other one {other}."
+        lines.append(line)
     if intent.trust_remote_code:
-        lines.append(
-            "# This recipe lets the engine run the code that the target brings (--trust_remote_code)."
-        )
+        line = "# This recipe lets the engine run the code that the target brings "
+        line += "(--trust_remote_code)."
+        lines.append(line)
     return "\n".join(lines) + "\n"
 
 
 def _capacity(intent: Intent, target: ModelSpec, deployment: Deployment, settings: str) -> str:
-    """How many requests the cache holds, by the memory model of `trtspec plan`, where the GPU is known. Raises
-    CheckFailed when the cache holds none, or not one block for each request of a batch."""
+    """A comment on the requests that the cache holds, "" if the GPU is not known.
+
+    The figure is by the memory model of `trtspec plan`. Raises CheckFailed if the cache holds no
+    request, or less than one block for each request of a batch.
+    """
     if intent.gpu is None:
         return ""
     held, batch = deployment.held_requests(Document.parse(settings), target, gpu_spec(intent.gpu))
     block = deployment.schema.behaviour("transfer_in_blocks")["tokens_per_block"]
-    if held * intent.seq_len < batch * block:
-        message = f"{batch:,} requests of up to {intent.seq_len:,} tokens do not fit on {intent.tp_size} x "
-        message += f"{intent.gpu.upper()}: beside a step of {intent.tokens:,} tokens the KV cache holds {held:,}"
-        remedy = "use more GPUs or larger ones, fewer requests, or a smaller `max_seq_len`; see `trtspec plan`"
+    length = intent.seq_len
+    if held * length < batch * block:
+        message = f"{batch:,} requests of up to {length:,} tokens do not fit on "
+        message += f"{intent.tp_size} x {intent.gpu.upper()}: beside a step of "
+        message += f"{intent.tokens:,} tokens the KV cache holds {held:,}"
+        remedy = "use more GPUs or larger ones, fewer requests, or a smaller `max_seq_len`; "
+        remedy += "see `trtspec plan`"
         raise CheckFailed(message, remedy)
-    less = f", fewer than a full batch of {batch:,}: shorter ones fill it" if held < batch else ""
-    return f"# The cache holds {held:,} requests of {intent.seq_len:,} tokens (`trtspec plan`){less}.\n"
+    line = f"# The cache holds {held:,} requests of {length:,} tokens (`trtspec plan`)"
+    if held < batch:
+        line += f", fewer than a full batch of {batch:,}: shorter ones fill it"
+    return f"{line}.\n"
 
 
-def _render(found: dict[str, EngineSetting]) -> str:
-    """YAML in the order of `found`, grouped by top-level key, each value with its reason behind it."""
+def _render(settings: dict[str, EngineSetting]) -> str:
+    """YAML in the order of `settings`, grouped by top-level key. A reason follows each value."""
     tree: dict[str, Any] = {}
-    for setting in found.values():
+    for setting in settings.values():
         *parents, name = setting.path.split(".")
-        place = tree
+        mapping = tree
         for parent in parents:
-            place = place.setdefault(parent, {})
-            if isinstance(place, EngineSetting):
-                raise UsageError(
-                    f"`set` gives both {parent} and {setting.path}", "give one of them"
-                )
-        place[name] = setting
+            mapping = mapping.setdefault(parent, {})
+            if isinstance(mapping, EngineSetting):
+                message = f"`set` gives both {parent} and {setting.path}"
+                raise UsageError(message, "give one of them")
+        mapping[name] = setting
     return "".join(f"{line}\n" for line in _lines(tree, 0))
 
 
@@ -290,7 +312,7 @@ WIDE = 8  # ranks
 
 @dataclass(frozen=True)
 class EngineSetting:
-    """One line of the file: the dotted path, the value and why it is not left at its default."""
+    """One line of the file. `path`: dotted. `reason`: why the value is not left at its default."""
 
     path: str
     value: Any
@@ -304,33 +326,40 @@ def engine_settings(
     head: HeadSpec | None,
     cache: str | None = None,
 ) -> list[EngineSetting]:
-    """The rows of settings.yaml that hold, in the order in which they are written."""
+    """The rows of settings.yaml that apply, in their order."""
     known, computed = _facts(intent, schema, target, head, cache)
-    found: dict[str, EngineSetting] = {}
+    settings: dict[str, EngineSetting] = {}
     for row in read_beside("settings.yaml"):
-        wanted = {
-            name: value if isinstance(value, list) else [value]
-            for name, value in row["when"].items()
-        }
-        if row["path"] not in found and all(
-            known[name] in values for name, values in wanted.items()
-        ):
+        path = row["path"]
+        if path not in settings and _applies(row["when"], known):
             value = computed.get(str(row["value"]).removeprefix("$"), row["value"])
-            found[row["path"]] = EngineSetting(row["path"], value, row["reason"].format(**computed))
-    return list(found.values())
+            settings[path] = EngineSetting(path, value, row["reason"].format(**computed))
+    return list(settings.values())
+
+
+def _applies(conditions: dict[str, Any], known: dict[str, Any]) -> bool:
+    """Whether each fact has the wanted value, or one of a list of values."""
+    for name, wanted in conditions.items():
+        values = wanted if isinstance(wanted, list) else [wanted]
+        if known[name] not in values:
+            return False
+    return True
 
 
 def _facts(
     intent: Intent, schema: Schema, target: ModelSpec, head: HeadSpec | None, cache: str | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the rows of settings.yaml ask, and the values that they name with $."""
-    own = [item.value for item in map(_asked_setting, intent.settings) if item.path == BLOCK]
-    asked = [value for value in own if isinstance(value, int)]
-    block = max(
-        asked[-1] if asked else schema.behaviour("transfer_in_blocks")["tokens_per_block"], 1
-    )
-    buffer, default = -(-intent.seq_len // block) * block, target.default_aux_layers
-    layers = (head.aux_layers if head is not None else None) or default
+    """(facts that the rows of settings.yaml ask, values that they name with $)."""
+    block = schema.behaviour("transfer_in_blocks")["tokens_per_block"]
+    for setting in map(_asked_setting, intent.settings):
+        if setting.path == BLOCK and isinstance(setting.value, int):
+            block = setting.value
+    block = max(block, 1)
+    buffer = -(-intent.seq_len // block) * block
+    default = target.default_aux_layers
+    layers = default
+    if head is not None and head.aux_layers:
+        layers = head.aux_layers
     known = {
         "role": intent.role or "whole",
         "goal": intent.goal,
@@ -347,9 +376,15 @@ def _facts(
         "long": intent.seq_len > intent.tokens,
     }
     computed = {
-        "batch": intent.batch, "block": block, "buffer": buffer, "attention_dp_fraction": ATTENTION_DP_KV_FRACTION,
-        "transfer_backend": schema.behaviour("kv_transfer_default")["backend"], "spelling": eagle3().spellings[0],
-        "draft_len": intent.draft_len, "head": engine_path(intent.head or "", cache), "layers": list(layers),
+        "batch": intent.batch,
+        "block": block,
+        "buffer": buffer,
+        "attention_dp_fraction": ATTENTION_DP_KV_FRACTION,
+        "transfer_backend": schema.behaviour("kv_transfer_default")["backend"],
+        "spelling": eagle3().spellings[0],
+        "draft_len": intent.draft_len,
+        "head": engine_path(intent.head or "", cache),
+        "layers": list(layers),
         "default_layers": ", ".join(map(str, default)),
-    }  # fmt: skip
+    }
     return known, computed

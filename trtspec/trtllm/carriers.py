@@ -1,9 +1,11 @@
-"""Engine files inside what carries them: values of a chart, manifests, Slurm recipes and shell scripts. `carried` finds
-each with its place, so that a finding names its line of the original and a correction is written there.
+"""Engine files inside their carriers: values of a chart, manifests, Slurm recipes and scripts.
 
-One walk over the carrier: whatever text or mapping has an engine's keys is an engine file, at any depth and in any
-quoting. A command gives its options, the target, the engine file that it names, the role and the release; the
-environment gives its variables.
+`carried` finds each file with its lines in the carrier, so that a finding names a line of the
+original and a correction is written there.
+
+It walks over the carrier once. Every text or mapping with an engine's keys is an engine file, at
+any depth and in any quoting. A command gives its options, the target, the engine file that it
+names, the role and the release. The environment gives its variables.
 """
 
 from __future__ import annotations
@@ -37,21 +39,12 @@ from trtspec.trtllm.shell import (
 
 IMAGE = re.compile(r"(?P<name>tensorrt-?llm[\w./-]*):(?P<tag>\w[\w.-]*)")
 VARIANT = re.compile(r"-(efa|cuda)[\w-]*$")  # of an image's tag, with the same engine
-DYNAMO, VLLM = "dynamo.trtllm", "vllm"
+DYNAMO = "dynamo.trtllm"
+VLLM = "vllm"
 PROGRAMS = ("trtllm-serve", DYNAMO, VLLM)
-NOT_SERVING = frozenset(
-    (
-        "disaggregated",
-        "mm_embedding_serve",
-        "--help",
-        "-h",
-        "which",
-        "pkill",
-        "pgrep",
-        "grep",
-        "rm",
-    )
-)
+NOT_SERVING = {
+    "disaggregated", "mm_embedding_serve", "--help", "-h", "which", "pkill", "pgrep", "grep", "rm",
+}  # fmt: skip
 LAUNCH = re.compile(r"(?:trtllm-serve|dynamo\.trtllm|vllm)\s|<<")
 NESTED = re.compile(rf"\n|\\n|{LAUNCH.pattern}")
 PRINTS = ("echo", "printf")
@@ -71,8 +64,14 @@ DATA_FILE = re.compile(r"\.(ya?ml|json)$")
 
 @dataclass(frozen=True)
 class Origin:
-    """Lines of a text in the file that carries it. `first` counts from 0, and each of the `lines` is indented by
-    `indent`. Not `exact`: the text is quoted or folded, so its own lines and columns are not those of the file."""
+    """The lines of a text in the file that carries it.
+
+    Args:
+        first: counts from 0.
+        lines: how many.
+        indent: spaces before each line.
+        exact: false if the text is quoted or folded, so that the file has other lines and columns.
+    """
 
     first: int = 0
     lines: int = 1
@@ -80,8 +79,9 @@ class Origin:
     exact: bool = True
 
     def line(self, number: int) -> int:
-        """The line of the file, both counted from 0."""
-        return self.first + min(number, max(self.lines - 1, 0))
+        """The line of the file for a line of the text, both counted from 0."""
+        last = max(self.lines - 1, 0)
+        return self.first + min(number, last)
 
     def column(self, number: int) -> int | None:
         return number + self.indent if self.exact else None
@@ -94,8 +94,15 @@ class Origin:
 
 @dataclass
 class Command:
-    """The line that serves, without `engine` if there is none. `words`: options of trtllm-serve, with the line of each
-    in `option_lines`. `partial`: the shell puts in more of them. `config`: the engine file that it names."""
+    """The command that serves.
+
+    Args:
+        engine: its program, "" if there is no command.
+        words: options of trtllm-serve.
+        option_lines: the line of each option, from 0.
+        partial: the shell adds more options.
+        config: the engine file that it names.
+    """
 
     engine: str = ""
     line: int = 0
@@ -109,11 +116,17 @@ class Command:
 
 @dataclass(frozen=True)
 class Carried:
-    """An engine file (`text`, "" where only a command is here) and the `command` that serves it. `name`: the file's own
-    name, as the carrier gives it. `environ`: the lines of the server's variables, from 1. `unread`: why something was
-    not read."""
+    """An engine file and the command that serves it.
 
-    place: str
+    Args:
+        location: dotted path, line, option or file in the carrier, "" for the carrier itself.
+        text: the engine file, "" if only a command is here.
+        name: the file's own name, as the carrier gives it.
+        environ: the lines of the server's variables, from 1.
+        unread: why something was not read.
+    """
+
+    location: str
     text: str = ""
     origin: Origin = Origin()
     name: str = ""
@@ -127,39 +140,54 @@ class Carried:
 
     @property
     def line(self) -> int:
-        """The line at which the file begins, or else the command, from 0."""
-        return self.command.line if self.command.engine and not self.text else self.origin.first
+        """The first line of the file, else the line of the command, from 0."""
+        if self.command.engine and not self.text:
+            return self.command.line
+        return self.origin.first
 
     def written_into(self, original: str, text: str) -> str:
         """The original with `text` in place of this engine file, if its text there is the same."""
-        origin, kept = self.origin, original.splitlines(keepends=True)
-        last = origin.first + origin.lines
-        if textwrap.dedent("".join(kept[origin.first : last])) != unmasked(self.text):
+        lines = original.splitlines(keepends=True)
+        first = self.origin.first
+        end = first + self.origin.lines
+        before = textwrap.dedent("".join(lines[first:end]))
+        if before != unmasked(self.text):
             return original
-        kept[origin.first : last] = [textwrap.indent(unmasked(text), " " * origin.indent)]
-        return "".join(kept)
+        indent = " " * self.origin.indent
+        lines[first:end] = [textwrap.indent(unmasked(text), indent)]
+        return "".join(lines)
 
 
 @functools.cache
 def _engine_keys() -> tuple[frozenset[str], frozenset[str]]:
-    """Keys of the top level of an engine file, and keys of any level."""
+    """(keys of the top level of an engine file, keys of any level)."""
     fields = schema_for(str(releases()[-1])).fields
-    names = frozenset(part for key in fields for part in key.split("."))
-    return names & fields.keys(), names
+    names: set[str] = set()
+    for key in fields:
+        names.update(key.split("."))
+    return frozenset(names & fields.keys()), frozenset(names)
 
 
 def is_engine_file(keys: Iterable[str]) -> bool:
-    """Whether these keys of a mapping are an engine's: one of its objects, or two settings that are half of all."""
+    """Whether the keys of a mapping are an engine's.
+
+    They are if one is an object of the engine, or if at least two and half of them are settings.
+    """
     keys = set(keys)
-    known = (keys & _engine_keys()[0]) - GENERIC
+    top_keys, _ = _engine_keys()
+    known = (keys & top_keys) - GENERIC
     objects = [key for key in known if key.endswith("_config")]
     return bool(objects) or len(keys) <= 2 * len(known) > 2
 
 
 def is_foreign(keys: Iterable[str]) -> bool:
-    """Whether a mapping has several keys that no engine or front has, none of them spelled like one, and no key of one
-    but GENERIC ones."""
-    keys, known = set(keys), _engine_keys()[1]
+    """Whether the keys of a mapping are another tool's.
+
+    They are if several are no keys of an engine or front and are not spelled like one, and no other
+    keys are an engine's, except GENERIC ones.
+    """
+    keys = set(keys)
+    _, known = _engine_keys()
     others = keys - known
     if len(others) < 2 or not keys.isdisjoint(known - GENERIC | FRONT_KEYS):
         return False
@@ -168,8 +196,9 @@ def is_foreign(keys: Iterable[str]) -> bool:
 
 
 def carried(text: str) -> list[Carried]:
-    """Every engine file and command in a text, by line; none for an engine file itself."""
-    carrier, first = _Carrier(text), 0
+    """Every engine file and command in a text, by line. [] for an engine file itself."""
+    carrier = _Carrier(text)
+    first = 0
     for document in re.split(r"^(?=---\s)", text, flags=re.MULTILINE):
         lines = document.count("\n")
         carrier.read_document(document, Origin(first, lines + 1))
@@ -178,142 +207,180 @@ def carried(text: str) -> list[Carried]:
 
 
 def role_in(*names: str) -> Role | None:
-    """The role that the words of a path, a name or a flag tell."""
+    """The role in the words of a path, a name or a flag. None for no role or several."""
     words = re.split(r"[^a-z]+", " ".join(names).lower())
     roles = {ROLES[word] for word in words if word in ROLES}
     return roles.pop() if len(roles) == 1 else None
 
 
 def release_in(text: str) -> tuple[str | None, str]:
-    """The engine's release by the tag of the one image in a text, and the tag of an image of Dynamo whose engine is not
-    known. None for no image, for several, a digest, or a release of long ago."""
+    """(the engine's release by the tag of the only image in a text, an unknown image of Dynamo).
+
+    None for no image, for several, for a digest and for a very old release.
+    """
     images = set(IMAGE.findall(text))
     if len(images) != 1:
         return None, ""
-    (name, tag), *_ = images
+    [(name, tag)] = images
     if "runtime" in name:
         engine = dynamo_releases().get(VARIANT.sub("", tag))
-        return engine, "" if engine else f"{name}:{tag}"
+        unknown = "" if engine else f"{name}:{tag}"
+        return engine, unknown
     with suppress(UsageError):
         return str(parse_version(tag)), ""
     return None, ""
 
 
 class _Carrier:
-    """What one file carries, as it is read."""
+    """The engine files and commands of one file, as it is read."""
 
     def __init__(self, text: str) -> None:
-        self.version, unknown = release_in(text)
+        self.version, unknown_image = release_in(text)
         self.files: list[Carried] = []
         self.commands: list[Command] = []
         self.others: list[Carried] = []  # texts that are engine files only if a command names them
-        self.notes = [Carried(unknown, unread=UNKNOWN_IMAGE)] if unknown else []
-        self.variables: list[tuple[str, str, int]] = []
-        self.target = self.head = ""
+        self.notes: list[Carried] = []
+        if unknown_image:
+            self.notes.append(Carried(unknown_image, unread=UNKNOWN_IMAGE))
+        self.variables: list[tuple[str, str, int]] = []  # name, value and line from 0
+        self.target = ""
+        self.head = ""
         self.whole = False  # whether the text is an engine file itself
-        # mappings of the top level that are no engine file: of a front, or around everything else, which is a mistake
+        # mappings of the top level that are no engine file: of a front, or around everything else,
+        # which is a mistake
         self.settings = FRONT_KEYS
 
     def read_document(self, text: str, origin: Origin) -> None:
-        """A document of the file: a script, or a tree with engine files and commands in it."""
+        """Reads a document of the file: a script, or a tree with engine files and commands."""
         before = len(self.files) + len(self.commands)
         hidden = masked(text)
-        root, fault = None, None
+        root = None
+        fault = None
         try:
             root, _ = compose(hidden)
         except YamlError as error:
             fault = error
-        if root is None or root.kind != "mapping":
-            self._read_script(Carried("", text, origin))
-            if fault and before == len(self.files) + len(self.commands):
-                unread = f"this document is not YAML: {fault.message}"
-                line = origin.line(fault.line - 1)
-                self.notes.append(Carried(f"line {line + 1}", origin=Origin(line), unread=unread))
+        if root is not None and root.kind == "mapping":
+            self._read_tree(root, hidden, origin)
             return
-        self.whole |= is_engine_file(_keys(root))
-        model, image = root.value.get("model"), root.value.get("image")
+        self._read_script(Carried("", text, origin))
+        if fault and before == len(self.files) + len(self.commands):
+            unread = f"this document is not YAML: {fault.message}"
+            line = origin.line(fault.line - 1)
+            self.notes.append(Carried(f"line {line + 1}", origin=Origin(line), unread=unread))
+
+    def _read_tree(self, root: Node, text: str, origin: Origin) -> None:
+        """Reads every text and mapping below `root`. `text`: of the document, masked."""
+        keys = _keys(root)
+        self.whole |= is_engine_file(keys)
+        values = root.value
+        model = values.get("model")
+        image = values.get("image")
         if isinstance(model, dict) and isinstance(image, dict):  # values of our chart
             self.version = str(image.get("tag") or "") or None
-            self.target, self.head = model.get("target") or "", model.get("head") or ""
-        secret = root.value.get("kind") == "Secret"
-        if len(root.pairs) == 1:
-            self.settings = set(_keys(root))
+            self.target = model.get("target") or ""
+            self.head = model.get("head") or ""
+        is_secret = values.get("kind") == "Secret"
+        if len(keys) == 1:
+            self.settings = set(keys)
         for path, node in _walk(root, ()):
-            part = Carried(".".join(path), name="".join(path[-1:]), role=role_in(*path),
-                           origin=_origin(node, hidden, origin))  # fmt: skip
+            part = Carried(
+                ".".join(path), name="".join(path[-1:]), role=role_in(*path),
+                origin=_origin(node, text, origin),
+            )  # fmt: skip
             if node.kind == "scalar":
-                commands = not SCRIPT_KEYS.isdisjoint(path[-2:]) or "\n" in node.text.strip()
-                text = _decoded(node.text) if secret else node.text
-                self._read_text(replace(part, text=text), commands)
+                written = node.text
+                commands = not SCRIPT_KEYS.isdisjoint(path[-2:]) or "\n" in written.strip()
+                if is_secret:
+                    written = _decoded(written)
+                self._read_text(replace(part, text=written), commands)
             else:
-                self._read_collection(part, node, hidden, origin)
+                self._read_collection(part, node, text, origin)
 
     def _read_collection(self, part: Carried, node: Node, text: str, origin: Origin) -> None:
+        """Reads variables, an engine file and a command in a mapping or sequence."""
         if part.name == "env" or part.name.endswith("environment"):
             for name, value, line in _environment(node):
                 self.variables.append((name, unmasked(value), origin.line(line)))
-        if part.place not in self.settings and is_engine_file(_keys(node)):
+        if part.location not in self.settings and is_engine_file(_keys(node)):
             inner = text[node.start : node.end]
             if node.style != "flow":
-                inner = textwrap.dedent(" " * node.column + inner) + "\n"
+                first_indent = " " * node.column
+                inner = textwrap.dedent(first_indent + inner) + "\n"
             self.files.append(replace(part, text=inner))
-        words = [
-            ShellWord(unmasked(item.text), origin.line(item.line))
-            for key in ("command", "args")
-            for item in _scalars(node, key)
-        ]
+        words = []
+        for item in (*_scalars(node, "command"), *_scalars(node, "args")):
+            words.append(ShellWord(unmasked(item.text), origin.line(item.line)))
         if not any("\n" in word.text or word.text == "-c" for word in words):
             self._read_command(words, part)
 
     def _read_script(self, part: Carried) -> None:
-        def read_body(match: re.Match[str]) -> str:
-            """Reads a here-document, and leaves its lines empty."""
-            opened = part.text.rfind("\n", 0, match.start()) + 1
-            into = INTO.findall(part.text, opened, match.start("body"))
-            body, first = match["body"], part.text.count("\n", 0, match.start("body"))
-            text = textwrap.dedent(body if match["quote"] else masked(body))
-            self._read_inside(part, "".join(into[:1]), text, part.origin.inner(first, body), True)
-            return match["behind"] + "\n" * body.count("\n")
+        """Reads the commands of a script, and the texts that it writes into files."""
 
-        for words in statements(HEREDOC.sub(read_body, part.text), part.origin.line):
+        def read_body(heredoc: re.Match[str]) -> str:
+            """Reads a here-document, and leaves its lines empty."""
+            script = part.text
+            body = heredoc["body"]
+            start = heredoc.start("body")
+            line_start = script.rfind("\n", 0, heredoc.start()) + 1
+            written_files = INTO.findall(script, line_start, start)
+            file = "".join(written_files[:1])
+            text = body if heredoc["quote"] else masked(body)
+            origin = part.origin.inner(script.count("\n", 0, start), body)
+            self._read_inside(part, file, textwrap.dedent(text), origin, True)
+            return heredoc["behind"] + "\n" * body.count("\n")
+
+        without_bodies = HEREDOC.sub(read_body, part.text)
+        for words in statements(without_bodies, part.origin.line):
             texts = [*(word.text for word in words), REDIRECTED, ""]
             end = texts.index(REDIRECTED)
-            into, prints = texts[end + 1], texts[0] in PRINTS
+            file = texts[end + 1]
+            prints = texts[0] in PRINTS
             for word in words[:end]:
-                text, variable = word.text, VARIABLE.fullmatch(word.text)
-                if variable:
-                    text = variable["value"]
-                    self.variables.append((variable["name"], text, word.line))
-                text = text.removeprefix("$(")
-                if NESTED.search(text) and len(text) < len(part.text):
-                    origin = Origin(word.line, word.text.count("\n") + 1, exact=False)
-                    text = masked(text.replace("\\n", "\n"))
-                    self._read_inside(part, into, text, origin, not prints)
+                self._read_word(word, part, file, not prints)
             if not prints:
                 self._read_command(words[:end], part)
 
+    def _read_word(self, word: ShellWord, part: Carried, file: str, commands: bool) -> None:
+        """Reads a variable of the script, and a text inside a word, which goes into `file`."""
+        text = word.text
+        variable = VARIABLE.fullmatch(text)
+        if variable:
+            text = variable["value"]
+            self.variables.append((variable["name"], text, word.line))
+        text = text.removeprefix("$(")
+        if NESTED.search(text) and len(text) < len(part.text):
+            origin = Origin(word.line, word.text.count("\n") + 1, exact=False)
+            text = masked(text.replace("\\n", "\n"))
+            self._read_inside(part, file, text, origin, commands)
+
     def _read_inside(
-        self, part: Carried, into: str, text: str, origin: Origin, commands: bool
+        self, part: Carried, file: str, text: str, origin: Origin, commands: bool
     ) -> None:
-        """A text inside a script, which goes `into` a file."""
-        place = into or f"line {origin.first + 1}"
-        inside = replace(part, place=place, name=into, role=role_in(into), text=text, origin=origin)
+        """Reads a text inside a script, which goes into `file`."""
+        location = file or f"line {origin.first + 1}"
+        inside = replace(
+            part, location=location, name=file, role=role_in(file), text=text, origin=origin
+        )
         self._read_text(inside, commands)
 
     def _read_text(self, part: Carried, commands: bool) -> None:
-        """A text of its own: an engine file, or a script where it may have `commands`."""
-        if _is_engine_text(part.text):
-            count = part.text.count(OMITTED)
+        """Reads an engine file, or a script if the text may have `commands`."""
+        text = part.text
+        shown = unmasked(text)
+        if _is_engine_text(text):
+            count = text.count(OMITTED)
             unread = f"{count} lines that only the shell or the template knows" if count else ""
             self.files.append(replace(part, unread=unread))
-        elif commands and LAUNCH.search(unmasked(part.text)):
-            self._read_script(replace(part, text=unmasked(part.text)))
+        elif commands and LAUNCH.search(shown):
+            self._read_script(replace(part, text=shown))
         elif DATA_FILE.search(part.name):
             self.others.append(part)
 
     def _read_command(self, words: list[ShellWord], part: Carried) -> None:
+        """Reads the command in a statement, if it serves."""
         names = [PurePath(word.text).name for word in words]
-        start = next((n for n, name in enumerate(names) if name in PROGRAMS), len(names))
+        start = next((index for index, name in enumerate(names) if name in PROGRAMS), len(names))
         engine, following, *_ = [*names[start:], "", ""]
         serves = following == "serve"
         if not engine or not NOT_SERVING.isdisjoint(names) or (engine == VLLM and not serves):
@@ -324,12 +391,12 @@ class _Carrier:
         command.partial = any("@" in word.text for word in words)  # an array of the shell
         if words and not re.match(r"-|.*@", words[0].text):
             command.target = words.pop(0).text
-        for flag, values, number in _options(words):
-            self._read_option(command, flag, values, number)
+        for flag, values, line in _options(words):
+            self._read_option(command, flag, values, line)
 
     def _read_option(self, command: Command, flag: str, values: list[str], line: int) -> None:
         value = " ".join(values)
-        # a variable behind a value, or behind a word that takes none, holds further options
+        # a variable after a value, or after an option that takes none, has further options
         free = values if flag == "--trust_remote_code" else [flag, *values[1:]]
         command.partial |= any(text.startswith("$") for text in free)
         if command.engine == DYNAMO:
@@ -341,7 +408,7 @@ class _Carrier:
         if flag == "--server_role":
             command.role = role_in(value) or command.role
             if command.engine == DYNAMO:
-                return  # whose words for the roles are its own
+                return  # Dynamo has words of its own for the roles
         if flag in CONFIG:
             command.config = "".join(values[:1])
         elif flag == OVERRIDES and '"trust_remote_code": true' in value:
@@ -353,7 +420,10 @@ class _Carrier:
             command.option_lines[flag] = line
 
     def joined(self) -> Iterator[Carried]:
-        """Each engine file with the command that names it, and each command whose file is not here."""
+        """Yields each engine file with the command that names it, then each command without a file.
+
+        Notes come last. Yields nothing if the text is an engine file itself.
+        """
         if self.whole:
             return
         commands = [
@@ -361,15 +431,15 @@ class _Carrier:
         ]
         served = {name for _, name in commands}
         files = self.files + [part for part in self.others if part.name in served]
-        alone = len(files) == len(commands) == 1
-        lonely = self.commands
+        single = len(files) == len(commands) == 1
+        without_file = self.commands
         for part in files:
             name = self._file_name(part.name, part.line)
-            named = [each for each, wanted in commands if alone or (name and wanted == name)]
-            lonely = [command for command in lonely if command not in named]
-            for command in named or [Command()]:
+            serving = [each for each, wanted in commands if single or (name and wanted == name)]
+            without_file = [command for command in without_file if command not in serving]
+            for command in serving or [Command()]:
                 yield self._served(part, command)
-        for command in lonely:
+        for command in without_file:
             yield self._served(Carried(f"`{command.engine}`"), command)
         if files or commands:
             yield from self.notes
@@ -378,20 +448,24 @@ class _Carrier:
         return PurePath(self._value(text, line)).name
 
     def _value(self, text: str, line: int) -> str:
-        """The text itself; of a variable, the value that the carrier gives it nearest to this line."""
+        """The text, or the value that the carrier gives to a variable nearest to this line."""
         values = [
-            (abs(line - at), value)
-            for name, value, at in self.variables
+            (abs(line - set_at), value)
+            for name, value, set_at in self.variables
             if text in (f"${name}", f"${{{name}}}")
         ]
-        return min(values)[1] if values else text
+        _, nearest = min(values, default=(0, text))
+        return nearest
 
     def _served(self, part: Carried, command: Command) -> Carried:
         target = self.target or self._value(command.target, command.line)
+        if UNKNOWN.search(target):
+            target = ""
         environ = {name: line + 1 for name, value, line in self.variables if value}
+        role = part.role or command.role
         return replace(
             part, command=command, version=self.version, head=self.head, environ=environ,
-            target="" if UNKNOWN.search(target) else target, role=part.role or command.role,
+            target=target, role=role,
         )  # fmt: skip
 
 
@@ -410,7 +484,7 @@ def _keys(node: Node) -> list[str]:
 
 
 def _walk(node: Node, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Node]]:
-    """Every node with its path; not below an engine file."""
+    """Yields every node with its path, but none below an engine file."""
     if path:
         yield path, node
         if is_engine_file(_keys(node)):
@@ -423,14 +497,17 @@ def _walk(node: Node, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
 
 
 def _scalars(node: Node, name: str) -> list[Node]:
-    """The scalars below a key: of a list, or the one."""
+    """The scalar at a key, or the scalars in its list."""
     values = [pair.value_node for pair in node.pairs if pair.key_node.text == name]
-    items = [item for value in values if value.kind == "sequence" for item in value.items]
-    return [item for item in (*values, *items) if item.kind == "scalar"]
+    nodes = [*values]
+    for value in values:
+        if value.kind == "sequence":
+            nodes += value.items
+    return [item for item in nodes if item.kind == "scalar"]
 
 
 def _options(words: list[ShellWord]) -> Iterator[tuple[str, list[str], int]]:
-    """Each option with its values and line: `--flag value` or `--flag=value`."""
+    """Yields (option, values, line) of `--flag value` and `--flag=value`."""
     while words:
         word = words.pop(0)
         flag, equals, value = word.text.partition("=")
@@ -441,33 +518,45 @@ def _options(words: list[ShellWord]) -> Iterator[tuple[str, list[str], int]]:
 
 
 def _origin(node: Node, text: str, around: Origin) -> Origin:
-    """The lines of a node."""
-    block = node.style in BLOCK
-    indent = _indent(text[node.start : node.end].partition("\n")[2]) if block else node.column
-    lines = text.count("\n", node.start, node.end) + (not block)
+    """The lines of a node in the file. `text`: of its document. `around`: the document's lines."""
+    first = around.first + node.line
+    indent = node.column
+    lines = text.count("\n", node.start, node.end)
+    if node.style in BLOCK:  # its text begins on the next line
+        first += 1
+        block = text[node.start : node.end]
+        indent = _indent(block.partition("\n")[2])
+    else:
+        lines += 1
     exact = node.style == "|" or (node.kind == "mapping" and not node.style)
-    return Origin(around.first + node.line + block, lines, indent, exact)
+    return Origin(first, lines, indent, exact)
 
 
 def _environment(node: Node) -> Iterator[tuple[str, str, int]]:
-    """Variables of a mapping, of a list of names with values, and of a list of texts, each with its line."""
+    """Yields (name, value, line) of each variable.
+
+    `node`: a mapping, a list of names with values, or a list of texts.
+    """
     for pair in node.pairs:
         yield pair.key_node.text, pair.value_node.text, pair.key_node.line
-    for item in node.items if node.kind == "sequence" else ():
-        named = [part.text for key in ("name", "value") for part in _scalars(item, key)]
-        variable = VARIABLE.fullmatch("=".join(named) or item.text)
+    if node.kind != "sequence":
+        return
+    for item in node.items:
+        scalars = (*_scalars(item, "name"), *_scalars(item, "value"))
+        named = "=".join(scalar.text for scalar in scalars)
+        variable = VARIABLE.fullmatch(named or item.text)
         if variable:
             yield variable["name"], variable["value"], item.line
 
 
 def _decoded(text: str) -> str:
-    """A value of a Secret; the text itself if it is not in base64."""
+    """The value of a Secret, or the text itself if it is not in base64."""
     with suppress(ValueError):
         return base64.b64decode(text, validate=True).decode()
     return text
 
 
 def _indent(text: str) -> int:
-    """Of the first line that is not empty."""
-    first = re.search(r"^( *)\S", text, re.MULTILINE)
-    return len(first[1]) if first else 0
+    """The indentation of the first line that is not empty, in spaces."""
+    line = re.search(r"^( *)\S", text, re.MULTILINE)
+    return len(line[1]) if line else 0

@@ -1,7 +1,7 @@
-"""What a file is judged for. A `Deployment` is the version, the target, the head and the GPU, from the names that a
-user typed or that the file itself gives (nothing is downloaded for it).
+"""The deployment that a file is judged for: the version, the target, the head and the GPU.
 
-speculation.yaml lists the ways to speculate, what each needs, and what a file says about its own.
+Their names come from the user or from the file itself. Nothing is downloaded for it.
+speculation.yaml lists the methods of speculation, their needs, and how a file names them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from trtspec.specs import GpuSpec, HeadSpec, ModelSpec, gpu_spec
 from trtspec.trtllm.document import Document, Edit
 from trtspec.trtllm.intent import Intent, Role, parse_intent
 from trtspec.trtllm.schema import (
-    Option,
     Schema,
     default_release,
     known_issues,
@@ -37,7 +36,7 @@ SPEC = "speculative_config"
 ASSUMED = "assumed: the newest release on the package index"
 MODEL_KEYS = (f"{SPEC}.speculative_model_dir", f"{SPEC}.speculative_model")
 LENGTH = f"{SPEC}.max_draft_len"
-# words of files, flags and paths -> the half of a disaggregated deployment that they mean
+# words of files, flags and paths, and the half of a disaggregated deployment that each means
 ROLES: dict[str, Role] = {
     **dict.fromkeys(("prefill", "context", "ctx"), "context"),
     **dict.fromkeys(("decode", "generation", "gen"), "generation"),
@@ -55,7 +54,11 @@ def installed_version() -> str | None:
 
 
 def choose_version(asked: str | None, written: Intent | None = None) -> tuple[str, str]:
-    """The version to write or judge for, and why: asked for, of the file's first line, installed, or the default."""
+    """(the version to write or judge for, the reason).
+
+    The version is the one asked for, else in the file's first line, else installed, else the
+    default.
+    """
     if asked:
         return asked, "asked for"
     if written is not None:
@@ -67,7 +70,10 @@ def choose_version(asked: str | None, written: Intent | None = None) -> tuple[st
 
 
 def assumed_release(reason: str | None, document: Document | None) -> list[Problem]:
-    """What to know of a release that nobody asked for: classes of the file that were not read whole, known issues."""
+    """Notes on a release that nobody asked for: its unread classes in the file and known issues.
+
+    Returns one problem, or [] if somebody asked for the release or there is no file.
+    """
     if reason != ASSUMED or document is None:
         return []
     release = default_release()
@@ -84,11 +90,16 @@ def assumed_release(reason: str | None, document: Document | None) -> list[Probl
 
 @dataclass(frozen=True)
 class Deployment:
-    """What a file is judged against. `argv` holds settings passed as options, by their YAML path; `options` those of
-    trtllm-serve by name, where the command line is known (else None). `gpu` is a compute capability such as "10.0", and
-    `gpu_name` the GPU's name where its memory is known. `environ`: the variables that the server will see. `here`: the
-    engine runs on this machine, not elsewhere in a pod. `role`: the half of a disaggregated deployment, where a
-    carrier or the file's first line tells it.
+    """The deployment that a file is judged against.
+
+    Args:
+        argv: settings passed as options, by YAML path.
+        options: options of trtllm-serve by name. None if the command line is not known.
+        gpu: compute capability such as "10.0".
+        gpu_name: name of a GPU with known memory, else "".
+        environ: variables that the server will see.
+        here: the engine runs on this machine, not elsewhere in a pod.
+        role: half of a disaggregated deployment, if a carrier or the file's first line has it.
     """
 
     schema: Schema
@@ -109,87 +120,104 @@ class Deployment:
         return str(self.schema.version)
 
     def setting(self, document: Document, path: str, default: Any = None) -> Any:
-        """The value that the engine will see: the option's if there is one, else the file's."""
+        """The value that the engine will see: from the option if there is one, else the file."""
         return self.argv.get(path, document.get(path, default))
 
     def role_of(self, document: Document) -> Role | None:
-        """The known role; else that of a server with a transceiver whose steps hold decode tokens alone."""
+        """The known role. Else "generation" if there is a transceiver and steps hold few tokens.
+
+        Steps of at most two full decode batches cannot be meant for prompts.
+        """
         option = str((self.options or {}).get("server_role") or "").lower()
         known = ROLES.get(option, self.role)
         chunked = self.setting(document, "enable_chunked_prefill")
         if known or chunked or not document.get("cache_transceiver_config.backend"):
             return known
         batch = self.size(document, "max_batch_size", 2048)
-        steps = batch * step_tokens(document)
-        return "generation" if self.size(document, "max_num_tokens", 8192) <= 2 * steps else None
+        step = batch * step_tokens(document)
+        if self.size(document, "max_num_tokens", 8192) <= 2 * step:
+            return "generation"
+        return None
 
     def memory(self, document: Document, target: ModelSpec, gpu: GpuSpec) -> Memory:
-        """By the memory model of `trtspec plan`, with the buffers that hand caches over."""
+        """Memory by the model of `trtspec plan`, with the buffers that hand caches over."""
         spread = self.setting(document, "enable_attention_dp") is True
         whole_experts = self.size(document, "moe_expert_parallel_size", 1) > 1
         fraction = self.setting(document, "kv_cache_config.free_gpu_memory_fraction")
+        if not isinstance(fraction, float):
+            fraction = KV_FRACTION
         layout = Layout(self.size(document, "tensor_parallel_size", 1), whole_experts, spread)
         return memory(
             target, self.head, gpu, layout,
-            fraction=fraction if isinstance(fraction, float) else KV_FRACTION,
+            fraction=fraction,
             max_num_tokens=self.size(document, "max_num_tokens", 8192),
             transfer_tokens=self.size(document, "cache_transceiver_config.max_tokens_in_buffer"),
         )  # fmt: skip
 
     def held_requests(self, document: Document, target: ModelSpec, gpu: GpuSpec) -> tuple[int, int]:
-        """Requests of full length that the cache holds, and those of a full batch of every rank that has its own."""
-        room = self.memory(document, target, gpu)
-        batch = self.size(document, "max_batch_size") * room.layout.caches
-        return room.sequences(self.size(document, "max_seq_len")), batch
+        """(requests of full length that the cache holds, requests of a full batch).
+
+        The batch is over every rank that has a cache of its own.
+        """
+        estimate = self.memory(document, target, gpu)
+        batch = self.size(document, "max_batch_size") * estimate.layout.caches
+        return estimate.sequences(self.size(document, "max_seq_len")), batch
 
     def size(self, document: Document, path: str, default: int = 0) -> int:
-        """The same for a whole number above 0; `default` for anything else."""
+        """The setting if it is a whole number above 0, else `default`."""
         value = self.setting(document, path)
         return value if isinstance(value, int) and value > 0 else default
 
 
 def deployment_of(
-    document: Document,
-    *,
-    version: str | None,
-    target: str | None,
-    head: str | None,
-    named: tuple[str, str] = ("", ""),
-    gpu: str | None = None,
-    passed: list[str] | None = None,
-    environ: Mapping[str, object] | None = None,
-    here: bool = False,
-    role: Role | None = None,
-) -> tuple[Deployment, str, list[Problem]]:
-    """The deployment, why this version, and what is wrong with `passed`, the options of trtllm-serve (None: not known).
+    document: Document, *, version: str | None, target: str | None, head: str | None,
+    named: tuple[str, str] = ("", ""), gpu: str | None = None, passed: list[str] | None = None,
+    environ: Mapping[str, object] | None = None, here: bool = False, role: Role | None = None,
+) -> tuple[Deployment, str, list[Problem]]:  # fmt: skip
+    """(the deployment, the reason for its version, problems of `passed` and of names).
 
-    A target or head that only the file, or what carries it (`named`), names is used where it can be found; lint says
-    where it cannot. Raises UsageError for an unknown GPU.
+    A target or head that only the file or its carrier names is used if it can be found. Raises
+    UsageError for an unknown GPU.
+
+    Args:
+        named: (target, head) by the carrier.
+        passed: options of trtllm-serve. None if they are not known.
     """
-    written = parse_intent(document.text)
-    named_target, sizes = "", {}
-    if written is not None:
-        named_target, sizes = written.target, written.settings_in_argv()
-        role = role or written.role
-        if written.like is not None and not Path(written.target).is_dir():
-            named_target = written.like  # until its directory is there
-    chosen, reason = choose_version(version, written)
+    intent = parse_intent(document.text)
+    written_target = ""
+    sizes: dict[str, Any] = {}
+    if intent is not None:
+        written_target = intent.target
+        sizes = intent.settings_in_argv()
+        role = role or intent.role
+        if intent.like is not None and not Path(intent.target).is_dir():
+            written_target = intent.like  # until its directory is there
+    chosen, reason = choose_version(version, intent)
     schema = schema_for(chosen)
     options, problems = parse_passed(schema, passed or [])
-    names, in_file = {"target": target, "head": head}, head_in(document)
-    for part, name in (("target", named[0] or named_target), ("head", named[1]), ("head", in_file)):
-        problem = name_problem(name, here) if name and not names[part] else None
+    names = {"target": target, "head": head}
+    in_file = head_in(document)
+    carrier_target, carrier_head = named
+    further_names = (
+        ("target", carrier_target or written_target), ("head", carrier_head), ("head", in_file),
+    )  # fmt: skip
+    for part, name in further_names:
+        if names[part] or not name:
+            continue
+        problem = name_problem(name, here)
         if problem is None:
-            names[part] = names[part] or name
+            names[part] = name
         elif name != in_file:  # which a rule reports at its key
             problems.append(problem)
     argv = {key: value for key, value in sizes.items() if not document.has(key)}
+    target_name = names["target"] or ""
+    head_name = names["head"] or ""
     deployment = Deployment(
-        schema, find_target(names["target"]).spec if names["target"] else None, names["target"] or "",
-        load_head(names["head"]).spec if names["head"] else None, names["head"] or "",
+        schema,
+        find_target(target_name).spec if target_name else None, target_name,
+        load_head(head_name).spec if head_name else None, head_name,
         argv=argv | schema.set_by(options), options=options if passed is not None else None,
-        gpu=compute_capability(gpu) if gpu else None,
-        gpu_name=(gpu or "").lower(),
+        gpu=compute_capability(gpu) if gpu else None, gpu_name=(gpu or "").lower(),
         environ=environ or {}, here=here, role=role,
     )  # fmt: skip
     return deployment, reason, problems
@@ -199,23 +227,29 @@ VALUE = "TS-SERVE-OPTION-VALUE"
 
 
 def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
-    """Options after `--` by the sources of the release, name and value: `--flag value`, `--flag=value` and flags
-    without a value. What only one source refuses, or none has read, is a warning."""
+    """(values of the options after `--` by name, problems), by the sources of the release.
+
+    Takes `--flag value`, `--flag=value` and flags without a value. An option that only one source
+    refuses, or that no source has read, is a warning.
+    """
     options: dict[str, Any] = {}
     problems: list[Problem] = []
-    rest = list(words)
-    flags = [flag for option in schema.options.values() for flag in option.flags]
+    unread = list(words)
+    flags: list[str] = []
+    for option in schema.options.values():
+        flags += option.flags
 
     def refuse(code: str, message: str, remedy: str = "", sure: bool = True) -> None:
         severity: Severity = "error"
         if not sure:
-            code, severity = "TS-SERVE-OPTION-UNCERTAIN", "warning"
+            code = "TS-SERVE-OPTION-UNCERTAIN"
+            severity = "warning"
             message = f"not known for TensorRT-LLM {schema.version}: {message} ({known.releases})"
             remedy = "try `trtllm-serve --help`"
         problems.append(Problem(code, severity, flag, message, remedy))
 
-    while rest:
-        word = rest.pop(0)
+    while unread:
+        word = unread.pop(0)
         flag, has_value, text = word.partition("=")
         known = schema.option(flag)
         if not known.takes:
@@ -223,30 +257,31 @@ def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], 
             sure = known.settled and not known.taken
             refuse("TS-SERVE-UNKNOWN-OPTION", message, did_you_mean(flag, flags, ""), sure)
         if not known.taken:
-            while rest and not rest[0].startswith("-"):
-                rest.pop(0)
+            while unread and not unread[0].startswith("-"):
+                unread.pop(0)
             continue
-        option: Option = known.taken[0]
+        option = known.taken[0]
         value: Any = not flag.startswith("--no-")
         if option.path in options and not option.multiple:
             refuse("TS-SERVE-OPTION-REPEATED", f"{flag} is given more than once")
         if option.is_flag and has_value:
-            refuse(
-                VALUE, f"{flag} takes no value; trtllm-serve stops at {word}", f"write {flag} alone"
-            )
-        elif not option.is_flag and not has_value and not rest:
+            message = f"{flag} takes no value; trtllm-serve stops at {word}"
+            refuse(VALUE, message, f"write {flag} alone")
+        elif not option.is_flag and not has_value and not unread:
             refuse(VALUE, f"{flag} needs a value", f"write {flag} VALUE")
         elif not option.is_flag:
-            value = text if has_value else rest.pop(0)
+            value = text if has_value else unread.pop(0)
+            convert = {"int": int, "float": float}.get(option.type, str)
             try:
-                value = {"int": int, "float": float}.get(option.type, str)(value)
+                value = convert(value)
             except ValueError:
                 message = f"{flag} takes {option.type}, not {value!r}"
                 refuse(VALUE, message, f"write {flag} and a number")
             lacking = [each for each in known.taken if each.choices and value not in each.choices]
             if lacking:
                 sure = known.settled and len(lacking) == len(known.taken)
-                message = f"{flag} takes one of {', '.join(lacking[-1].choices)}, not {value!r}"
+                choices = ", ".join(lacking[-1].choices)
+                message = f"{flag} takes one of {choices}, not {value!r}"
                 refuse(VALUE, message, "choose one of them", sure)
         options[option.path] = value
     return options, problems
@@ -258,47 +293,53 @@ PLACEHOLDER = re.compile(
 
 
 def name_problem(name: str, here: bool = False) -> Problem | None:
-    """What is wrong with a checkpoint's name that only a file gives; None for one that can be looked at. `here`: the
-    engine runs on this machine, so that a directory which is not here is an error."""
+    """The problem of a checkpoint's name in a file. None if the checkpoint can be found.
+
+    `here`: the engine runs on this machine, so a missing directory is an error.
+    """
     try:
         if findable(name):
             return None
     except TrtspecError as error:
         return Problem("TS-NAME-UNKNOWN", "error", name, error.message, error.remedy)
     severity: Severity = "error"
-    if PLACEHOLDER.search(name):
+    is_placeholder = PLACEHOLDER.search(name)
+    similar = None if is_placeholder else similar_id(name)
+    if is_placeholder:
         code = "TS-NAME-PLACEHOLDER"
         message = f"{name!r} names no checkpoint"
         remedy = "write its id or path"
-    elif close := similar_id(name):
+    elif similar:
         code = "TS-NAME-UNKNOWN"
         message = f"{name} is not a published checkpoint that is known here"
-        remedy = f"did you mean {close}?"
+        remedy = f"did you mean {similar}?"
     else:
         code = "TS-NAME-ABSENT"
-        severity = "error" if here and parse_hub_id(name) is None else "info"
+        if not here or parse_hub_id(name) is not None:
+            severity = "info"
         message = f"{name} is not here, so nothing that depends on it was checked"
         remedy = "check the name; pass the checkpoint to have it judged"
     return Problem(code, severity, name, message, remedy)
 
 
 def compute_capability(gpu: str) -> str:
-    """ "10.0" of b200 or sm100; raises UsageError for a GPU that is not known."""
+    """The compute capability of a GPU: "10.0" for b200 and for sm100.
+
+    Raises UsageError if the GPU is not known.
+    """
     name = gpu.lower()
-    plain = re.fullmatch(r"sm_?(\d+)(\d)[af]?", name)
-    if plain:
-        return f"{plain[1]}.{plain[2]}"
+    architecture = re.fullmatch(r"sm_?(\d+)(\d)[af]?", name)
+    if architecture:
+        return f"{architecture[1]}.{architecture[2]}"
     if name not in gpu_names():
         listed = ", ".join(gpu_names())
-        raise UsageError(
-            f"the GPU {gpu!r} is not known",
-            f"choose one of {listed}, or a capability such as sm120",
-        )
+        remedy = f"choose one of {listed}, or a capability such as sm120"
+        raise UsageError(f"the GPU {gpu!r} is not known", remedy)
     return gpu_spec(name).compute_capability
 
 
 def dynamo_options() -> dict[str, str]:
-    """Options of Dynamo's worker, and those of trtllm-serve that mean the same."""
+    """The option of trtllm-serve with the same meaning, by option of Dynamo's worker."""
     options: dict[str, str] = read_beside("dynamo.yaml")["options"]
     return options
 
@@ -309,14 +350,16 @@ def dynamo_flags() -> set[str]:
 
 
 def dynamo_releases() -> dict[str, str]:
-    """Releases of Dynamo, newest first, with the engine version that the image of each carries."""
-    carried = read_beside("releases.yaml")["dynamo"]["releases"]
-    return {release: engine for engine, listed in carried.items() for release in listed.split()}
+    """The engine version in the image of each release of Dynamo, newest release first."""
+    engines: dict[str, str] = {}
+    for engine, listed in read_beside("releases.yaml")["dynamo"]["releases"].items():
+        engines |= dict.fromkeys(listed.split(), engine)
+    return engines
 
 
 @dataclass(frozen=True)
 class SpeculationMethod:
-    """One row. Keys are below `speculative_config`; the meaning of each column is at the top of speculation.yaml."""
+    """One row of speculation.yaml, which explains each column. Keys: below `speculative_config`."""
 
     key: str
     spellings: Sequence[str]
@@ -340,21 +383,17 @@ class SpeculationMethod:
 
     def step_tokens(self, length: int) -> int:
         """Tokens of one request in one step with this draft length."""
-        return (
-            1
-            if self.tokens_per_step == "1"
-            else 2 * length
-            if self.tokens_per_step == "2k"
-            else length + 1
-        )
+        if self.tokens_per_step == "1":
+            return 1
+        if self.tokens_per_step == "2k":
+            return 2 * length
+        return length + 1
 
 
 @functools.cache
 def methods() -> dict[str, SpeculationMethod]:
-    found: dict[str, SpeculationMethod] = {}
-    for key, row in read_beside("speculation.yaml")["methods"].items():
-        found[key] = SpeculationMethod(key, **row)
-    return found
+    rows = read_beside("speculation.yaml")["methods"]
+    return {key: SpeculationMethod(key, **row) for key, row in rows.items()}
 
 
 def eagle3() -> SpeculationMethod:
@@ -368,27 +407,28 @@ def decoding_type(document: Document) -> str | None:
 
 
 def method_of(document: Document) -> SpeculationMethod | None:
-    """How a file speculates; None where it does not, or in a way that has no row."""
+    """The file's method of speculation. None if it has none, or one without a row."""
     written = decoding_type(document)
     return next((method for method in methods().values() if written in method.spellings), None)
 
 
 def draft_length(document: Document) -> int:
-    """Draft tokens per step that the file asks for; 0 without speculation."""
+    """Draft tokens per step in the file, 0 without speculation."""
     value = document.get(LENGTH)
-    return (
-        value
-        if isinstance(value, int) and not isinstance(value, bool) and decoding_type(document)
-        else 0
-    )
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_integer and decoding_type(document) else 0
 
 
 def step_tokens(document: Document) -> int:
     """Tokens of one request in one decode step."""
-    length, method = draft_length(document), method_of(document)
-    return method.step_tokens(length) if method is not None and length else length + 1
+    length = draft_length(document)
+    method = method_of(document)
+    if method is not None and length:
+        return method.step_tokens(length)
+    return length + 1
 
 
 def head_in(document: Document) -> str | None:
-    """The draft that a file names."""
-    return next((str(document.get(key)) for key in MODEL_KEYS if document.get(key)), None)
+    """The draft that a file names, None if it names none."""
+    drafts = [str(document.get(key)) for key in MODEL_KEYS if document.get(key)]
+    return next(iter(drafts), None)

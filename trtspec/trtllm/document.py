@@ -1,7 +1,8 @@
-"""An engine YAML as text with positions: values by dotted path, and edits that keep everything else.
+"""An engine YAML as text with positions: values by dotted path, and edits that keep the rest.
 
-Edits splice the text at the positions of its nodes. A round-trip library would hang a comment on the key before it and
-lose it with that key; here each edit also says what the new text must mean, so that whoever applies it can compare.
+Edits splice the text at the positions of its nodes, because a round-trip library would attach a
+comment to the key before it and lose it with that key. Each edit also gives the value that the new
+text must have, so that its user can compare.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ HIDDEN = re.compile(MASK)
 
 
 class CannotEdit(Exception):
-    """The text is written in a way in which this edit cannot be made without touching something else."""
+    """The text cannot be edited like this without a change to something else."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One key that counts: its path, the keys that lead to it as YAML reads them, its value and the nodes of both."""
+    """One key with its value.
+
+    `keys`: the keys that lead to it, as YAML reads them.
+    """
 
     path: str
     keys: tuple[Any, ...]
@@ -56,8 +60,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Document:
-    """A parsed file. `value` is None when the text is not YAML, and `error` says why. `name` is how the user calls the
-    file."""
+    """A parsed file.
+
+    Args:
+        value: None if the text is not YAML.
+        entries: keys by path. A parent comes before its children.
+        duplicates: keys that come again later in the same mapping, with the value of the first.
+        error: why the text is not YAML.
+        name: the file's name for the user.
+        scalars: offsets (start, end) in which a `#` begins no comment.
+    """
 
     text: str
     value: Any = None
@@ -70,8 +82,13 @@ class Document:
 
     @staticmethod
     def read(path: str | Path) -> Document:
-        """Raises UsageError for a file that cannot be read; text that is not YAML is a document with an `error`."""
-        name = "<stdin>" if str(path) == "-" else os.fsencode(path).decode("utf-8", "replace")
+        """Reads and parses a file. Text that is not YAML is a document with an `error`.
+
+        Raises UsageError if the file cannot be read.
+        """
+        name = "<stdin>"
+        if str(path) != "-":
+            name = os.fsencode(path).decode("utf-8", "replace")
         return Document.parse(read_yaml_text(path), name)
 
     @staticmethod
@@ -89,7 +106,7 @@ class Document:
 
     @property
     def mapping(self) -> dict[Any, Any]:
-        """The value; empty for a file that is not a mapping."""
+        """The value, or {} if the file is not a mapping."""
         return self.value if isinstance(self.value, dict) else {}
 
     def get(self, path: str, default: Any = None) -> Any:
@@ -100,50 +117,67 @@ class Document:
         return path in self.entries
 
     def placed(self, problem: Problem) -> Problem:
-        """At the line of its key, or of the nearest parent that is there; with the column of its key or value."""
-        entry, path = self.entries.get(problem.key), problem.key
+        """The problem at the line of its key, or of the nearest parent in the file.
+
+        A problem with its own key there also gets the column of the key or value.
+        """
+        entry = self.entries.get(problem.key)
+        path = problem.key
         while path and path not in self.entries:
             path = path.rpartition(".")[0]
-        line = problem.line or (self.entries[path].line if path else None)
+        line_of_key = self.entries[path].line if path else None
+        line = problem.line or line_of_key
         problem = replace(problem, file=self.name, line=line)
         if problem.column is not None or entry is None or entry.line != line:
             return problem
         node = entry.key_node
         if problem.on_value and entry.value_node.line == node.line:
             node = entry.value_node
-        return replace(problem, column=node.column + 1, width=max(node.end - node.start, 1))
+        width = max(node.end - node.start, 1)
+        return replace(problem, column=node.column + 1, width=width)
 
     def converted(self, convert: Callable[[str, Any], Any]) -> Document:
-        """The same text with other values: `convert` gets the path and the value of each key, inner ones first."""
+        """The same text with other values.
+
+        `convert`: gets the path and the value of each key, inner keys first.
+        """
         entries = dict(self.entries)
         for path in reversed(self.entries):  # parents come before their children
             entry = entries[path]
             value = entry.value
-            if isinstance(value, dict) and entry.value_node.pairs:
-                inner = {
-                    pair.key: f"{path}.{segment(pair.key_node)}" for pair in entry.value_node.pairs
-                }
-                value = {key: entries[inner[key]].value for key in value}
+            pairs = entry.value_node.pairs
+            if isinstance(value, dict) and pairs:
+                paths = {pair.key: f"{path}.{segment(pair.key_node)}" for pair in pairs}
+                value = {key: entries[paths[key]].value for key in value}
             entries[path] = replace(entry, value=convert(path, value))
         return replace(self, entries=entries)
 
     @cached_property
     def comments(self) -> tuple[tuple[int, int], ...]:
-        """Where comments begin and end."""
-        found, at = [], 0
-        for begin, end in [*self.scalars, (len(self.text), len(self.text))]:
-            while at < begin and (start := self.text.find("#", at, begin)) >= 0:
+        """Offsets (start, end) of the comments."""
+        comments = []
+        at = 0
+        length = len(self.text)
+        for begin, end in [*self.scalars, (length, length)]:
+            while at < begin:
+                start = self.text.find("#", at, begin)
+                if start < 0:
+                    break
                 at = _line_end(self.text, start)
-                found.append((start, at))
+                comments.append((start, at))
             at = max(at, end)
-        return tuple(found)
+        return tuple(comments)
 
     def hides(self, paths: Iterable[str], about_keys: bool) -> bool:
-        """Whether only a shell or a template knows one of these keys or, unless it is `about_keys`, a part of its
-        value."""
-        nodes = [self.entries[path].value_node for path in paths if path in self.entries]
-        values = [] if about_keys else [self.text[node.start : node.end] for node in nodes]
-        return any(HIDDEN.search(text) for text in (*paths, *values))
+        """Whether only a shell or a template knows one of these keys or a part of its value.
+
+        `about_keys`: looks at the keys alone.
+        """
+        texts = [*paths]
+        if not about_keys:
+            nodes = [self.entries[path].value_node for path in paths if path in self.entries]
+            texts += [self.text[node.start : node.end] for node in nodes]
+        return any(map(HIDDEN.search, texts))
 
     @cached_property
     def comment_texts(self) -> Counter[str]:
@@ -151,36 +185,35 @@ class Document:
 
 
 def segment(key_node: Node) -> str:
-    """A key as a part of a path: in quotes where it has a dot itself."""
+    """A key as a segment of a path. It is in quotes if it has a dot itself or is empty."""
     text = key_node.text if key_node.kind == "scalar" else "?"
-    return f'"{text}"' if "." in text or not text else text
+    if "." in text or not text:
+        text = f'"{text}"'
+    return text
 
 
 def _collect(
-    node: Node,
-    prefix: str,
-    keys: tuple[Any, ...],
-    entries: dict[str, Entry],
-    duplicates: list[Entry],
-) -> None:
-    own: set[str] = set()
+    node: Node, prefix: str, keys: tuple[Any, ...],
+    entries: dict[str, Entry], duplicates: list[Entry],
+) -> None:  # fmt: skip
+    """Adds every key below a node to `entries`, and to `duplicates` if its path is taken."""
+    written: set[str] = set()
     for pair in node.pairs:
         path = f"{prefix}{segment(pair.key_node)}"
-        entry = Entry(
-            path, (*keys, pair.key), pair.value_node.value, pair.key_node, pair.value_node
-        )
-        if path in own:
+        value_node = pair.value_node
+        entry = Entry(path, (*keys, pair.key), value_node.value, pair.key_node, value_node)
+        if path in written:
             duplicates.append(replace(entry, value=entries[path].value))
         if not pair.merged:
-            own.add(path)
+            written.add(path)
         if path in entries:
             _forget(entries[path].value_node, f"{path}.", entries)
         entries[path] = entry
-        _collect(pair.value_node, f"{path}.", entry.keys, entries, duplicates)
+        _collect(value_node, f"{path}.", entry.keys, entries, duplicates)
 
 
 def _forget(node: Node, prefix: str, entries: dict[str, Entry]) -> None:
-    """Takes out what a value held that a later key of the same name replaces."""
+    """Removes the keys below a value that a later key of the same name replaces."""
     for pair in node.pairs:
         path = f"{prefix}{segment(pair.key_node)}"
         entries.pop(path, None)
@@ -188,7 +221,7 @@ def _forget(node: Node, prefix: str, entries: dict[str, Entry]) -> None:
 
 
 class YamlDumper(yaml.SafeDumper):
-    """Writes a value that comes twice out twice, without aliases."""
+    """Writes every value in full, without aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -202,9 +235,9 @@ def scalar(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def same(one: Any, other: Any) -> bool:
-    """Equal in types too, as YAML writes them: true is not 1, and NaN is NaN."""
-    return scalar(one) == scalar(other)
+def same(left: Any, right: Any) -> bool:
+    """Whether YAML writes both the same. Types count: true is not 1, and NaN is NaN."""
+    return scalar(left) == scalar(right)
 
 
 # --- edits
@@ -214,8 +247,7 @@ REMOVED = object()
 
 @dataclass(frozen=True)
 class Edit:
-    """`text` is the edited file and `value` what it must mean: whoever applies it parses the text and compares.
-    `added` is the path of a new key."""
+    """`text`: the edited file. `value`: what it must parse to. `added`: the path of a new key."""
 
     text: str
     value: Any
@@ -229,13 +261,14 @@ def set_value(document: Document, path: str, value: Any) -> Edit:
 
 
 def delete_key(document: Document, path: str) -> Edit:
-    """Takes the key out with its value. Comments stay where they are, on lines of their own."""
+    """Removes the key with its value. Its comments stay, on lines of their own."""
     entry = _entry(document, path)
     owner = document.entries.get(entry.parent)
     mapping = owner.value_node if owner is not None else document.root
     assert mapping is not None  # it has this key
     meaning = _changed(document, entry.keys, REMOVED)
-    text, begin = document.text, entry.key_node.start
+    text = document.text
+    begin = entry.key_node.start
     end = max(entry.value_node.end, entry.key_node.end + 1)
     if len(mapping.items) == 1 and owner is not None:  # a block mapping without keys would be null
         return Edit(_spliced(text, mapping, "{}"), meaning)
@@ -244,29 +277,41 @@ def delete_key(document: Document, path: str) -> Edit:
         earlier = [value.end for key, value in mapping.items if key.start < begin]
         if later:
             return Edit(text[:begin] + text[later[0] :], meaning)
-        return Edit(text[: max(earlier, default=begin)] + text[end:], meaning)
-    first, last = text.rfind("\n", 0, begin) + 1, _line_end(text, end)
-    kept = [text[first:begin] + text[a:b] for a, b in document.comments if begin <= a < last]
-    behind = text[last:].removeprefix("\r").removeprefix("\n")
-    return Edit(
-        text[:first] + "".join(f"{line}{_newline(text)}" for line in kept) + behind, meaning
-    )
+        last_end = max(earlier, default=begin)
+        return Edit(text[:last_end] + text[end:], meaning)
+    line_start = text.rfind("\n", 0, begin) + 1
+    line_end = _line_end(text, end)
+    indent = text[line_start:begin]
+    newline = _newline(text)
+    edited = text[:line_start]
+    for comment_start, comment_end in document.comments:
+        if begin <= comment_start < line_end:
+            edited += f"{indent}{text[comment_start:comment_end]}{newline}"
+    behind = text[line_end:].removeprefix("\r").removeprefix("\n")
+    return Edit(edited + behind, meaning)
 
 
 def add_key(document: Document, path: str, value: Any) -> Edit:
-    """Adds `path` behind the last key of the mapping it belongs to, with every parent that is not there."""
+    """Adds `path` behind the last key of its mapping, with every parent that is missing.
+
+    Raises CannotEdit if the path is there.
+    """
     names = path.split(".")
     depth = len(names) - 1
-    while depth and not document.has(".".join(names[:depth])):
+    parent = ".".join(names[:depth])
+    while depth and not document.has(parent):
         depth -= 1
-    owner = document.entries.get(".".join(names[:depth]))
+        parent = ".".join(names[:depth])
+    owner = document.entries.get(parent)
     mapping = owner.value_node if owner is not None else document.root
     if document.has(path):
         raise CannotEdit(f"{path} is there")
     meaning = _changed(document, names, value)
     for name in reversed(names[depth + 1 :]):
         value = {name: value}
-    written, text, newline = scalar({names[depth]: value}), document.text, _newline(document.text)
+    text = document.text
+    newline = _newline(text)
+    written = scalar({names[depth]: value})
     pair = written[1:-1]
     if mapping is None:
         return Edit(f"{text}{pair}{newline}", meaning, path)
@@ -277,17 +322,19 @@ def add_key(document: Document, path: str, value: Any) -> Edit:
     if mapping.style == "flow":
         return Edit(f"{text[:end]}, {pair}{text[end:]}", meaning, path)
     end = _line_end(text, end)
-    return Edit(f"{text[:end]}{newline}{' ' * key_node.column}{pair}{text[end:]}", meaning, path)
+    indent = " " * key_node.column
+    return Edit(f"{text[:end]}{newline}{indent}{pair}{text[end:]}", meaning, path)
 
 
 def move_key(document: Document, path: str, to: str) -> Edit:
-    """Renames in place where the parent stays, else takes the key out and adds it where it belongs."""
+    """Renames the key in place if its parent stays, else deletes it and adds it at `to`."""
     entry = _entry(document, path)
     parent, _, name = to.rpartition(".")
     emptied = replace(document, value=_changed(document, entry.keys, REMOVED))
     meaning = _changed(emptied, to.split("."), entry.value)
     if entry.parent != parent:
-        added = add_key(Document.parse(delete_key(document, path).text), to, entry.value)
+        without_key = Document.parse(delete_key(document, path).text)
+        added = add_key(without_key, to, entry.value)
         return Edit(added.text, meaning)
     return Edit(_spliced(document.text, entry.key_node, scalar(name)), meaning)
 
@@ -299,7 +346,7 @@ def _entry(document: Document, path: str) -> Entry:
 
 
 def _changed(document: Document, keys: Iterable[Any], value: Any) -> Any:
-    """What the document means with one value set or REMOVED."""
+    """The document's value with one key set or REMOVED."""
     *parents, last = keys
     meaning = copy.deepcopy(document.mapping)
     mapping = meaning
@@ -316,7 +363,7 @@ def _changed(document: Document, keys: Iterable[Any], value: Any) -> Any:
 
 
 def _spliced(text: str, node: Node, written: str) -> str:
-    """The text with `written` in place of a node; of an empty one, behind its key."""
+    """The text with `written` in place of a node, or after the key if the node is empty."""
     gap = " " * (node.start == node.end)
     return f"{text[: node.start]}{gap}{written}{text[node.end :]}"
 

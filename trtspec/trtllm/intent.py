@@ -1,7 +1,8 @@
-"""What the user wants of one server, before it is written for one engine version.
+"""The user's intent for one server, before it is written for one engine version.
 
-One record makes the options of `trtspec build-config`, its variables, and the first line of every file that it writes,
-which is the command that writes the file again; `parse_intent` reads that line.
+One record makes the options of `trtspec build-config`, its variables, and the first line of every
+file that it writes. That line is the command that writes the file again, and `parse_intent` reads
+it.
 """
 
 from __future__ import annotations
@@ -25,31 +26,32 @@ Form = Literal["yaml", "helm-values", "dynamo", "vllm"]
 PREFIX = "# TensorRT-LLM "
 ENGINE_FILE = "extra-llm-api-config.yml"  # its usual name
 COMMAND = "trtspec build-config"
-ATTENTION_DP_FROM = (
-    8  # ranks: below, replicating attention weights costs more KV cache than it saves
-)
+# ranks: below, replicating attention weights costs more KV cache than it saves
+ATTENTION_DP_FROM = 8
 # ranks of InferenceX's context servers of Kimi-K2.5: a prompt is long, and its cache leaves at once
 CONTEXT_ATTENTION_DP_FROM = 4
 CONTEXT_BATCH = 4  # prompts at a time on a prefill server, as in Dynamo's recipe
-SPARE = 128  # tokens that a generation server keeps beside its full batch, for requests that arrive
+SPARE_TOKENS = 128  # of a generation server beside its full batch, for requests that arrive
 NOT_FRONT = Excludes("role=front")
 OF_A_FRONT = Needs("role=front", "disaggregated")  # `disaggregated` is an option of the command
 VLLM: Form = "vllm"
 WEIGHTS = "/model-cache"  # where Dynamo's workers mount the claim that HF_HOME names
 # hub caches of the pods that a form is written for
 CACHES: dict[Form, str] = {"helm-values": "/models/hub", "dynamo": f"{WEIGHTS}/hub"}
-# what has no counterpart in vLLM's file
-NOT_OF_VLLM = ("role", "disaggregated", "like", "version", "gpu", "experts_over", "isl", "osl", "concurrency",
-               "spread_attention", "settings", "goal=throughput")  # fmt: skip
+# options without a counterpart in vLLM's file
+NOT_OF_VLLM = (
+    "role", "disaggregated", "like", "version", "gpu", "experts_over", "isl", "osl", "concurrency",
+    "spread_attention", "settings", "goal=throughput",
+)  # fmt: skip
 FRONT_IS_YAML = Excludes("format=helm-values", "format=dynamo")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Intent:
-    """One server; a field that is None, or an empty version, was not chosen.
+    """One server. A field that is None, or an empty version, was not chosen.
 
-    Sizes follow the workload, else the goal: `batch`, `tokens`, `seq_len`, `ep_size` and `attention_dp` are what is
-    written. The fields are in the order of the words of the first line.
+    Sizes follow the workload, else the goal: the file has `batch`, `tokens`, `seq_len`, `ep_size`
+    and `attention_dp`. The fields are in the order of the words of the first line.
     """
 
     target: TargetArgument
@@ -103,7 +105,8 @@ class Intent:
     gpu: Annotated[
         Gpu | None,
         option(
-            "GPU type. Refuses what does not run or fit there; notes the KV-cache capacity in the file.",
+            "GPU type. Refuses what does not run or fit there; "
+            "notes the KV-cache capacity in the file.",
             case_sensitive=False,
         ),
         NOT_FRONT,
@@ -138,7 +141,8 @@ class Intent:
     spread_attention: Annotated[
         bool | None,
         option(
-            "Attention data parallelism: each rank caches its own requests. Default: set by --goal.",
+            "Attention data parallelism: each rank caches its own requests. "
+            "Default: set by --goal.",
             "--attention-dp/--no-attention-dp",
             group="Layout",
         ),
@@ -179,7 +183,8 @@ class Intent:
     format: Annotated[
         Form,
         option(
-            "The engine YAML, values of the Helm chart, a Dynamo deployment, or vLLM's configuration.",
+            "The engine YAML, values of the Helm chart, a Dynamo deployment, "
+            "or vLLM's configuration.",
             group="Clusters",
         ),
         Excludes("role=front", value="helm-values"),
@@ -189,7 +194,8 @@ class Intent:
     like: Annotated[
         str | None,
         option(
-            "Published checkpoint of the same shapes and formats, for a TARGET that a later job will create.",
+            "Published checkpoint of the same shapes and formats, "
+            "for a TARGET that a later job will create.",
             metavar="HUB_ID",
             group="Clusters",
         ),
@@ -198,8 +204,8 @@ class Intent:
     image: Annotated[
         str | None,
         option(
-            "Container image of a Dynamo deployment. Default: of the Dynamo release with this version, else "
-            "the newest.",
+            "Container image of a Dynamo deployment. "
+            "Default: of the Dynamo release with this version, else the newest.",
             group="Clusters",
         ),
         NOT_FRONT,
@@ -208,7 +214,8 @@ class Intent:
     quantize_from: Annotated[
         str | None,
         option(
-            "With --format helm-values: the checkpoint that a Job quantizes into TARGET, a directory below /models.",
+            "With --format helm-values: the checkpoint that a Job quantizes into TARGET, "
+            "a directory below /models.",
             metavar="HUB_ID",
             group="Clusters",
         ),
@@ -222,7 +229,7 @@ class Intent:
 
     @property
     def nvlink_joins_nodes(self) -> bool:
-        """Whether NVLink joins the nodes of the server; a cluster must then know that they belong together."""
+        """Whether NVLink joins the server's nodes. Then a cluster must keep them together."""
         return self.nodes > 1 and self.gpu is not None and gpu_spec(self.gpu).nvlink_joins_nodes
 
     @property
@@ -234,77 +241,94 @@ class Intent:
 
     @property
     def ep_size(self) -> int | None:
-        """Experts are spread over the ranks where throughput counts; None leaves the choice to the engine."""
+        """Ranks that experts are spread over, all of them for throughput.
+
+        None leaves the choice to the engine.
+        """
         if self.experts_over is not None:
             return self.experts_over
-        return self.tp_size if self.goal == "throughput" or self.attention_dp else None
+        if self.goal == "throughput" or self.attention_dp:
+            return self.tp_size
+        return None
 
     @property
     def batch(self) -> int:
-        """Requests per step and rank. What the workload asks for; without one the model cards' 32 for latency, and for
-        throughput the curated Kimi recipe's 128 per rank with attention DP, else 64: four B200 hold 96 sequences of
-        8k in the FP8 cache."""
+        """Requests per step and rank, by the workload if there is one.
+
+        Without a workload: 32 for latency, as on the model cards. For throughput 128 with attention
+        DP, as in the curated Kimi recipe, else 64: four B200 hold 96 sequences of 8k in the FP8
+        cache.
+        """
         if self.max_batch_size is not None:
             return self.max_batch_size
         if self.role == "context":
             return CONTEXT_BATCH
         if self.concurrency is not None:
-            return -(-self.concurrency // self.tp_size) if self.attention_dp else self.concurrency
-        return 32 if self.goal == "latency" else 128 if self.attention_dp else 64
+            ranks = self.tp_size if self.attention_dp else 1
+            return -(-self.concurrency // ranks)
+        if self.goal == "latency":
+            return 32
+        return 128 if self.attention_dp else 64
 
     @property
     def step_tokens(self) -> int:
         """Tokens of one decode step of a full batch."""
-        return self.batch * (self.draft_len + 1 if self.head else 1)
+        if self.head:
+            return self.batch * (self.draft_len + 1)
+        return self.batch
 
     @property
     def tokens(self) -> int:
+        """Tokens per step."""
         if self.max_num_tokens is not None:
             return self.max_num_tokens
         if self.role == "generation":
-            return -(-(self.step_tokens + SPARE) // SPARE) * SPARE
+            return -(-(self.step_tokens + SPARE_TOKENS) // SPARE_TOKENS) * SPARE_TOKENS
         return max(8192, self.step_tokens)
 
     @property
     def seq_len(self) -> int:
+        """Maximum length of prompt and answer together, in tokens."""
         if self.max_seq_len is not None:
             return self.max_seq_len
-        return self.isl + self.osl if self.isl is not None and self.osl is not None else 8192
+        if self.isl is not None and self.osl is not None:
+            return self.isl + self.osl
+        return 8192
 
     @property
     def published_as(self) -> str:
-        """The name by which the target is known, where its directory is not there yet."""
+        """The target's published name. It is the name of `like` while the target is not there."""
         name = self.like or self.target
         hub_id = parse_hub_id(name)
         return name if hub_id is None else hub_id.name
 
     def fitted(self, positions: int) -> Intent:
-        """The same, where nobody asked for a length, with one that the model's positions hold; an asked one stays."""
+        """The intent with a length of at most the model's `positions`. A length asked for stays."""
         asked = self.max_seq_len is not None or self.isl is not None
         return self if asked else replace(self, max_seq_len=min(self.seq_len, positions))
 
     def checked(self) -> Intent:
-        """Itself. Raises UsageError for sizes that contradict each other."""
+        """Returns itself. Raises UsageError for sizes that contradict each other."""
         if self.tp_size % self.nodes:
             message = f"{self.tp_size} ranks do not spread evenly over {self.nodes} nodes"
-            raise UsageError(
-                message, f"use `tp_size` {-(-self.tp_size // self.nodes) * self.nodes}"
-            )
+            even = -(-self.tp_size // self.nodes) * self.nodes
+            raise UsageError(message, f"use `tp_size` {even}")
         if self.gpu:
-            here = gpu_spec(self.gpu).gpus_per_node
-            if self.gpus_per_node > here:
-                message = f"{self.gpus_per_node} ranks on one node, but a node of {self.gpu.upper()} has {here} GPUs"
-                raise UsageError(message, f"use `nodes` {-(-self.tp_size // here)}")
+            most = gpu_spec(self.gpu).gpus_per_node
+            ranks = self.gpus_per_node
+            if ranks > most:
+                message = f"{ranks} ranks on one node, but a node of {self.gpu.upper()} "
+                message += f"has {most} GPUs"
+                raise UsageError(message, f"use `nodes` {-(-self.tp_size // most)}")
         if (self.isl is None) != (self.osl is None):
             raise UsageError("`isl` and `osl` make the sequence length together", "give both")
-        if self.tokens < self.step_tokens:
-            message = (
-                f"`max_num_tokens` {self.tokens} does not hold one step of {self.batch} requests"
-            )
-            message += f" with {self.draft_len} draft tokens each" if self.head else ""
-            raise UsageError(
-                message, f"use at least {self.step_tokens}, or a smaller `max_batch_size`"
-            )
+        step = self.step_tokens
+        if self.tokens < step:
+            message = f"`max_num_tokens` {self.tokens} does not hold "
+            message += f"one step of {self.batch} requests"
+            if self.head:
+                message += f" with {self.draft_len} draft tokens each"
+            raise UsageError(message, f"use at least {step}, or a smaller `max_batch_size`")
         return self
 
     def command(self) -> str:
@@ -314,11 +338,13 @@ class Intent:
         sized = replace(
             self, max_batch_size=self.batch, max_num_tokens=self.tokens, max_seq_len=self.seq_len
         )
-        always = {"goal", "tp_size"} | ({"draft_len"} if self.head else set())
+        always = {"goal", "tp_size"}
+        if self.head:
+            always.add("draft_len")
         return f"{COMMAND} {shlex.join(words(sized, always))}"
 
     def settings_in_argv(self) -> dict[str, Any]:
-        """What is passed as options of trtllm-serve, by YAML path."""
+        """The settings that are options of trtllm-serve, by YAML path."""
         settings: dict[str, Any] = {
             "max_batch_size": self.batch,
             "max_num_tokens": self.tokens,
@@ -336,16 +362,18 @@ class Intent:
 
 
 def parse_intent(text: str) -> Intent | None:
-    """The intent on the first line of a file that build-config wrote; None for any other file. Raises UsageError for a
-    line that build-config does not take."""
-    first = text.partition("\n")[0]
-    if not first.startswith(PREFIX) or f": {COMMAND} " not in first:
+    """The intent on the first line of a file that build-config wrote, None for any other file.
+
+    Raises UsageError if build-config does not take the line.
+    """
+    first_line = text.partition("\n")[0]
+    if not first_line.startswith(PREFIX) or f": {COMMAND} " not in first_line:
         return None
-    version, _, command = first.removeprefix(PREFIX).partition(": ")
+    version, _, command = first_line.removeprefix(PREFIX).partition(": ")
     parse_version(version)
     try:
-        found = parse(Intent, command.removeprefix(f"{COMMAND} "), "build-config")
+        intent = parse(Intent, command.removeprefix(f"{COMMAND} "), "build-config")
     except (UsageError, ValueError) as error:  # ValueError: a quotation mark that nobody closed
         message = f"the first line of the configuration does not parse: {error}"
         raise UsageError(message, "write the file again") from None
-    return found if found.version else replace(found, version=version)
+    return intent if intent.version else replace(intent, version=version)

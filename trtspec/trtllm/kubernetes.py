@@ -1,8 +1,8 @@
-"""An engine configuration as the objects that a cluster reads: values of our Helm chart, or a Dynamo deployment.
+"""An engine configuration for a cluster: values of our Helm chart, or a Dynamo deployment.
 
-Both carry the engine's YAML as text, byte for byte as `--format yaml` writes it, and the sizes as options beside it.
-The objects of a Dynamo deployment follow ai-dynamo/dynamo 1e4f6939, recipes/kimi-k2.5/trtllm, and the options of its
-worker those that aiconfigurator writes for it.
+Both carry the engine's YAML as text, byte for byte as `--format yaml` writes it, and the sizes as
+options beside it. The objects of a Dynamo deployment follow ai-dynamo/dynamo 1e4f6939,
+recipes/kimi-k2.5/trtllm. The options of its worker follow aiconfigurator.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import copy
 import json
 import re
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import yaml
@@ -27,12 +26,13 @@ from trtspec.trtllm.intent import CACHES, WEIGHTS, Intent, Role
 from trtspec.trtllm.schema import read_beside
 
 IMAGE = "nvcr.io/nvidia/ai-dynamo/tensorrtllm-runtime"
-CONFIG, CHANNEL = "/config", "compute-domain-channel"
+CONFIG = "/config"
+CHANNEL = "compute-domain-channel"
 PARTS: dict[Role | None, str] = {None: "agg", "context": "prefill", "generation": "decode"}
 
 
 class _Text(str):
-    """Written as a literal block, so that the engine's YAML keeps its comments and stays readable."""
+    """Text in a literal block, so that the engine's YAML keeps its comments and stays readable."""
 
 
 YamlDumper.add_representer(
@@ -45,16 +45,18 @@ def _dump(value: dict[str, Any]) -> str:
 
 
 def helm_values(*configs: EngineConfig, quantize_from: str | None = None) -> str:
-    """The keys of docker/helm/trtspec: of one whole server, or of a context or a generation server, or both (files of
-    one each go together, as `helm -f context.yaml -f generation.yaml`). `quantize_from`: the checkpoint that a Job of
-    the chart quantizes into the target's directory. Sizes and trust in the target's code are on the first line of each
-    engine file, where `trtspec serve` reads them. Raises UsageError for a front."""
+    """The keys of docker/helm/trtspec for a whole server, or for context and generation servers.
+
+    Files of one server each go together: `helm -f context.yaml -f generation.yaml`. Sizes and trust
+    in the target's code are on the first line of each engine file, where `trtspec serve` reads
+    them. Raises UsageError for a front.
+
+    `quantize_from`: the checkpoint that a Job of the chart quantizes into the target's directory.
+    """
     intent = replace(configs[-1].intent, format="helm-values", quantize_from=quantize_from)
     if intent.role == "front":
-        raise UsageError(
-            "the chart writes the front's file itself",
-            "pass `role` context or generation, or no role",
-        )
+        message = "the chart writes the front's file itself"
+        raise UsageError(message, "pass `role` context or generation, or no role")
     size = checkpoint_gib(intent)
     model = {"target": intent.target, "head": intent.head, "sizeGiB": size}
     values: dict[str, Any] = {"image": {"tag": intent.version}, "model": model}
@@ -68,9 +70,10 @@ def helm_values(*configs: EngineConfig, quantize_from: str | None = None) -> str
         values |= _server(configs[0])
     else:
         values["disaggregated"] = {str(config.intent.role): _server(config) for config in configs}
-    if len(configs) == 1:
-        return f"{intent.first_line()}\n{_dump(values)}"
-    return f"{replace(intent, role=None).first_line()} --disaggregated .\n{_dump(values)}"
+    first_line = intent.first_line()
+    if len(configs) > 1:
+        first_line = f"{replace(intent, role=None).first_line()} --disaggregated ."
+    return f"{first_line}\n{_dump(values)}"
 
 
 def _server(config: EngineConfig) -> dict[str, Any]:
@@ -84,63 +87,72 @@ def _server(config: EngineConfig) -> dict[str, Any]:
 
 def _quantize(source: str, target_gib: int) -> dict[str, Any]:
     """The Job's values, and a claim that holds source and result with a tenth to spare."""
-    source_gib = -(-checkpoint_bytes(find_target(source).spec) // 2**30)
-    held = -(-(source_gib + target_gib) * 11 // 10)
+    source_bytes = checkpoint_bytes(find_target(source).spec)
+    source_gib = -(-source_bytes // 2**30)
+    claim_gib = -(-(source_gib + target_gib) * 11 // 10)
     return {
         "quantize": {"enabled": True, "source": source, "sourceGiB": source_gib},
-        "cache": {"size": f"{held}Gi"},
+        "cache": {"size": f"{claim_gib}Gi"},
     }
 
 
 def checkpoint_gib(intent: Intent) -> int:
-    """GiB of both checkpoints, rounded up: from the shapes, and of the head with its embedding."""
+    """GiB of both checkpoints, rounded up, from the shapes. The head's embedding counts too."""
     total = checkpoint_bytes(find_target(intent.target, intent.like).spec)
     if intent.head is not None:
         spec = load_head(intent.head).spec
-        total += 2 * head_parameters(spec) + 2 * spec.vocab_size * spec.hidden_size
+        embedding = spec.vocab_size * spec.hidden_size
+        total += 2 * head_parameters(spec) + 2 * embedding
     return -(-total // 2**30)
 
 
 def dynamo(configs: list[EngineConfig], image: str | None = None) -> str:
-    """A ConfigMap with the engine YAML of each server, a ComputeDomain where ranks of several trays share NVLink, and
-    the DynamoGraphDeployment. The weights lie on the claim `model-cache`, as in Dynamo's recipes. Raises UsageError for
-    an engine version that no Dynamo release carries, unless an image is named."""
+    """The YAML of a ConfigMap, of ComputeDomains and of the DynamoGraphDeployment.
+
+    The ConfigMap has the engine YAML of each server. A server has a ComputeDomain if ranks of
+    several trays share NVLink. The weights lie on the claim `model-cache`, as in Dynamo's recipes.
+    Raises UsageError for an engine version that no Dynamo release carries, unless an image is
+    named.
+    """
     split = len(configs) > 1
     whole = replace(configs[-1].intent, role=None, format="dynamo", image=image)
-    for given in filter(None, (whole.target, whole.head)):
-        if given.startswith(("/", ".", "~")) and not given.startswith(f"{WEIGHTS}/"):
-            raise UsageError(
-                f"{given} is not on the claim that the workers mount at {WEIGHTS}", PLACE
-            )
-    image, name = image or _image(whole.version), _name(whole)
+    for checkpoint in filter(None, (whole.target, whole.head)):
+        is_path = checkpoint.startswith(("/", ".", "~"))
+        if is_path and not checkpoint.startswith(f"{WEIGHTS}/"):
+            message = f"{checkpoint} is not on the claim that the workers mount at {WEIGHTS}"
+            raise UsageError(message, CHECKPOINT_REMEDY)
+    image = image or _image(whole.version)
+    name = _name(whole)
     services = {"Frontend": _template("frontend")}
     services["Frontend"]["extraPodSpec"]["mainContainer"]["image"] = image
     domains = []
+    engines = {}
     for config in configs:
         part = PARTS[config.intent.role]
         services[part] = _worker(config, f"{name}-engine", image, f"{name}-{part}")
+        engines[f"{part}.yaml"] = _Text(config.text)
         if config.intent.nvlink_joins_nodes:
             domains.append(_compute_domain(f"{name}-{part}"))
-    engines = {f"{PARTS[config.intent.role]}.yaml": _Text(config.text) for config in configs}
-    objects = [
-        _object("v1", "ConfigMap", f"{name}-engine", {"data": engines}),
-        *domains,
-        _object(
-            "nvidia.com/v1alpha1", "DynamoGraphDeployment", name,
-            {"spec": {"backendFramework": "trtllm", "services": services}},
-        ),
-    ]  # fmt: skip
-    lines = [f"{whole.first_line()} --disaggregated ." if split else whole.first_line(), *NOTES]
-    lines += [SPLIT] if split else []
-    return "\n".join(lines) + "\n" + "---\n".join(_dump(item) for item in objects)
+    config_map = _object("v1", "ConfigMap", f"{name}-engine", {"data": engines})
+    spec = {"backendFramework": "trtllm", "services": services}
+    graph = _object("nvidia.com/v1alpha1", "DynamoGraphDeployment", name, {"spec": spec})
+    lines = [whole.first_line(), *NOTES]
+    if split:
+        lines[0] += " --disaggregated ."
+        lines.append(SPLIT)
+    comments = "\n".join(lines)
+    objects = "---\n".join(map(_dump, [config_map, *domains, graph]))
+    return f"{comments}\n{objects}"
 
 
-PLACE = (
+CHECKPOINT_REMEDY = (
     f"pass a hub id, or a directory below {WEIGHTS}, which `like` makes known before it is there"
 )
 NOTES = (
-    "# Apply with `kubectl apply -f <this file>` where Dynamo's operator runs. The claim `model-cache` holds the hub",
-    "# cache with target and head; Dynamo's recipes have a job that fills it. One replica each: scale with `replicas`.",
+    "# Apply with `kubectl apply -f <this file>` where Dynamo's operator runs. "
+    "The claim `model-cache` holds the hub",
+    "# cache with target and head; Dynamo's recipes have a job that fills it. "
+    "One replica each: scale with `replicas`.",
 )
 SPLIT = (
     "# The prefill and the decode server carry the same head and hand caches over by themselves."
@@ -148,21 +160,22 @@ SPLIT = (
 
 
 def _image(version: str) -> str:
-    """The newest image that carries the engine."""
+    """The newest image that carries the engine. Raises UsageError if none is known."""
     carried = dynamo_releases()
     for name, engine in carried.items():
         if Version(engine) == Version(version):
             return f"{IMAGE}:{name}"
     newest, engine = next(iter(carried.items()))
-    remedy = (
-        f"use `trtllm_version` {engine}, the engine of the newest image known here, {IMAGE}:{newest}, "
-        "or name an image of your own with `image`"
-    )
+    remedy = f"use `trtllm_version` {engine}, the engine of the newest image known here, "
+    remedy += f"{IMAGE}:{newest}, or name an image of your own with `image`"
     raise UsageError(f"no Dynamo release is known that carries TensorRT-LLM {version}", remedy)
 
 
 def default_image(version: str) -> tuple[str, list[Problem]]:
-    """The image for a release that nobody asked for: the newest one, with a warning, if none is known to carry it."""
+    """(the image for a release that nobody asked for, problems).
+
+    The newest image, with a warning, if none is known to carry the release.
+    """
     newest, *_ = dynamo_releases()
     try:
         return _image(version), []
@@ -173,13 +186,15 @@ def default_image(version: str) -> tuple[str, list[Problem]]:
 
 
 def _name(intent: Intent) -> str:
-    """A name that Kubernetes takes: of the target, and of what serves it."""
-    target = re.sub(r"[^a-z0-9]+", "-", intent.published_as.rpartition("/")[2].lower()).strip("-")
-    return f"{target[:40].strip('-')}-{'eagle' if intent.head else 'plain'}"
+    """A name that Kubernetes takes, with the target and whether a head speculates."""
+    target = intent.published_as.rpartition("/")[2].lower()
+    label = re.sub(r"[^a-z0-9]+", "-", target).strip("-")
+    suffix = "eagle" if intent.head else "plain"
+    return f"{label[:40].strip('-')}-{suffix}"
 
 
-def _object(version: str, kind: str, name: str, rest: dict[str, Any]) -> dict[str, Any]:
-    return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, **rest}
+def _object(version: str, type_name: str, name: str, body: dict[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": version, "kind": type_name, "metadata": {"name": name}, **body}
 
 
 def _template(name: str) -> dict[str, Any]:
@@ -188,7 +203,7 @@ def _template(name: str) -> dict[str, Any]:
 
 
 def _compute_domain(name: str) -> dict[str, Any]:
-    """Nodes join it when their pods ask for its channel, which numNodes 0 means."""
+    """A ComputeDomain that nodes join when their pods ask for its channel (numNodes 0)."""
     domain = _template("compute_domain")
     domain["metadata"]["name"] = name
     domain["spec"]["channel"]["resourceClaimTemplate"]["name"] = f"{name}-channel"
@@ -196,13 +211,17 @@ def _compute_domain(name: str) -> dict[str, Any]:
 
 
 def _worker(config: EngineConfig, config_map: str, image: str, name: str) -> dict[str, Any]:
-    intent, part = config.intent, PARTS[config.intent.role]
+    intent = config.intent
+    part = PARTS[intent.role]
     service = _template("worker")
     pod = service["extraPodSpec"]
-    pod["mainContainer"] |= {"image": image, "args": _arguments(config, f"{CONFIG}/{part}.yaml")}
+    container = pod["mainContainer"]
+    container["image"] = image
+    container["args"] = _arguments(config, f"{CONFIG}/{part}.yaml")
     pod["volumes"][1]["configMap"]["name"] = config_map
     # as in our chart: loading passes through it
-    service["sharedMemory"]["size"] = f"{checkpoint_gib(intent) * 7 // 6}Gi"
+    shared_gib = checkpoint_gib(intent) * 7 // 6
+    service["sharedMemory"]["size"] = f"{shared_gib}Gi"
     service["resources"]["limits"]["gpu"] = str(intent.gpus_per_node)
     if intent.role is not None:
         service["subComponentType"] = part
@@ -215,22 +234,26 @@ def _worker(config: EngineConfig, config_map: str, image: str, name: str) -> dic
 
 
 def _arguments(config: EngineConfig, path: str) -> list[str]:
-    """Options of `dynamo.trtllm`; trust of the target's code has none and is passed as an override of the engine's."""
-    intent, words = config.intent, config.argv
+    """Options of `dynamo.trtllm`. Trust in the target's code overrides an engine argument."""
+    intent = config.intent
+    words = config.argv
     settings = intent.settings_in_argv()
     options: dict[str, Any] = {
         "--model-path": engine_path(intent.target, CACHES["dynamo"]),
         "--served-model-name": intent.published_as,
         "--extra-engine-args": path,
     }
-    for theirs, ours in dynamo_options().items():
-        value = words[words.index(ours) + 1] if ours in words else None
-        options.setdefault(theirs, settings.get(ours.removeprefix("--"), value))
+    for flag, engine_flag in dynamo_options().items():
+        value = words[words.index(engine_flag) + 1] if engine_flag in words else None
+        options.setdefault(flag, settings.get(engine_flag.removeprefix("--"), value))
     if intent.nodes > 1:
         options["--gpus-per-node"] = intent.gpus_per_node
     if intent.role is not None:
         options["--disaggregation-mode"] = PARTS[intent.role]
     if intent.trust_remote_code:
         options["--override-engine-args"] = json.dumps({"trust_remote_code": True})
-    given = {flag: str(value) for flag, value in options.items() if value is not None}
-    return [*chain(*given.items())]
+    arguments = []
+    for flag, value in options.items():
+        if value is not None:
+            arguments += [flag, str(value)]
+    return arguments

@@ -1,5 +1,7 @@
-"""All problems of an engine YAML at once, for exactly one version; the corrected text; and the installed engine's own
-verdict: its pydantic classes, run in a process of their own."""
+"""All problems of an engine YAML for one version, its corrected text, and the engine's verdict.
+
+The verdict is by the installed engine's pydantic classes, run in a process of their own.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from trtspec.trtllm.rules.keys import VALUE_CODES, as_engine, check_keys, check_
 from trtspec.trtllm.schema import Schema, releases, renames
 
 RULES = (*speculation.RULES, *model.RULES, *engine_settings.RULES, check_rows)
-# a file with such a key may hold under that name what a rule misses, so nothing is added to it
+# a file with such a key may have under that name a setting that a rule misses, so no key is added
 UNSETTLED = {
     "TS-LINT-UNKNOWN-KEY",
     "TS-LINT-KEY-UNCERTAIN",
@@ -41,39 +43,46 @@ def lint(document: Document | str, deployment: Deployment) -> list[Problem]:
     """Every finding about a file, errors first, then by line."""
     if isinstance(document, str):
         document = Document.parse(document)
-    if document.error:
-        error = document.error
-        code = "TS-LINT-LIMIT" if error.beyond else "TS-LINT-SYNTAX"
-        problem = Problem(code, "error", "", error.message, line=error.line, column=error.column)
+    problem = _unjudged(document)
+    if problem is not None:
         return [document.placed(problem)]
-    if document.value is not None and not isinstance(document.value, dict):
-        message = f"the file holds {type(document.value).__name__}, not a mapping of options"
-        remedy = "write `key: value` lines"
-        return [document.placed(Problem("TS-LINT-SYNTAX", "error", "", message, remedy, line=1))]
-    if set(document.mapping) >= FRONT_KEYS:
-        message = (
-            "this is the front of disaggregated servers, which has no engine settings to judge"
-        )
-        return [document.placed(Problem("TS-LINT-FRONT-FILE", "info", "", message))]
-    placed = [
-        document.placed(finding)
-        for finding in _judged(document, deployment)
-        if not document.hides((finding.key, *finding.beside), about_keys=finding.code in UNSETTLED)
-    ]
+    placed = []
+    for finding in _findings(document, deployment):
+        keys = (finding.key, *finding.beside)
+        if not document.hides(keys, about_keys=finding.code in UNSETTLED):
+            placed.append(document.placed(finding))
     return sorted(placed, key=lambda f: (SEVERITIES.index(f.severity), f.line or 0, f.key, f.code))
 
 
-def _judged(document: Document, deployment: Deployment) -> list[Problem]:
-    """Keys and values are judged as they are written; all other rules see the values that the engine makes of them, and
-    say nothing about a key whose value it refuses, nor about what it holds."""
+def _unjudged(document: Document) -> Problem | None:
+    """The only problem of a document that is no engine file, None for an engine file."""
+    error = document.error
+    if error:
+        code = "TS-LINT-LIMIT" if error.beyond else "TS-LINT-SYNTAX"
+        return Problem(code, "error", "", error.message, line=error.line, column=error.column)
+    if document.value is not None and not isinstance(document.value, dict):
+        message = f"the file holds {type(document.value).__name__}, not a mapping of options"
+        remedy = "write `key: value` lines"
+        return Problem("TS-LINT-SYNTAX", "error", "", message, remedy, line=1)
+    if set(document.mapping) >= FRONT_KEYS:
+        message = "this is the front of disaggregated servers, "
+        message += "which has no engine settings to judge"
+        return Problem("TS-LINT-FRONT-FILE", "info", "", message)
+    return None
+
+
+def _findings(document: Document, deployment: Deployment) -> list[Problem]:
+    """Judges keys and values as they are written, then the values as the engine converts them.
+
+    No rule judges a key whose value the engine refuses, nor keys directly below it.
+    """
     schema = deployment.schema
     seen = as_the_engine_sees_it(document, schema)
     findings = [*check_keys(document, schema)]
     newest = releases()[-1]
     if schema.version > newest:
-        message = (
-            f"TensorRT-LLM {schema.version} is newer than the newest version known here, {newest}"
-        )
+        message = f"TensorRT-LLM {schema.version} is newer than "
+        message += f"the newest version known here, {newest}"
         findings.append(Problem("TS-LINT-VERSION-NEWER", "warning", "", message))
     refused = {finding.key for finding in findings if finding.code in REFUSED_VALUE}
     refused.update(targets(document, schema).values())
@@ -91,9 +100,12 @@ def _judged(document: Document, deployment: Deployment) -> list[Problem]:
 
 
 def as_the_engine_sees_it(document: Document, schema: Schema) -> Document:
-    """With every value as the engine converts it. One that it refuses stays as it is written, but for one of another
-    type, with which no rule could compute. A key that a release renamed is there under its old name too, which is the
-    one that rules know, and a refused key under the one that it means."""
+    """The document with every value as the engine converts it.
+
+    A value that the engine refuses stays as written. It is None if its type is wrong, because no
+    rule could compute with it. A key that a release renamed is also there under its old name,
+    which rules know. A refused key is also there under the name that it means.
+    """
 
     def convert(path: str, value: Any) -> Any:
         field = schema.fields.get(path)
@@ -102,34 +114,38 @@ def as_the_engine_sees_it(document: Document, schema: Schema) -> Document:
         try:
             return as_engine(field, value)
         except ValidationError:
-            kind, *_ = check_value(field, value) or ("",)
-            return None if kind == "type" else value
+            refused, *_ = check_value(field, value) or ("",)
+            return None if refused == "type" else value
 
     seen = document.converted(convert)
     names = {old: schema.current(old) for old in renames()}
     names |= {path: written for written, path in targets(document, schema).items()}
-    old = {
-        f"{path}{written[len(name) :]}": entry
-        for path, name in names.items()
-        for written, entry in seen.entries.items()
-        if written == name or written.startswith(f"{name}.")
-    }
-    return replace(seen, entries={**old, **seen.entries})
+    entries = {}
+    for path, name in names.items():
+        for written, entry in seen.entries.items():
+            if written == name or written.startswith(f"{name}."):
+                inner = written[len(name) :]
+                entries[f"{path}{inner}"] = entry
+    return replace(seen, entries={**entries, **seen.entries})
 
 
 def _current(finding: Problem, schema: Schema) -> Problem:
-    """A rule's finding with the names of this release, its fix too."""
+    """A rule's finding and its fix with the names of keys in this release."""
     fix = finding.fix
     if isinstance(fix, partial) and "path" in fix.keywords:
-        fix = partial(fix.func, **{**fix.keywords, "path": schema.current(fix.keywords["path"])})
+        path = schema.current(fix.keywords["path"])
+        fix = partial(fix.func, **{**fix.keywords, "path": path})
     return replace(finding, key=schema.current(finding.key), fix=fix)
 
 
 def fix(
     document: Document, deployment: Deployment, findings: list[Problem]
 ) -> tuple[Document, list[Problem]]:
-    """The corrected document, and what was corrected in that order. Every fix that would not make the file better, or
-    would touch anything else, is left out; so a second run changes nothing. `findings`: of `lint`."""
+    """(the corrected document, the findings that were corrected, in order).
+
+    Applies only fixes that make the file better and change nothing else. A second run is a no-op.
+    `findings`: from `lint`.
+    """
     corrected: list[Problem] = []
     while True:
         for finding in findings:
@@ -145,7 +161,7 @@ def fix(
 def _corrected(
     document: Document, findings: list[Problem], finding: Problem, deployment: Deployment
 ) -> tuple[Document, list[Problem]] | None:
-    """The document after one fix, with its findings; None where there is none or it is not an improvement."""
+    """(the document after one fix, its findings). None if there is no fix or no improvement."""
     if finding.fix is None or finding.severity == "info":
         return None
     try:
@@ -155,23 +171,21 @@ def _corrected(
     if edit.added is not None and any(item.code in UNSETTLED for item in findings):
         return None
     after = Document.parse(edit.text, document.name)
-    if (
-        after.error
-        or not same(after.mapping, edit.value)
-        or document.comment_texts - after.comment_texts
-    ):
+    if after.error or not same(after.mapping, edit.value):
         return None
-    found = lint(after, deployment)
-    return (after, found) if _better(findings, found) else None
+    if document.comment_texts - after.comment_texts:
+        return None
+    findings_after = lint(after, deployment)
+    if not _better(findings, findings_after):
+        return None
+    return after, findings_after
 
 
 def _better(before: list[Problem], after: list[Problem]) -> bool:
-    """Fewer errors and no other ones; or the same errors, with fewer warnings and no other ones."""
+    """Whether errors were removed and none added. If the errors are the same, warnings decide."""
     for severity in ("error", "warning"):
-        old, new = (
-            Counter((f.code, f.key) for f in found if f.severity == severity)
-            for found in (before, after)
-        )
+        old = Counter((f.code, f.key) for f in before if f.severity == severity)
+        new = Counter((f.code, f.key) for f in after if f.severity == severity)
         if new - old:
             return False
         if old - new:
@@ -181,7 +195,7 @@ def _better(before: list[Problem], after: list[Problem]) -> bool:
 
 PACKAGE = "tensorrt_llm"
 MARK = "trtspec-verdict:"  # the engine prints on stdout while it is imported
-# Keys that trtllm-serve takes out before the class sees them are taken out here too. The tokenizer is not loaded.
+# Like trtllm-serve, it removes some keys before the class sees them. It loads no tokenizer.
 JUDGE = """
 import importlib, json, sys
 text = sys.stdin.read()
@@ -204,7 +218,8 @@ try:
 except Exception as error:
     listed = getattr(error, "errors", None)
     if callable(listed):
-        errors = [{"loc": [str(part) for part in item["loc"]], "message": item["msg"]} for item in listed()]
+        for item in listed():
+            errors.append({"loc": [str(part) for part in item["loc"]], "message": item["msg"]})
     else:
         errors = [{"loc": [], "message": f"{type(error).__name__}: {error}"}]
 print(MARK + json.dumps({"version": tensorrt_llm.__version__, "errors": errors}))
@@ -213,7 +228,7 @@ print(MARK + json.dumps({"version": tensorrt_llm.__version__, "errors": errors})
 
 @dataclass(frozen=True)
 class EngineVerdict:
-    """What the engine of `version` says; empty findings mean that its classes take the file."""
+    """The verdict of the engine of `version`. Its classes take a file without findings."""
 
     version: str
     findings: list[Problem]
@@ -224,56 +239,59 @@ def engine_importable() -> bool:
 
 
 def engine_python() -> str:
-    """The interpreter whose libraries are the engine's own: the base's, where this environment only sees its packages
-    (`--system-site-packages`) and has other versions of what the engine imports."""
+    """The interpreter that has the engine's own libraries.
+
+    It is the base's if this environment only sees the base's packages (`--system-site-packages`),
+    because it may have other versions of the libraries that the engine imports.
+    """
     spec = importlib.util.find_spec(PACKAGE)
-    where = Path(spec.origin) if spec is not None and spec.origin is not None else Path(sys.prefix)
-    inherited = where.is_relative_to(sys.base_prefix) and not where.is_relative_to(sys.prefix)
+    origin = Path(sys.prefix)
+    if spec is not None and spec.origin is not None:
+        origin = Path(spec.origin)
+    inherited = origin.is_relative_to(sys.base_prefix) and not origin.is_relative_to(sys.prefix)
     base = getattr(sys, "_base_executable", None)  # as venv itself finds it
     return base if inherited and base else sys.executable
 
 
 def judge(document: Document, timeout: float = 600.0) -> EngineVerdict:
-    """Raises MissingDependency where the engine is not importable, TrtspecError when it does not answer."""
+    """The verdict of the installed engine's classes. `timeout`: seconds.
+
+    Raises MissingDependency if the engine is not importable, TrtspecError if it does not answer.
+    """
     if not engine_importable():
+        message = f"{PACKAGE} is not importable here, so its own classes cannot judge the file"
         remedy = "run this inside NVIDIA's TensorRT-LLM image, or leave `installed` out"
-        raise MissingDependency(
-            f"{PACKAGE} is not importable here, so its own classes cannot judge the file", remedy
-        )
-    code = JUDGE.replace("MARK", repr(MARK))
+        raise MissingDependency(message, remedy)
+    remedy = "leave `installed` out"
+    command = [engine_python(), "-c", JUDGE.replace("MARK", repr(MARK))]
+    text = "" if document.error else document.text
     try:
         done = subprocess.run(
-            [engine_python(), "-c", code],
-            input="" if document.error else document.text,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
+            command, input=text, capture_output=True, text=True, timeout=timeout, check=False
         )
     except subprocess.TimeoutExpired:
-        raise TrtspecError(
-            f"{PACKAGE} did not answer within {timeout:.0f} s", "leave `installed` out"
-        ) from None
+        message = f"{PACKAGE} did not answer within {timeout:.0f} s"
+        raise TrtspecError(message, remedy) from None
     line = next((line for line in done.stdout.splitlines() if line.startswith(MARK)), None)
     if line is None:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise TrtspecError(
-            f"the installed {PACKAGE} failed while it judged the file: {last}",
-            "leave `installed` out",
-        )
+        message = f"the installed {PACKAGE} failed while it judged the file: {last}"
+        raise TrtspecError(message, remedy)
     answer = json.loads(line.removeprefix(MARK))
-    found = []
+    findings = []
     for item in answer["errors"]:
-        key, message = (
-            _written_key(document, item["loc"]),
-            f"the installed engine's own class says: {item['message']}",
-        )
-        found.append(document.placed(Problem("TS-LINT-ENGINE-REFUSES", "error", key, message)))
-    return EngineVerdict(answer["version"], found)
+        key = _written_key(document, item["loc"])
+        message = f"the installed engine's own class says: {item['message']}"
+        finding = Problem("TS-LINT-ENGINE-REFUSES", "error", key, message)
+        findings.append(document.placed(finding))
+    return EngineVerdict(answer["version"], findings)
 
 
 def engine_problems(document: Document) -> list[Problem]:
-    """What the engine's own classes say before a launch; nothing where this interpreter cannot import it."""
+    """The findings of the engine's own classes before a launch.
+
+    [] if this interpreter cannot import the engine.
+    """
     if not engine_importable():
         return []
     try:
@@ -283,7 +301,7 @@ def engine_problems(document: Document) -> list[Problem]:
 
 
 def _written_key(document: Document, parts: list[str]) -> str:
-    """The dotted path of a pydantic location, which also names the member of a union and the index of a list."""
+    """The dotted path of a pydantic location, which also names union members and list indices."""
     path = ""
     for part in parts:
         longer = f"{path}.{part}" if path else part

@@ -1,7 +1,8 @@
 """YAML as nodes with positions and the values that `yaml.safe_load` would give.
 
-Size, depth and the number of values with aliases written out are bounded on the parser's events, before anything is
-built from them. Composing a deep file overflows the C stack; a few aliases of aliases expand beyond any memory.
+Size, depth and the number of values with aliases written out are bounded on the parser's events,
+before anything is built from them. Composing a deep file would overflow the C stack. A few aliases
+of aliases expand beyond any memory.
 """
 
 from __future__ import annotations
@@ -14,40 +15,51 @@ from typing import Any, Literal
 import yaml
 
 FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-# The engine's own parser, which differs from the C one in corners; above this length the C one is used, for its speed.
+# Characters. Shorter texts use the engine's own parser, which differs from the fast one in corners.
 EXACT_UP_TO = 16_384
-MOST_VALUES = (
-    30_000  # with every alias written out; an inline expert placement of 61 layers has 25,000
-)
-MOST_LEVELS = 64
-MOST_KEY = 1000  # characters of one key
-MOST_DIGITS = 400  # of one number; more than any float has
-MOST_SHOWN = 200  # characters of a message that quotes the file
+# with every alias written out; an inline expert placement of 61 layers has 25,000
+MAX_VALUES = 30_000
+MAX_LEVELS = 64
+MAX_KEY = 1000  # characters of one key
+MAX_DIGITS = 400  # of one number; more than any float has
+MAX_SHOWN = 200  # characters of a message that quotes the file
 BLOCK = ("|", ">")
-STRING, MERGE, VALUE = (f"tag:yaml.org,2002:{name}" for name in ("str", "merge", "value"))
+STRING = "tag:yaml.org,2002:str"
+MERGE = "tag:yaml.org,2002:merge"
+VALUE = "tag:yaml.org,2002:value"
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 COLLECTIONS = {"mapping": "tag:yaml.org,2002:map", "sequence": "tag:yaml.org,2002:seq"}
 
 
 class YamlError(Exception):
-    """Text that is not YAML or is beyond the limits (`beyond`); `line` and `column` count from 1."""
+    """Text that is not YAML, or is `beyond` the limits. `line` and `column` count from 1."""
 
     def __init__(self, message: str, line: int, column: int = 1, beyond: bool = False) -> None:
         super().__init__(message)
-        self.message = message if len(message) <= MOST_SHOWN else f"{message[:MOST_SHOWN]} ..."
-        self.line, self.column, self.beyond = line, column, beyond
+        if len(message) > MAX_SHOWN:
+            message = f"{message[:MAX_SHOWN]} ..."
+        self.message = message
+        self.line = line
+        self.column = column
+        self.beyond = beyond
 
 
 @dataclass(slots=True)
 class Node:
-    """One value of the text. `start` and `end` are offsets of characters, `line` and `column` count from 0.
+    """One value of the text.
 
-    `items` are the nodes of a sequence or the (key, value) nodes of a mapping; `text` is what a scalar says. `style` is
-    the quote or the `|` or `>` of a scalar, "flow" for a collection in brackets, else empty. An `alias` is a
-    value that is written elsewhere, and has its items. `value` is what `yaml.safe_load` gives.
+    Args:
+        start: offset of its first character. `end`: offset behind its last character.
+        line: counts from 0, as `column` does.
+        style: the quote, `|` or `>` of a scalar, "flow" for a collection in brackets, else "".
+        text: the text of a scalar.
+        items: nodes of a sequence, or (key, value) nodes of a mapping.
+        alias: whether the value is written elsewhere. It has the items of the original.
+        value: as `yaml.safe_load` gives it.
+        pairs: keys of a mapping.
     """
 
-    kind: Literal["scalar", "sequence", "mapping"]
+    kind: Literal["scalar", "sequence", "mapping"]  # YAML's own word
     tag: str
     start: int
     end: int
@@ -63,7 +75,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One key of a mapping as it counts; `merged` ones come from another mapping, through `<<`."""
+    """One key of a mapping. A `merged` one comes from another mapping, through `<<`."""
 
     key: Any
     key_node: Node
@@ -79,65 +91,79 @@ def load_text(text: str) -> Any:
 
 @functools.lru_cache(maxsize=1)  # a file is composed to see what it carries, and as itself
 def compose(text: str) -> tuple[Node | None, list[tuple[int, int]]]:
-    """The root of one YAML document, each node with its value as `yaml.safe_load` gives it, and the offsets (start,
-    end) in which a `#` begins no comment. None for an empty text. Raises YamlError."""
+    """(the root of one YAML document, offsets (start, end) in which a `#` begins no comment).
+
+    None for an empty text. Each node has its value as `yaml.safe_load` gives it. Raises YamlError.
+    """
+    loader = yaml.SafeLoader
+    if len(text) > EXACT_UP_TO:
+        loader = FAST_LOADER
     try:
-        composer = _Composer((yaml.SafeLoader if len(text) <= EXACT_UP_TO else FAST_LOADER)(text))
-        made = composer.get_document()
+        composed = _Composer(loader(text)).get_document()
     except (yaml.YAMLError, UnicodeError) as error:
-        raise _syntax(text, error) from None
+        raise _syntax_error(text, error) from None
     reader = _Reader(text)
-    return (None if made is None else reader.node(made)), reader.scalars
+    root = None
+    if composed is not None:
+        root = reader.node(composed)
+    return root, reader.scalars
 
 
-def _syntax(text: str, error: Exception) -> YamlError:
+def _syntax_error(text: str, error: Exception) -> YamlError:
     if isinstance(error, yaml.reader.ReaderError):
         line = text.count("\n", 0, int(error.position))
         return YamlError(str(error.reason), line + 1)
-    reason, mark = (
-        getattr(error, "problem", None) or str(error),
-        getattr(error, "problem_mark", None),
-    )
+    reason = getattr(error, "problem", None) or str(error)
+    mark = getattr(error, "problem_mark", None)
     if mark is None:
         return YamlError(reason, 1)
-    return YamlError(reason, min(mark.line, text.count("\n")) + 1, mark.column + 1)
+    last_line = text.count("\n")
+    return YamlError(reason, min(mark.line, last_line) + 1, mark.column + 1)
 
 
 class _Composer(yaml.composer.Composer):
-    """PyYAML's nodes, within the limits. An alias is a copy of its value, at the alias's place."""
+    """PyYAML's nodes, within the limits. An alias is a copy of its value, with its own marks."""
 
     def __init__(self, loader: Any) -> None:
         super().__init__()
-        self.loader, self.level, self.count = loader, 0, 0
+        self.loader = loader
+        self.level = 0
+        self.count = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)  # events and tags
 
     def get_document(self) -> Any:
         self.get_event()  # the stream begins
-        root = None if self.check_event(yaml.StreamEndEvent) else self.compose_document()
+        if self.check_event(yaml.StreamEndEvent):
+            return None
+        root = self.compose_document()
         if not self.check_event(yaml.StreamEndEvent):
-            raise _wrong(
-                self.get_event().start_mark,
-                "a second YAML document begins here, and the engine reads one",
-            )
+            second = self.get_event().start_mark
+            message = "a second YAML document begins here, and the engine reads one"
+            raise _error_at(second, message)
         return root
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event, before = self.peek_event(), self.count
+        event = self.peek_event()
+        before = self.count
         if isinstance(event, yaml.AliasEvent):
-            node: Any = copy.copy(super().compose_node(parent, index))
+            original = super().compose_node(parent, index)
+            node: Any = copy.copy(original)
             if not hasattr(node, "count"):
-                raise _wrong(
-                    event.start_mark, f"the alias {event.anchor!r} is inside its own value"
-                )
+                message = f"the alias {event.anchor!r} is inside its own value"
+                raise _error_at(event.start_mark, message)
             self._add(event, node.count)
-            node.start_mark, node.end_mark, node.alias = event.start_mark, event.end_mark, True
+            node.start_mark = event.start_mark
+            node.end_mark = event.end_mark
+            node.alias = True
             return node
         if event.anchor in self.anchors:
-            raise _wrong(event.start_mark, f"the anchor {event.anchor!r} is defined twice")
-        if self.level == MOST_LEVELS and not isinstance(event, yaml.ScalarEvent):
-            raise _wrong(event.start_mark, f"nested deeper than {MOST_LEVELS} levels", beyond=True)
+            message = f"the anchor {event.anchor!r} is defined twice"
+            raise _error_at(event.start_mark, message)
+        if self.level == MAX_LEVELS and not isinstance(event, yaml.ScalarEvent):
+            message = f"nested deeper than {MAX_LEVELS} levels"
+            raise _error_at(event.start_mark, message, beyond=True)
         self._add(event, 1)
         self.level += 1
         node = super().compose_node(parent, index)
@@ -146,104 +172,118 @@ class _Composer(yaml.composer.Composer):
         return node
 
     def _add(self, event: Any, count: int) -> None:
-        """Counts the values that the whole has with its aliases written out."""
+        """Counts the values of the whole document with its aliases written out."""
         self.count += count
-        if self.count > MOST_VALUES:
-            raise _wrong(
-                event.start_mark,
-                f"more than {MOST_VALUES:,} values, with aliases written out",
-                beyond=True,
-            )
+        if self.count > MAX_VALUES:
+            message = f"more than {MAX_VALUES:,} values, with aliases written out"
+            raise _error_at(event.start_mark, message, beyond=True)
 
 
 class _Reader:
-    """PyYAML's nodes as `Node`s with their values. `scalars` are the offsets in which a `#` begins no comment."""
+    """PyYAML's nodes as `Node`s with their values.
+
+    `scalars`: offsets (start, end) in which a `#` begins no comment.
+    """
 
     def __init__(self, text: str) -> None:
-        self.text, self.constructor = text, yaml.constructor.SafeConstructor()
+        self.text = text
+        self.constructor = yaml.constructor.SafeConstructor()
         self.scalars: list[tuple[int, int]] = []
 
-    def node(self, made: Any, is_key: bool = False) -> Node:
-        first, last = made.start_mark, made.end_mark
+    def node(self, composed: Any, is_key: bool = False) -> Node:
+        first = composed.start_mark
+        last = composed.end_mark
+        is_alias = hasattr(composed, "alias")
         node = Node(
-            made.id,
-            made.tag,
-            first.index,
-            last.index,
-            first.line,
-            first.column,
-            alias=hasattr(made, "alias"),
-        )
+            composed.id, composed.tag, first.index, last.index, first.line, first.column,
+            alias=is_alias,
+        )  # fmt: skip
         if node.kind == "scalar":
-            node.text, node.style = made.value, made.style or ""
-            node.value = made.value if is_key and made.tag in (MERGE, VALUE) else self._value(node)
+            node.text = composed.value
+            node.style = composed.style or ""
+            node.value = node.text
+            if not is_key or node.tag not in (MERGE, VALUE):
+                node.value = self._value(node)
         elif node.tag != COLLECTIONS[node.kind]:
-            raise _wrong(
-                node, f"a {node.kind} cannot have the type !!{node.tag.rpartition(':')[2]}"
-            )
+            type_name = node.tag.rpartition(":")[2]
+            raise _error_at(node, f"a {node.kind} cannot have the type !!{type_name}")
         elif node.kind == "sequence":
-            node.items = [self.node(item) for item in made.value]
+            node.items = [self.node(item) for item in composed.value]
             node.value = [item.value for item in node.items]
         else:
-            node.items = [
-                (self.node(key, is_key=True), self.node(value)) for key, value in made.value
-            ]
+            for key, value in composed.value:
+                key_node = self.node(key, is_key=True)
+                node.items.append((key_node, self.node(value)))
             node.pairs = _pairs(node)
             node.value = {pair.key_node.value: pair.value_node.value for pair in node.pairs}
-        self._place(node, "flow" if node.kind != "scalar" and made.flow_style else node.style)
+        if node.kind != "scalar" and composed.flow_style:
+            node.style = "flow"
+        self._correct_end(node)
         return node
 
-    def _place(self, node: Node, style: str) -> None:
-        begin, node.style = node.start, style
+    def _correct_end(self, node: Node) -> None:
+        """Corrects the end of a node in block style. Notes the offsets of a scalar."""
+        begin = node.start
         if node.alias:
-            self.scalars.append((node.start, node.end))
-        elif node.kind == "scalar":
-            if style in BLOCK:  # the line that opens it may end in a comment
-                begin = self.text.find("\n", node.start, node.end) + 1 or node.end
-                node.end = node.start + len(self.text[node.start : node.end].rstrip())
             self.scalars.append((begin, node.end))
-        elif not style:  # the parser's own mark is at the next key, behind comments
+        elif node.kind == "scalar":
+            if node.style in BLOCK:  # the line that opens it may end in a comment
+                begin = self.text.find("\n", node.start, node.end) + 1 or node.end
+                block = self.text[node.start : node.end]
+                node.end = node.start + len(block.rstrip())
+            self.scalars.append((begin, node.end))
+        elif not node.style:  # the parser's own mark is at the next key, behind comments
             last = node.items[-1]
-            node.end = last.end if node.kind == "sequence" else last[1].end
+            if node.kind == "mapping":
+                _, last = last
+            node.end = last.end
 
     def _value(self, node: Node) -> Any:
         if any("\ud800" <= character <= "\udfff" for character in node.text):
-            raise _wrong(node, "half a character (a lone surrogate), which no text can hold")
+            raise _error_at(node, "half a character (a lone surrogate), which no text can hold")
         if node.tag == STRING:
             return node.text
-        if node.tag in NUMBERS and len(node.text) > MOST_DIGITS:
-            raise _wrong(node, f"a number of more than {MOST_DIGITS} characters", beyond=True)
+        if node.tag in NUMBERS and len(node.text) > MAX_DIGITS:
+            message = f"a number of more than {MAX_DIGITS} characters"
+            raise _error_at(node, message, beyond=True)
         try:
-            return self.constructor.construct_object(
-                yaml.ScalarNode(node.tag, node.text), deep=True
-            )
+            plain = yaml.ScalarNode(node.tag, node.text)
+            return self.constructor.construct_object(plain, deep=True)
         except yaml.YAMLError as error:
-            raise _wrong(node, getattr(error, "problem", None) or str(error)) from None
+            reason = getattr(error, "problem", None) or str(error)
+            raise _error_at(node, reason) from None
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
-            kind = node.tag.rpartition(":")[2]
-            raise _wrong(node, f"{node.text[:40]!r} is not a value of the type !!{kind}") from None
+            type_name = node.tag.rpartition(":")[2]
+            message = f"{node.text[:40]!r} is not a value of the type !!{type_name}"
+            raise _error_at(node, message) from None
 
 
 def _pairs(node: Node) -> list[Pair]:
-    """Merged pairs first: of equal keys the last one counts, and those of an earlier mapping before a later one's."""
+    """The pairs of a mapping, merged ones first, because the last of equal keys counts.
+
+    An earlier mapping of `<<` has precedence over a later one.
+    """
     merged: list[Pair] = []
-    own: list[Pair] = []
+    written: list[Pair] = []
     for key_node, value_node in node.items:
         if key_node.kind != "scalar":
-            raise _wrong(key_node, "a key cannot be a list or a mapping")
-        if len(key_node.text) > MOST_KEY:
-            raise _wrong(key_node, f"a key of more than {MOST_KEY} characters", beyond=True)
+            raise _error_at(key_node, "a key cannot be a list or a mapping")
+        if len(key_node.text) > MAX_KEY:
+            message = f"a key of more than {MAX_KEY} characters"
+            raise _error_at(key_node, message, beyond=True)
         if key_node.tag != MERGE:
-            own.append(Pair(key_node.value, key_node, value_node, False))
+            written.append(Pair(key_node.value, key_node, value_node, False))
             continue
-        sources = [value_node] if value_node.kind == "mapping" else value_node.items
+        sources = value_node.items
+        if value_node.kind == "mapping":
+            sources = [value_node]
         if value_node.kind == "scalar" or any(source.kind != "mapping" for source in sources):
-            raise _wrong(value_node, "`<<` takes a mapping or a list of mappings")
+            raise _error_at(value_node, "`<<` takes a mapping or a list of mappings")
         for source in reversed(sources):
             merged += [replace(pair, merged=True) for pair in source.pairs]
-    return merged + own
+    return merged + written
 
 
-def _wrong(place: Any, message: str, beyond: bool = False) -> YamlError:
-    """`place` has a line and a column."""
-    return YamlError(message, place.line + 1, place.column + 1, beyond)
+def _error_at(mark: Any, message: str, beyond: bool = False) -> YamlError:
+    """An error at the line and column of a mark or node."""
+    return YamlError(message, mark.line + 1, mark.column + 1, beyond)

@@ -1,15 +1,17 @@
-"""What a release of TensorRT-LLM accepts, by what was read of it, and what it does with it.
+"""Keys, options and behaviours of a TensorRT-LLM release, by the sources that were read.
 
-`snapshots/*.json` hold what sources say: each file is a release, its source, and classes of the engine (a mapping of
-the YAML by its dotted path; `path:kind` where the mapping's discriminator chooses among several classes; `--` for the
-options of `trtllm-serve`). A class that was read whole refuses every key that it does not list, except those in
-`unknown`; a class that was read in part says something about the keys that it lists alone. Written by
-tools/snapshots.py, never by hand.
+Each file of `snapshots/*.json` is a release, its source, and classes of the engine. Only
+tools/snapshots.py writes them. A class is named by the dotted path of its mapping in the YAML. The
+name is `path:variant` if the mapping's discriminator chooses among several classes, and `--` for
+the options of `trtllm-serve`. A class that was read whole refuses every key that it does not list,
+except keys in `unknown`. A class that was read in part says something about its listed keys alone.
 
-A `Word` is what the sources around a release say of one key: the last one at or before it, and the first one after it.
-What both say holds. What only one says is in doubt, and what neither shows is not known.
+A `Word` has the sources around a release for one key: the last source at or before the release,
+and the first one after it. A key that only one of them shows is in doubt. A key in neither is not
+known.
 
-`schemas/*.yaml` hold behaviours and rules with the dates of their changes, and keys.yaml what keys were called.
+`schemas/*.yaml` hold behaviours and rules with the dates of their changes. keys.yaml holds the
+names of keys in other releases and tools.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ SCHEMAS = Path(__file__).parent / "schemas"
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 UNKNOWN = object()  # a default that no source states
 OPTIONS = "--"  # the class of the options of trtllm-serve
-# the key that says which of several classes an object is; `variants` of a field are values of it
+# the key that chooses the class of an object; `variants` of a field are values of it
 DISCRIMINATORS = {
     "speculative_config": "decoding_type",
     "sparse_attention_config": "algorithm",
@@ -42,7 +44,10 @@ DISCRIMINATORS = {
 
 @dataclass(frozen=True)
 class Change:
-    """When something changed: `after` is the last source read without the change, `by` the first one with it."""
+    """When something changed.
+
+    `after`: the last source read without the change. `by`: the first source with it.
+    """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
@@ -56,10 +61,12 @@ class Change:
         return f"after {self.after}, by {self.by or 'a release that is not known'}"
 
     def happened(self, version: Version) -> bool | None:
-        """None between the two sources."""
+        """Whether the release has the change. None if the release lies between the two sources."""
         if self.by is not None and version >= _release(self.by):
             return True
-        return False if self.after is not None and version <= _release(self.after) else None
+        if self.after is not None and version <= _release(self.after):
+            return False
+        return None
 
 
 _release = functools.cache(Version)
@@ -67,9 +74,15 @@ _release = functools.cache(Version)
 
 @dataclass(frozen=True)
 class Field:
-    """One key of the engine's YAML. `type` is a union such as "int|null" or "list[int]"; `min` and `max` are inclusive
-    and, like `allowed`, hold for every item of a list. Of a `strict` one the engine
-    makes no integer from text or 8.0, and no text from a number. `variants`: the kinds of its object that have it."""
+    """One key of the engine's YAML.
+
+    Args:
+        type: a union such as "int|null" or "list[int]".
+        min: inclusive, as `max` is. Limits and `allowed` hold for every item of a list.
+        above: exclusive, as `below` is.
+        strict: the engine makes no integer from text or 8.0, and no text from a number.
+        variants: values of the discriminator whose object has the key.
+    """
 
     path: str
     type: str
@@ -94,7 +107,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Option:
-    """One option of `trtllm-serve`: `path` is its name, and `key` the YAML path that means the same."""
+    """One option of `trtllm-serve`. `path`: its name. `key`: the YAML path that means the same."""
 
     path: str
     flags: tuple[str, ...]
@@ -112,14 +125,20 @@ Entry = Field | Option
 
 @dataclass(frozen=True)
 class Rule:
-    """Settings that a release refuses or voids beside each other. The rule speaks where all of `when` holds and not all
-    of `unless` does; the finding is at the key `at`, by default the first one of `when`. `fix` drops a key or
-    writes one: {drop: path} or {write: {path: value}}. `feature`: what a release can do from the end of the rule on.
+    """Settings that a release refuses or voids beside each other.
 
-    `when` and `unless` map dotted paths to conditions: set (not null, false, 0 or empty text), unset, given (written),
-    absent (not written), filled (written and not null), empty (written as null), a value, a list of values,
-    {written: x}, {not: x}, {outside: [...]}, {above: n}, {below: n}, {unlike: path of another}. A setting that is
-    not written has its default. Paths may also name what is known beside the file: `facts` in rules/from_data.py.
+    `when` and `unless` map dotted paths to conditions: set (not null, false, 0 or empty text),
+    unset, given (written), absent (not written), filled (written and not null), empty (written as
+    null), a value, a list of values, {written: x}, {not: x}, {outside: [...]}, {above: n},
+    {below: n}, {unlike: path of another}. A setting that is not written has its default. Paths may
+    also name `facts` of rules/from_data.py.
+
+    Args:
+        when: the rule applies if all of them hold.
+        unless: the rule does not apply if all of them hold, and there is one.
+        at: the key of the finding, by default the first one of `when`.
+        fix: {drop: path} or {write: {path: value}}.
+        feature: ability of the releases after the rule.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -141,8 +160,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one source says of one class: `entries` it takes, `refuses` it does not; all others if it was read whole,
-    except `unknown`."""
+    """One class in one source: the `entries` that it takes and the keys that it `refuses`.
+
+    `whole`: the source refuses every other key too, except `unknown` ones.
+    """
 
     release: Version
     whole: bool
@@ -151,113 +172,133 @@ class Reading:
     unknown: frozenset[str]
 
     def entry(self, name: str) -> Any:
-        """None if the source refuses the key, UNKNOWN if it does not say."""
+        """The entry of a key. None if the source refuses the key, UNKNOWN if it does not say."""
         if name in self.entries:
             return self.entries[name]
-        refused = name in self.refuses or (self.whole and name not in self.unknown)
-        return None if refused else UNKNOWN
+        if name in self.refuses or (self.whole and name not in self.unknown):
+            return None
+        return UNKNOWN
 
 
 @dataclass(frozen=True)
 class Word:
-    """What the sources around a release say of a key: (release, entry) of the last one at or before it and of the first
-    one after it, the entry None where it refuses the key. `settled`: a source of the release itself, or both sides."""
+    """One key in the sources around a release.
 
-    said: tuple[tuple[Version, Entry | None], ...]
+    Args:
+        sources: (release, entry) of the last source at or before the release, and of the first one
+            after it. The entry is None if the source refuses the key.
+        settled: whether a source of the release itself says it, or sources on both sides.
+        earlier: whether a source at or before the release says something.
+    """
+
+    sources: tuple[tuple[Version, Entry | None], ...]
     settled: bool
-    earlier: bool  # whether a source at or before the release says something
+    earlier: bool
 
     @property
     def taken(self) -> tuple[Any, ...]:
-        return tuple(entry for _, entry in self.said if entry is not None)
+        """The entries of the sources that take the key."""
+        return tuple(entry for _, entry in self.sources if entry is not None)
 
     @property
     def takes(self) -> bool:
         """Whether no source refuses the key and an earlier one has it."""
-        return self.earlier and len(self.taken) == len(self.said)
+        return self.earlier and len(self.taken) == len(self.sources)
 
     @property
     def releases(self) -> str:
-        """The sources, and what each says."""
-        words = [
-            f"{release} {'refuses' if entry is None else 'takes'} it"
-            for release, entry in self.said
-        ]
+        """Each source, and whether it takes the key."""
+        words = []
+        for release, entry in self.sources:
+            verb = "refuses" if entry is None else "takes"
+            words.append(f"{release} {verb} it")
         return ", ".join(words)
 
 
 @dataclass(frozen=True, eq=False)
 class Schema:
-    """What is known of `version`. A behaviour is a mapping of its own words, empty where the release does nothing of
-    the kind. `behaviours` and `rules` hold the states that are possible for the release by name: several where a change
-    is in doubt for it, with the interval of that change."""
+    """Behaviours and rules of a release, and its keys by the sources.
+
+    Args:
+        behaviours: possible states by name, several if a change is in doubt for the release. A
+            state is a mapping with keys of its own, empty if the release has no such behaviour.
+        rules: possible states by name. None: no rule.
+        intervals: the interval of the change in doubt, by name.
+    """
 
     version: Version
     behaviours: Mapping[str, tuple[Mapping[str, Any], ...]]
     rules: Mapping[str, tuple[Rule | None, ...]]
     intervals: Mapping[str, str]
 
-    def word(self, parent: str, name: str, kind: Any = None) -> Word:
-        """What the sources say of a key; with an unknown `kind`, the class that says most for it."""
+    def word(self, parent: str, name: str, variant: Any = None) -> Word:
+        """A key in the sources. With an unknown `variant`, the class that says most for the key."""
         if parent not in DISCRIMINATORS or name == DISCRIMINATORS[parent]:
             return _word(parent, name, self.version)
-        chosen = [kind] if kind in _kinds(parent) else self.kinds(parent)
-        words = [_word(f"{parent}:{each}", name, self.version) for each in chosen]
+        variants = [variant] if variant in _variants(parent) else self.variants(parent)
+        words = [_word(f"{parent}:{variant}", name, self.version) for variant in variants]
         return max(words, key=lambda word: (word.takes, len(word.taken), not word.settled))
 
-    def kinds_with(self, parent: str, name: str) -> tuple[str, ...]:
-        """The kinds of an object that have a key."""
-        kinds = self.kinds(parent)
-        return tuple(each for each in kinds if self.word(parent, name, each).taken)
+    def variants_with(self, parent: str, name: str) -> tuple[str, ...]:
+        """The variants of an object that have a key."""
+        variants = self.variants(parent)
+        return tuple(variant for variant in variants if self.word(parent, name, variant).taken)
 
     @functools.cached_property
     def fields(self) -> dict[str, Field]:
         """Every key that some source around the release takes, by path."""
         known: dict[str, Field] = {}
-        for owner in classes():  # a mapping before what it holds
-            parent, _, kind = owner.partition(":")
-            exists = parent in ("", *known) and (not kind or kind in self.kinds(parent))
-            for name in _names(owner) if exists else ():
+        for owner in classes():  # a mapping before its own mappings
+            parent, _, variant = owner.partition(":")
+            if parent not in ("", *known) or (variant and variant not in self.variants(parent)):
+                continue
+            for name in _names(owner):
                 path = f"{parent}.{name}".lstrip(".")
                 word = _word(owner, name, self.version)
                 if word.taken and path not in known:
-                    variants = self.kinds_with(parent, name) if kind else ()
+                    variants = self.variants_with(parent, name) if variant else ()
                     known[path] = replace(word.taken[0], variants=variants)
         return known
 
-    def kinds(self, parent: str) -> tuple[str, ...]:
+    def variants(self, parent: str) -> tuple[str, ...]:
         """The values of an object's discriminator that some source around the release takes."""
         word = _word(parent, DISCRIMINATORS[parent], self.version)
-        listed = dict.fromkeys(kind for entry in word.taken for kind in entry.allowed)
-        return tuple(kind for kind in _kinds(parent) if kind in listed or not listed)
+        listed: set[str] = set()
+        for entry in word.taken:
+            listed.update(entry.allowed)
+        return tuple(variant for variant in _variants(parent) if variant in listed or not listed)
 
     @functools.cached_property
     def options(self) -> dict[str, Option]:
+        """Every option of trtllm-serve that some source around the release takes, by name."""
         words = {name: _word(OPTIONS, name, self.version) for name in _names(OPTIONS)}
         return {name: word.taken[0] for name, word in words.items() if word.taken}
 
     @property
     def unread(self) -> tuple[str, ...]:
         """Classes that no source of this release lists whole."""
-        return tuple(
-            owner
-            for owner, readings in classes().items()
-            if not any(each.whole and each.release == self.version for each in readings)
-        )
+        unread = []
+        for owner, readings in classes().items():
+            if not any(each.whole and each.release == self.version for each in readings):
+                unread.append(owner)
+        return tuple(unread)
 
     def behaviour(self, name: str) -> Mapping[str, Any]:
-        """The latest that is possible for the release."""
+        """The latest state that is possible for the release."""
         return self.behaviours.get(name, ({},))[-1]
 
     @property
     def sampling_key(self) -> str | None:
-        """The key without which speculation may decode greedily here; None where sampling is found per request."""
-        names = [each.get("asked_by") for each in self.behaviours["sampled_speculation"]]
+        """The key without which speculation may decode greedily in this release.
+
+        None if the engine finds out per request whether to sample.
+        """
+        names = [state.get("asked_by") for state in self.behaviours["sampled_speculation"]]
         keys = [f"speculative_config.{name}" for name in names if name]
         return next((key for key in keys if key in self.fields), None)
 
     def current(self, path: str) -> str:
-        """What a key is called in this release, by the name that it had when a rule was written."""
+        """The name of a key in this release, by the name that it had when a rule was written."""
         renamed = renames().get(path)
         if renamed is not None and path not in self.fields and renamed["same_value"]:
             return self.current(renamed["to"])
@@ -265,7 +306,7 @@ class Schema:
         return f"{self.current(parent)}.{name}" if dot else path
 
     def option(self, flag: str) -> Word:
-        """What the sources say of the option with this flag."""
+        """The option with this flag in the sources."""
         name = option_names().get(flag, "")
         return _word(OPTIONS, name, self.version)
 
@@ -280,13 +321,13 @@ class Schema:
         return None
 
     def set_by(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """What options of trtllm-serve set, by YAML path."""
-        known = {name: option.key for name, option in self.options.items() if option.key}
-        return {known[name]: value for name, value in options.items() if name in known}
+        """The values of options of trtllm-serve, by YAML path."""
+        keys = {name: option.key for name, option in self.options.items() if option.key}
+        return {keys[name]: value for name, value in options.items() if name in keys}
 
 
 def schema_for(text: str) -> Schema:
-    """What is known of exactly one release."""
+    """The schema of exactly one release. Raises UsageError as `parse_version` does."""
     return _schema(parse_version(text))
 
 
@@ -300,7 +341,7 @@ def _schema(version: Version) -> Schema:
         behaviours[name] = tuple(state or {} for state in states)
     for name, changes in _histories("rules").items():
         states, intervals[name] = _states(changes, version)
-        rules[name] = tuple(state and Rule(**state) for state in states)
+        rules[name] = tuple(Rule(**state) if state else None for state in states)
     return Schema(version, behaviours, rules, intervals)
 
 
@@ -310,14 +351,17 @@ State = dict[str, Any] | None
 def _states(
     changes: list[tuple[Change | None, State]], version: Version
 ) -> tuple[tuple[State, ...], str]:
-    """The states that are possible for a release, oldest first, and the interval of the last change in doubt."""
+    """Possible states of a release, oldest first, and the interval of the last change in doubt."""
     states: list[State] = [None]
     interval = ""
     for change, state in changes:
-        happened = True if change is None else change.happened(version)
+        if change is None:
+            states = [state]
+            continue
+        happened = change.happened(version)
         if happened:
             states = [state]
-        elif happened is None and change is not None:
+        elif happened is None:
             states.append(state)
             interval = change.interval
     return tuple(states), interval
@@ -325,26 +369,32 @@ def _states(
 
 @functools.cache
 def _histories(part: str) -> dict[str, list[tuple[Change | None, State]]]:
-    """What each behaviour or rule became with each change, in order; None: nothing."""
+    """(change, state after it) of each behaviour or rule, oldest first. State None: it ended."""
     histories: dict[str, list[tuple[Change | None, State]]] = {}
-    for data in (*rule_files().values(), {"versions": {}, "rules": issue_rules()}):
+    issues = {"versions": {}, "rules": issue_rules()}
+    for data in (*rule_files().values(), issues):
         begins = data["versions"].get("begins")
         for name, state in data.get(part, {}).items():
             dates = state or {}
             since = dates.get("since", begins)
+            beginning = Change(**since) if since else None
             history = histories.setdefault(name, [])
-            history.append((Change(**since) if since else None, state))
+            history.append((beginning, state))
             if "until" in dates:
                 history.append((Change(**dates["until"]), None))
     return histories
 
 
 def issue_rules() -> dict[str, dict[str, Any]]:
-    """The known issues of the release notes, each until the next notes that were read."""
+    """The known issues of the release notes as rules by name.
+
+    An issue lasts until the next notes that were read.
+    """
     notes = read_beside("releases.yaml")["notes"]
     names = [None, *notes, None]
     rules: dict[str, dict[str, Any]] = {}
-    for before, (release, issues), following in zip(names, notes.items(), names[2:], strict=False):
+    neighbours = zip(names, notes.items(), names[2:], strict=False)
+    for before, (release, issues), following in neighbours:
         facts = {
             "since": {"after": before, "by": release},
             "until": {"after": release, "by": following},
@@ -355,13 +405,13 @@ def issue_rules() -> dict[str, dict[str, Any]]:
 
 
 def known_issues(release: str) -> list[Rule]:
-    """By its own release notes."""
+    """The known issues in the release's own notes."""
     return [Rule(**row) for row in issue_rules().values() if row["since"]["by"] == release]
 
 
 @functools.lru_cache(maxsize=65536)
 def _word(owner: str, name: str, version: Version) -> Word:
-    """What the readings of one class say around a release."""
+    """A key of one class in the readings around a release."""
     before: tuple[Version, Any] | None = None
     after: tuple[Version, Any] | None = None
     for reading in classes().get(owner, ()):
@@ -374,8 +424,8 @@ def _word(owner: str, name: str, version: Version) -> Word:
             after = (reading.release, entry)
     if before is not None and before[0] == version:
         return Word((before,), True, True)
-    said = tuple(side for side in (before, after) if side is not None)
-    return Word(said, len(said) == 2, before is not None)
+    sources = tuple(source for source in (before, after) if source is not None)
+    return Word(sources, len(sources) == 2, before is not None)
 
 
 @functools.cache
@@ -383,80 +433,85 @@ def classes() -> dict[str, tuple[Reading, ...]]:
     """The readings of each class, oldest first."""
     readings: dict[str, list[Reading]] = {}
     for data in snapshots():
+        release = Version(data["release"])
         for owner, read in data["classes"].items():
             entries = {name: _entry(owner, name, facts) for name, facts in read["fields"].items()}
-            refuses, unknown = (frozenset(read.get(key, ())) for key in ("refuses", "unknown"))
-            reading = Reading(Version(data["release"]), read["whole"], entries, refuses, unknown)
+            refuses = frozenset(read.get("refuses", ()))
+            unknown = frozenset(read.get("unknown", ()))
+            reading = Reading(release, read["whole"], entries, refuses, unknown)
             readings.setdefault(owner, []).append(reading)
     return {owner: tuple(listed) for owner, listed in readings.items()}
 
 
 @functools.cache
 def snapshots() -> tuple[dict[str, Any], ...]:
-    """What was read, oldest release first."""
+    """The data of every snapshot, oldest release first."""
     files = [json.loads(path.read_text(encoding="utf-8")) for path in SNAPSHOTS.glob("*.json")]
     return tuple(sorted(files, key=lambda data: Version(data["release"])))
 
 
 @functools.cache
 def _names(owner: str) -> tuple[str, ...]:
-    """Every key that some reading of a class has."""
-    readings = classes().get(owner, ())
-    return tuple(dict.fromkeys(name for reading in readings for name in reading.entries))
+    """Every key that some reading of a class has, in the order of the readings."""
+    names: dict[str, None] = {}
+    for reading in classes().get(owner, ()):
+        names |= dict.fromkeys(reading.entries)
+    return tuple(names)
 
 
 @functools.cache
-def _kinds(parent: str) -> tuple[str, ...]:
+def _variants(parent: str) -> tuple[str, ...]:
     return tuple(owner.partition(":")[2] for owner in classes() if owner.startswith(f"{parent}:"))
 
 
 @functools.cache
 def option_names() -> dict[str, str]:
     """The names of options by flag, in any release."""
-    readings = classes()[OPTIONS]
-    return {
-        flag: name
-        for reading in readings
-        for name, option in reading.entries.items()
-        for flag in option.flags  # type: ignore[union-attr]
-    }
+    names: dict[str, str] = {}
+    for reading in classes()[OPTIONS]:
+        for name, option in reading.entries.items():
+            names |= dict.fromkeys(option.flags, name)  # type: ignore[union-attr]
+    return names
 
 
 def _entry(owner: str, name: str, facts: Mapping[str, Any]) -> Entry:
-    make: Any = Option if owner == OPTIONS else Field
+    entry_class: Any = Option if owner == OPTIONS else Field
     parent = owner.partition(":")[0].removeprefix(OPTIONS)
+    path = f"{parent}.{name}".lstrip(".")
     lists = {key: tuple(facts[key]) for key in ("allowed", "choices", "flags") if key in facts}
-    return make(path=f"{parent}.{name}".lstrip("."), **{**facts, **lists})
+    return entry_class(path=path, **{**facts, **lists})
 
 
 def parse_version(text: str) -> Version:
-    """Raises UsageError for text that is not a release, and names the nearest ones. A release newer than all known ones
-    is taken: nobody has read it."""
+    """The release that a text names. One newer than all known releases is taken, though unread.
+
+    Raises UsageError with the nearest releases if the text is not a release.
+    """
     known = releases()
     try:
         version = Version(text)
     except InvalidVersion:
-        raise UsageError(
-            f"{text!r} is not a TensorRT-LLM version",
-            f"write it as the package does, for example {default_release()}",
-        ) from None
+        message = f"{text!r} is not a TensorRT-LLM version"
+        remedy = f"write it as the package does, for example {default_release()}"
+        raise UsageError(message, remedy) from None
     version = Version(version.public)
     is_line = len(version.release) < 3  # such as 1.3
     if is_line or (version not in known and version < known[-1]):
         above = bisect(known, version)
-        near = " or ".join(map(str, known[max(above - 1, 0) : above + 1]))
-        raise UsageError(
-            f"TensorRT-LLM {text} is not among the known releases, {known[0]} to {known[-1]}",
-            f"use {near}, the nearest, or `trtllm_version` {default_release()}",
-        )
+        nearest = known[max(above - 1, 0) : above + 1]
+        listed = " or ".join(map(str, nearest))
+        message = f"TensorRT-LLM {text} is not among the known releases, {known[0]} to {known[-1]}"
+        remedy = f"use {listed}, the nearest, or `trtllm_version` {default_release()}"
+        raise UsageError(message, remedy)
     return version
 
 
 @functools.cache
 def releases() -> tuple[Version, ...]:
-    """Every release that is known, oldest first, and the states of the source that were read between them."""
+    """Every known release and every source state that was read between releases, oldest first."""
     listed = [Version(text) for text in read_beside("releases.yaml")["releases"]]
-    return tuple(sorted({*listed, *(Version(data["release"]) for data in snapshots())}))
+    listed += [Version(data["release"]) for data in snapshots()]
+    return tuple(sorted(set(listed)))
 
 
 def default_release() -> str:
@@ -466,12 +521,18 @@ def default_release() -> str:
 
 
 @functools.cache
-def known_names(part: str) -> dict[str, dict[str, Any]]:
-    """What names of keys mean: `to` a dotted path, `same_value` unless the value means something else there.
-    `part`: `renamed` for names of other releases, `foreign` for those of vLLM and other tools."""
-    rows = read_beside("keys.yaml")[part].items()
-    stated = {path: row if isinstance(row, dict) else {"to": row} for path, row in rows}
-    return {path: {"same_value": True, "note": "", **row} for path, row in stated.items()}
+def known_names(section: str) -> dict[str, dict[str, Any]]:
+    """Rows of keys.yaml by name: `to` (a dotted path), `same_value` and `note`.
+
+    `section`: `renamed` for names of other releases, `foreign` for names of vLLM and other tools.
+    `same_value`: false if the value means something else at `to`.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for path, row in read_beside("keys.yaml")[section].items():
+        if not isinstance(row, dict):
+            row = {"to": row}
+        rows[path] = {"same_value": True, "note": "", **row}
+    return rows
 
 
 def renames() -> dict[str, dict[str, Any]]:

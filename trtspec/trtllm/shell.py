@@ -1,7 +1,7 @@
-"""Shell scripts as statements: the words of each command and array with their lines, and here-documents.
+"""Shell scripts as statements: the words of each command and array with their lines.
 
-What only a running shell knows (`$NAME`, `${NAME%, }`, `$(command)`) stays in a word as it is written. `masked` hides
-it from a YAML parser, character by character, and `unmasked` undoes that.
+An expansion (`$NAME`, `${NAME%, }`, `$(command)`) needs a running shell and stays in its word as
+written. `masked` hides it from a YAML parser, character by character, and `unmasked` undoes that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 REDIRECTED = ">"
-PIECE = re.compile(QUOTED, re.DOTALL)
+QUOTED_TEXT = re.compile(QUOTED, re.DOTALL)
 ESCAPED = re.compile(r"\\([$`\"\\\n])")
 HEREDOC = re.compile(
     r"(?<!<)<<-?[ \t]*(?P<quote>['\"\\]?)(?P<end>[A-Za-z_][\w.-]*)['\"]?(?P<behind>[^\n]*\n)"
@@ -43,43 +43,53 @@ OMITTED = "#\ue0ff"  # before a line that is nothing but an expansion
 
 @dataclass(frozen=True)
 class ShellWord:
-    """`text`: without its quotation marks. `line`: of the file, from 0."""
+    """A word without its quotation marks. `line`: its line in the file, from 0."""
 
     text: str
     line: int
 
 
 def statements(text: str, line_of: Callable[[int], int]) -> list[list[ShellWord]]:
-    """The words of each command, then of each array. A redirection is the word REDIRECTED. `line_of`: the line of the
-    file for one of the script."""
-    words = list[ShellWord]()
-    commands, arrays, inside, line = [words], dict[str, list[ShellWord]](), False, 0
+    """The words of each command, then of each array. A redirection is the word REDIRECTED.
+
+    `line_of`: returns the line of the file for a line of the script.
+    """
+    words: list[ShellWord] = []
+    commands = [words]
+    arrays: dict[str, list[ShellWord]] = {}
+    in_array = False
+    line = 0
     for token in TOKEN.finditer(text):
         if token["array"]:
-            words, inside = arrays.setdefault(token["name"], []), True
+            words = arrays.setdefault(token["name"], [])
+            in_array = True
         elif token["word"]:
-            words.append(ShellWord(_unquoted(token[0]), line_of(line)))
+            unquoted = QUOTED_TEXT.sub(_without_quotes, token[0])
+            words.append(ShellWord(unquoted, line_of(line)))
         elif token["redirect"]:
             words.append(ShellWord(REDIRECTED, line_of(line)))
-        elif not token["blank"] and (token[0] == ")" or not inside):
-            words, inside = [], False
+        elif not token["blank"] and (token[0] == ")" or not in_array):
+            words = []
+            in_array = False
             commands.append(words)
         line += token[0].count("\n")
     return [*commands, *arrays.values()]
 
 
-def _unquoted(word: str) -> str:
-    def inner(piece: re.Match[str]) -> str:
-        double = ESCAPED.sub(r"\1", piece["double"] or "")
-        return piece["single"] or double or piece["escaped"] or ""
-
-    return PIECE.sub(inner, word)
+def _without_quotes(quoted: re.Match[str]) -> str:
+    single = quoted["single"]
+    double = ESCAPED.sub(r"\1", quoted["double"] or "")
+    return single or double or quoted["escaped"] or ""
 
 
 def masked(text: str) -> str:
-    """The text with each expansion as a plain scalar of the same length; a line of its own becomes a comment."""
+    """The text with each expansion as a plain scalar of the same length.
+
+    A line that is only an expansion becomes a comment.
+    """
     hidden = re.sub(f"{TEMPLATE}|{EXPANSION}", lambda match: match[0].translate(HIDDEN), text)
-    return re.sub(rf"(?m)^([ \t]*)(?={MASK}+[ \t\r]*$)", rf"\1{OMITTED}", hidden)
+    own_line = rf"(?m)^([ \t]*)(?={MASK}+[ \t\r]*$)"
+    return re.sub(own_line, rf"\1{OMITTED}", hidden)
 
 
 def unmasked(text: str) -> str:

@@ -1,6 +1,9 @@
-"""The command line that starts the engine: that of `trtllm-serve` (ours, checked options of the user's, and nothing
-that is in the YAML too), and around it, over the pods of a LeaderWorkerSet, mpirun; and what is checked before it is
-launched: the engine's version, the driver, and whether this deployment fits."""
+"""The command line that starts the engine, and the checks before its launch.
+
+`trtllm-serve` gets our options and the user's checked options, and none that is in the YAML too.
+Over the pods of a LeaderWorkerSet mpirun starts it. The checks are the engine's version, the
+driver, and whether the deployment fits.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,19 @@ from trtspec.trtllm.schema import Schema, read_beside, schema_for
 
 
 def build_command(
-    intent: Intent, target: ModelSpec, document: Document, config_path: str, *, host: str = "0.0.0.0", port: int = 8000,
-    sizes: Mapping[str, Any] | None = None, passed: Sequence[str] = (), cache: str | None = None,
+    intent: Intent, target: ModelSpec, document: Document, config_path: str, *,
+    host: str = "0.0.0.0", port: int = 8000, sizes: Mapping[str, Any] | None = None,
+    passed: Sequence[str] = (), cache: str | None = None,
 ) -> list[str]:  # fmt: skip
-    """The intent's sizes go to argv where the file does not have them. `sizes`, by YAML path, go there in any case, and
-    lint then reports both; `passed` are words for trtllm-serve itself."""
+    """The words of trtllm-serve, with the intent's sizes that the file does not have.
+
+    Raises UsageError if the revision is given twice.
+
+    Args:
+        sizes: by YAML path. They are options even if the file has them, and lint reports both.
+        passed: words for trtllm-serve itself.
+        cache: hub cache of the machine that serves, if not this one.
+    """
     sizes = sizes or {}
     schema = schema_for(intent.version)
     chosen, _ = parse_passed(schema, passed)
@@ -46,21 +57,20 @@ def build_command(
         raise UsageError(message, "give it once")
     if revision is not None and takes_revision:
         argv += ["--revision", revision]
-    argv += [] if decided("backend") else ["--backend", "pytorch"]
+    if not decided("backend"):
+        argv += ["--backend", "pytorch"]
     for key, value in {**intent.settings_in_argv(), **sizes}.items():
         if key not in chosen and (key in sizes or not document.has(key)):
-            flag = min(schema.options[key].flags, key=len)
-            argv += [flag] if schema.options[key].is_flag else [flag, str(value)]
-    # what a Kimi needs beyond the model card's command, as far as the version is known to take it
+            option = schema.options[key]
+            argv.append(min(option.flags, key=len))
+            if not option.is_flag:
+                argv.append(str(value))
+    # a Kimi needs more than the model card's command, as far as the version is known to take it
     parser = reasoning_parser(target.family, intent.published_as, ENGINE)
-    exists = all(schema.behaviours.get(f"parser_of_{parser}", [True]))
-    if (
-        parser is not None
-        and _takes(schema, "reasoning_parser", parser)
-        and exists
-        and not decided("reasoning_parser")
-    ):
-        argv += ["--reasoning_parser", parser]
+    if parser is not None and not decided("reasoning_parser"):
+        exists = all(schema.behaviours.get(f"parser_of_{parser}", [True]))
+        if exists and _takes(schema, "reasoning_parser", parser):
+            argv += ["--reasoning_parser", parser]
     tool_parser = target.family.tool_parser
     if _takes(schema, "tool_parser", tool_parser) and "tool_parser" not in chosen:
         argv += ["--tool_parser", tool_parser]
@@ -88,7 +98,7 @@ NODE_LOCAL = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """`args`: more words for mpirun. One rank per GPU."""
+    """Nodes and GPUs of a start, with one rank per GPU. `args`: more words for mpirun."""
 
     launcher: Literal["direct", "lws"] = "direct"
     nodes: int = 1
@@ -103,40 +113,36 @@ class Cluster:
 def with_launcher(
     argv: list[str], env: dict[str, str], cluster: Cluster, environ: Mapping[str, str]
 ) -> list[str]:
-    """With launcher lws, mpirun starting `argv` once per GPU of every node with the variables `env`; else `argv`
-    itself. `environ` has the addresses of the pods."""
+    """The words that start `argv` on the cluster: `argv` itself, or mpirun with launcher lws.
+
+    mpirun starts `argv` once per GPU of every node, with the variables `env`. `environ` has the
+    addresses of the pods.
+    """
     if cluster.launcher == "direct":
         return argv
-    each = str(cluster.gpus_per_node)
-    hosts = ",".join(f"{host}:{each}" for host in lws_hosts(environ))
-    exported = [
-        word for name in env for word in ("-x", name)
-    ]  # Open MPI hands on only its own variables
-    words = [
-        "mpirun",
-        "-np",
-        str(cluster.ranks),
-        "-N",
-        each,
-        "--host",
-        hosts,
-        *exported,
-        *cluster.args,
-    ]
-    return [*words, RANK_WRAPPER, *argv]
+    gpus = str(cluster.gpus_per_node)
+    hosts = ",".join(f"{host}:{gpus}" for host in lws_hosts(environ))
+    words = ["mpirun", "-np", str(cluster.ranks), "-N", gpus, "--host", hosts]
+    for name in env:
+        words += ["-x", name]  # Open MPI hands on only its own variables
+    return [*words, *cluster.args, RANK_WRAPPER, *argv]
 
 
 def cluster_environment(cluster: Cluster, environ: Mapping[str, str]) -> dict[str, str]:
-    """Where ranks on several nodes keep their caches: as the user has set it, else on their own node."""
-    return (
-        {}
-        if cluster.nodes == 1
-        else {name: environ.get(name, path) for name, path in NODE_LOCAL.items()}
-    )
+    """Variables with the caches of ranks on several nodes, {} for one node.
+
+    A cache is as the user has set it, else on the rank's own node.
+    """
+    if cluster.nodes == 1:
+        return {}
+    return {name: environ.get(name, path) for name, path in NODE_LOCAL.items()}
 
 
 def lws_hosts(environ: Mapping[str, str]) -> list[str]:
-    """Addresses of the pods of a LeaderWorkerSet group, leader first: `<leader>` and `<leader>-<i>` in one service."""
+    """Addresses of the pods of a LeaderWorkerSet group, leader first.
+
+    They are `<leader>` and `<leader>-<i>` in one service.
+    """
     address = environ.get("LWS_LEADER_ADDRESS", "LWS_LEADER_ADDRESS")
     leader, dot, domain = address.partition(".")
     size = environ.get("LWS_GROUP_SIZE", "")
@@ -145,18 +151,18 @@ def lws_hosts(environ: Mapping[str, str]) -> list[str]:
 
 
 def check_cluster(
-    cluster: Cluster,
-    argv: list[str],
-    world: int,
-    ours: bool,
-    environ: Mapping[str, str],
-    launching: bool,
-) -> Iterator[Problem]:
-    """`world`: ranks that the engine's parallel sizes multiply to. `ours`: the configuration is written for this start,
-    into a directory of this node. A dry run elsewhere only mentions the machine."""
+    cluster: Cluster, argv: list[str], world: int, ours: bool,
+    environ: Mapping[str, str], launching: bool,
+) -> Iterator[Problem]:  # fmt: skip
+    """Checks the ranks, the launcher and the leader pod. A dry run only warns of this machine.
+
+    Args:
+        world: ranks that the engine's parallel sizes multiply to.
+        ours: the configuration is written for this start, into a directory of this node.
+    """
     if cluster.ranks != world:
-        message = f"{cluster.nodes} nodes of {cluster.gpus_per_node} GPUs are {cluster.ranks} ranks; the engine's "
-        message += f"parallel sizes make {world}"
+        message = f"{cluster.nodes} nodes of {cluster.gpus_per_node} GPUs are {cluster.ranks} "
+        message += f"ranks; the engine's parallel sizes make {world}"
         yield Problem("TS-SERVE-WORLD", "error", "`nodes`", message)
     if cluster.launcher == "direct":
         if cluster.nodes > 1:
@@ -177,16 +183,15 @@ def check_cluster(
 
 
 def _missing_of_leader(cluster: Cluster, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """What the leader pod of a LeaderWorkerSet has and this machine lacks, each with its remedy."""
+    """(message, remedy) for each thing that a leader pod of a LeaderWorkerSet has, if missing."""
     if shutil.which("mpirun") is None:
         yield "mpirun is not on PATH", "start in NVIDIA's TensorRT-LLM release image"
+    size = environ.get("LWS_GROUP_SIZE")
     if "LWS_LEADER_ADDRESS" not in environ:
-        yield (
-            "LWS_LEADER_ADDRESS is not set: this is no pod of a LeaderWorkerSet",
-            "start in its leader pod",
-        )
-    elif environ.get("LWS_GROUP_SIZE") != str(cluster.nodes):
-        message = f"LWS_GROUP_SIZE is {environ.get('LWS_GROUP_SIZE')}, not {cluster.nodes}"
+        message = "LWS_LEADER_ADDRESS is not set: this is no pod of a LeaderWorkerSet"
+        yield message, "start in its leader pod"
+    elif size != str(cluster.nodes):
+        message = f"LWS_GROUP_SIZE is {size}, not {cluster.nodes}"
         yield message, "size of the LeaderWorkerSet = `nodes`"
 
 
@@ -199,47 +204,57 @@ GIB = 2**30
 
 
 def engine_version() -> str | None:
-    """The installed engine's version: of the package that this interpreter imports, else of the executable on PATH."""
+    """The version of the package that this interpreter imports, else of the executable on PATH.
+
+    None if no engine is installed.
+    """
     return installed_version() or PROGRAM.version()
 
 
 def check_hardware(
-    gpus: Sequence[InstalledGpu],
-    deployment: Deployment,
-    document: Document,
+    gpus: Sequence[InstalledGpu], deployment: Deployment, document: Document,
     environ: Mapping[str, str],
-) -> Iterator[Problem]:
-    """Whether the driver is new enough and the deployment fits, on the GPUs of nvidia-smi."""
-    if seen := visible_gpus(gpus, environ):
-        yield from check_driver(seen[0].driver, deployment.schema.version)
-        yield from check_fit(seen, deployment, document)
+) -> Iterator[Problem]:  # fmt: skip
+    """Checks that the driver is new enough and the deployment fits, on the GPUs of nvidia-smi."""
+    visible = visible_gpus(gpus, environ)
+    if visible:
+        yield from check_driver(visible[0].driver, deployment.schema.version)
+        yield from check_fit(visible, deployment, document)
 
 
 def check_driver(driver: str, version: Version) -> Iterator[Problem]:
-    """A warning only: NVIDIA's images bring libraries that run on some older drivers of data-centre GPUs."""
+    """Warns of an old driver.
+
+    It is no error because NVIDIA's images bring libraries that run on some older drivers of
+    data-centre GPUs.
+    """
     row = read_beside("releases.yaml")["driver"]
-    needed, source = row["oldest"], row["source"]
+    needed = row["oldest"]
     major = driver.partition(".")[0]
     if major.isdigit() and int(major) < needed:
-        message = f"driver {driver} is older than {needed}, which TensorRT-LLM {version} is built for ({source})"
+        message = f"driver {driver} is older than {needed}, "
+        message += f"which TensorRT-LLM {version} is built for ({row['source']})"
         yield Problem("TS-SERVE-DRIVER", "warning", "driver", message)
 
 
 def check_fit(
     gpus: Sequence[InstalledGpu], deployment: Deployment, document: Document
 ) -> Iterator[Problem]:
-    """By the memory model of `trtspec plan`, on the smallest GPU that is here."""
+    """Checks the fit by the memory model of `trtspec plan`, on the smallest GPU here."""
     smallest = min(gpu.memory_bytes for gpu in gpus)
     if not smallest or deployment.target is None:
         return  # nvidia-smi does not say it
-    here = replace(gpu_spec("b200"), memory_bytes=smallest)
-    room = deployment.memory(document, deployment.target, here)
-    where = f"{room.layout.gpus} x {gpus[0].name} of {smallest / GIB:.0f} GiB"
-    if room.free <= 0:
-        message = f"weights and working memory need {(room.capacity - room.free) / GIB:.0f} GiB on each of {where}"
+    gpu = replace(gpu_spec("b200"), memory_bytes=smallest)
+    memory = deployment.memory(document, deployment.target, gpu)
+    hardware = f"{memory.layout.gpus} x {gpus[0].name} of {smallest / GIB:.0f} GiB"
+    if memory.free <= 0:
+        needed_gib = (memory.capacity - memory.free) / GIB
+        message = "weights and working memory need "
+        message += f"{needed_gib:.0f} GiB on each of {hardware}"
         yield Problem("TS-SERVE-NO-FIT", "error", "memory", message)
         return
     length = deployment.size(document, "max_seq_len")
-    if length > room.kv_tokens:
-        message = f"the KV cache of {where} holds about {room.kv_tokens} tokens, and max_seq_len is {length}"
+    if length > memory.kv_tokens:
+        message = f"the KV cache of {hardware} holds about {memory.kv_tokens} tokens, "
+        message += f"and max_seq_len is {length}"
         yield Problem("TS-SERVE-SMALL-CACHE", "warning", "memory", message)

@@ -1,5 +1,7 @@
-"""The front of a disaggregated deployment, `trtllm-serve disaggregated`: its file, and the servers that it names, which
-are started by themselves."""
+"""The front of a disaggregated deployment, `trtllm-serve disaggregated`.
+
+It reads the front's file and checks its servers. Their own commands start them.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ class Servers(BaseModel):
 
 
 class Front(BaseModel):
-    """What trtspec reads of the file."""
+    """The settings of the file that trtspec reads."""
 
     model_config = ConfigDict(strict=True)
 
@@ -59,38 +61,38 @@ class Front(BaseModel):
 
     @model_validator(mode="after")
     def _have_addresses_of_their_own(self) -> Front:
-        every = [
-            f"{self.hostname}:{self.port}",
-            *self.context_servers.urls,
-            *self.generation_servers.urls,
-        ]
-        if twice := sorted({address for address in every if every.count(address) > 1}):
-            raise ValueError(f"{' and '.join(twice)} is listed twice")
+        front = f"{self.hostname}:{self.port}"
+        addresses = [front, *self.context_servers.urls, *self.generation_servers.urls]
+        repeated = {address for address in addresses if addresses.count(address) > 1}
+        if repeated:
+            listed = " and ".join(sorted(repeated))
+            raise ValueError(f"{listed} is listed twice")
         return self
 
 
 def plan_front(options: ServeOptions, *, launching: bool) -> ServerPlan:
-    """Raises UsageError for a file that cannot be read and a target that is none, CheckFailed for what `read_front`
-    refuses."""
+    """The start of a front, with the problems of its servers.
+
+    Raises UsageError if the file cannot be read or the target is not known. Raises CheckFailed if
+    `read_front` refuses the file.
+    """
     find_target(options.target)
     path = options.disaggregated
-    assert path is not None  # it is what asks for a front
+    assert path is not None  # the option asks for a front
     if str(path) == STDIN:
-        raise UsageError(
-            "`disaggregated` - : the front reads its file itself", "pass the path of one"
-        )
+        message = "`disaggregated` - : the front reads its file itself"
+        raise UsageError(message, "pass the path of one")
     text = read_yaml_text(path, BUILD_FRONT)
-    front, names = (
-        read_front(text, path),
-        {engine_name(options.target), Path(options.target).resolve().name},
-    )
+    front = read_front(text, path)
+    names = {engine_name(options.target), Path(options.target).resolve().name}
     problems = [
         *check_servers("context", front.context_servers.urls, names),
         *check_servers("generation", front.generation_servers.urls, names),
     ]
+    version = ""
     if launching:
         problems += [*check_port(front.hostname, front.port), *PROGRAM.check()]
-    version = engine_version() or "" if launching else ""
+        version = engine_version() or ""
     # upstream gives the servers 180 s to start, less than a trillion parameters take to load
     timeouts = ["-t", str(round(options.startup_timeout)), "-r", str(round(REQUEST_TIMEOUT))]
     return ServerPlan(
@@ -109,34 +111,41 @@ def plan_front(options: ServeOptions, *, launching: bool) -> ServerPlan:
 
 
 def read_front(text: str, path: Path) -> Front:
-    """Raises UsageError for text that is not YAML, CheckFailed for values of which no front can be made."""
+    """The settings of a front's file.
+
+    Raises UsageError if the text is not YAML, CheckFailed if its values make no front.
+    """
     try:
         return Front.model_validate(load_text(text))
     except YamlError as error:
-        raise UsageError(
-            f"{path}:{error.line} cannot be used: {error.message}", BUILD_FRONT
-        ) from None
+        message = f"{path}:{error.line} cannot be used: {error.message}"
+        raise UsageError(message, BUILD_FRONT) from None
     except ValidationError as error:
         raise CheckFailed(f"{path} {first_fault(error)}", BUILD_FRONT, "TS-SERVE-FRONT") from None
 
 
 def check_servers(role: str, addresses: list[str], names: set[str]) -> Iterator[Problem]:
-    """Servers that do not answer yet, for which the front waits, and those of another model. `names`: what /v1/models
-    may call the target."""
+    """Warns of servers that do not answer yet, for which the front waits, or serve another model.
 
-    async def named(client: httpx.AsyncClient) -> str:
+    `names`: the target's names that /v1/models may give.
+    """
+
+    async def model_id(client: httpx.AsyncClient) -> str:
         await health(client)
-        return str((await first_model(client, 2.0))["id"])
+        model = await first_model(client, 2.0)
+        return str(model["id"])
 
     for address in addresses:
         try:
-            served = ask_once(f"http://{address}", named, headers={})
+            served = ask_once(f"http://{address}", model_id, headers={})
         except RequestFailed as failure:
             message = f"the {role} server {address} does not answer yet ({failure.message})"
             remedy = f"start it with `trtspec serve TARGET --config FILE --role {role}`"
             yield Problem("TS-SERVE-FRONT-WAITS", "warning", address, message, remedy)
             continue
         if served not in names:
-            message = f"the {role} server {address} calls its model {served!r}, not {' or '.join(sorted(names))}"
-            remedy = "pass the target that the servers serve; one with `served_model_name` may keep its name"
+            expected = " or ".join(sorted(names))
+            message = f"the {role} server {address} calls its model {served!r}, not {expected}"
+            remedy = "pass the target that the servers serve; "
+            remedy += "one with `served_model_name` may keep its name"
             yield Problem("TS-SERVE-FRONT-MODEL", "warning", address, message, remedy)
