@@ -21,7 +21,7 @@ from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.heads.training import module as train
 from trtspec.heads.training import served as serving_states
 from trtspec.heads.training.first_layers import check_first_layers
-from trtspec.heads.training.ranks import World
+from trtspec.heads.training.ranks import Ranks
 from trtspec.heads.training.served import ServedFeatures, state_servers
 from trtspec.heads.training.sources import open_states
 from trtspec.heads.training.states import compute_features
@@ -79,7 +79,7 @@ def test_states_and_losses_are_those_of_the_target_in_memory(
     with serving(target_dir, captured(target, plan), dtype) as (url, _):
         served = replace(plan, features=feature_source(url))
         run = TrainingRun(target_dir, "data", tmp_path)
-        with closing(open_states(run, target, served, OPTIONS, World())) as features:
+        with closing(open_states(run, target, served, OPTIONS, Ranks())) as features:
             unequal = 0.0
             for index, (hidden, aux) in enumerate(one_by_one(target, plan).values()):
                 got_hidden, got_aux = features.states(index)
@@ -135,7 +135,7 @@ def test_a_server_that_captures_other_layers_is_refused(tmp_path, target_dir, da
     with serving(target_dir, "1,7", "bfloat16") as (url, _):
         run = TrainingRun(target_dir, "data", tmp_path)
         with pytest.raises(TrtspecError, match="captured .* wanted"):
-            open_states(run, target, replace(plan, features=feature_source(url)), OPTIONS, World())
+            open_states(run, target, replace(plan, features=feature_source(url)), OPTIONS, Ranks())
 
 
 def fetched(target, plan, change) -> ServedFeatures:
@@ -244,7 +244,7 @@ def test_states_of_other_servers_do_not_mix(tmp_path, target_dir, target, plan, 
         served = replace(plan, features=feature_source(urls[0]))
         run = TrainingRun(target_dir, "data", tmp_path)
         with pytest.raises(UsageError, match=says) as refused:
-            open_states(run, target, served, OPTIONS, World(), journal)
+            open_states(run, target, served, OPTIONS, Ranks(), journal)
         assert "`restart`" in refused.value.remedy
 
 

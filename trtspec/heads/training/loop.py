@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.curve import Curve, CurvePoint
-from trtspec.heads.training.ranks import ALONE, Stop, World
+from trtspec.heads.training.ranks import SINGLE_PROCESS, Stop, Ranks
 from trtspec.heads.training.samples import MAX_HELD_OUT, counted_positions, split_data
 from trtspec.heads.training.saved import SavedRun, load_state, save_state
 from trtspec.heads.training.states import Features, collate
@@ -59,7 +59,7 @@ def train_head(
     on_step: Callable[[CurvePoint], None] = lambda _: None,
     export: Callable[[CurvePoint], None] = lambda _: None,
     stop: Stop | None = None,
-    world: World = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
 ) -> TrainingResult:
     """Trains in place. The state is saved every `run.save_every` steps; a rerun with the same `fingerprint` resumes
     there, and its curve is that of an uninterrupted run. `export` writes the heads that are due after a step.
@@ -68,10 +68,10 @@ def train_head(
     """
     stop, data = stop or Stop(), split_data(features.samples, options)
     total = data.total
-    stepper = Stepper(model, features, options, total, world)
+    stepper = Stepper(model, features, options, total, ranks)
     saved = load_state(run, stepper.parameters, stepper.optimizer, fingerprint, total)
-    world.wait()  # nobody saves before everybody has read
-    curve = Curve(run.curve, saved.position) if world.main else None
+    ranks.wait()  # nobody saves before everybody has read
+    curve = Curve(run.curve, saved.position) if ranks.main else None
     result = TrainingResult(saved.step, total)
     began, slowest, saving = time.monotonic(), 0.0, 0.0
     plan = list(data.steps())[saved.step :]
@@ -79,7 +79,7 @@ def train_head(
     for place, (step, window) in enumerate(plan):
         for _, coming in plan[place : place + 2]:
             for batch in coming:
-                features.expect(world.share(batch))
+                features.expect(ranks.share(batch))
         point = stepper.step(step, window)
         result.tokens += point.tokens
         point.tokens_per_second = result.tokens / (time.monotonic() - began)
@@ -88,7 +88,7 @@ def train_head(
         if curve:
             curve.add(point)
         slowest, result.steps = max(slowest, point.seconds), step
-        stopping = step < total and stop.asked(world, slowest + saving)
+        stopping = step < total and stop.asked(ranks, slowest + saving)
         before = time.monotonic()
         export(point)
         if curve and (stopping or step % run.save_every == 0 or step == total):
@@ -137,12 +137,12 @@ class Stepper:
         features: Features,
         options: TrainOptions,
         total: int,
-        world: World,
+        ranks: Ranks,
     ) -> None:
-        self.features, self.options, self.total, self.world = features, options, total, world
+        self.features, self.options, self.total, self.ranks = features, options, total, ranks
         self.device = str(model.lm_head.weight.device)
         self.peak_lr = peak_learning_rate(options, model.lm_head.in_features)
-        self.objective = world.wrap(Objective(model, options))
+        self.objective = ranks.wrap(Objective(model, options))
         self.parameters = dict(model.eagle_module.named_parameters())  # by their exported names
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(),
@@ -166,7 +166,7 @@ class Stepper:
             with no_sync() if number < len(window) - 1 else contextlib.nullcontext():
                 loss, agree = self._loss(batch, counted)
                 # the wrapper takes the mean over processes, the losses are parts of a sum
-                (loss * self.world.size).backward()
+                (loss * self.ranks.size).backward()
             parts.append(_figures(loss, agree))
         length = nn.utils.clip_grad_norm_(self.parameters.values(), self.options.grad_clip)
         figures, norm = read_back(parts, length)
@@ -197,12 +197,12 @@ class Stepper:
             batch = ordered[begin : begin + self.options.batch_size]
             loss, agree = self._loss(batch, counted)
             figures += _figures(loss, agree).cpu()
-            for row, index in enumerate(self.world.share(batch)):
+            for row, index in enumerate(self.ranks.share(batch)):
                 walked += torch.tensor(
                     simulate_acceptance(agree[:, row].tolist(), self.features.samples[index].answer)
                 )
         value, shares = self._means(figures, counted)
-        steps, accepted = self.world.sum(walked).tolist()
+        steps, accepted = self.ranks.sum(walked).tolist()
         found = {"loss": value, "accuracy": shares}
         return found | ({"acceptance_length": 1 + accepted / steps} if steps else {})
 
@@ -214,14 +214,14 @@ class Stepper:
 
     def _means(self, figures: Tensor, counted: Tensor) -> tuple[float, list[float]]:
         """(loss, agreement by step) of the whole step, from this process's sums."""
-        value, *right = self.world.sum(figures).tolist()
+        value, *right = self.ranks.sum(figures).tolist()
         return value, [
             one / max(1, count) for one, count in zip(right, counted.tolist(), strict=True)
         ]
 
     def _loss(self, indices: list[int], counted: Tensor) -> tuple[Tensor, Tensor]:
         """(loss, agreement [K, B, S]) of this process's rows of a batch, as parts of the step's sums."""
-        mine = self.world.share(indices)
+        mine = self.ranks.share(indices)
         batch = collate(self.features, mine or indices[:1], self.options.answer_only, self.device)
         if not mine:
             batch.places = batch.places[:0]  # fewer rows than processes: take part without counting

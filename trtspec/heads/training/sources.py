@@ -11,7 +11,7 @@ from functools import partial
 from trtspec.checkpoint.identity import identity_digest
 from trtspec.checkpoint.writer import Journal
 from trtspec.heads.training.first_layers import check_first_layers
-from trtspec.heads.training.ranks import World
+from trtspec.heads.training.ranks import Ranks
 from trtspec.heads.training.served import ServedFeatures, state_servers
 from trtspec.heads.training.states import Features, compute_features
 from trtspec.heads.training.streamed import open_stream, stream_features
@@ -26,7 +26,7 @@ def open_states(
     model: KimiModel,
     plan: TrainingPlan,
     options: TrainOptions,
-    world: World,
+    ranks: Ranks,
     journal: Journal | None = None,
 ) -> Features:
     """The states of all samples, from the source that the plan names. `journal` holds the servers of earlier states.
@@ -35,13 +35,13 @@ def open_states(
     would keep in memory: each computes a part, and none holds all.
     """
     source, layers = plan.features, plan.spec.aux_layers or ()
-    if source.way == "memory" and world.size == 1:
+    if source.way == "memory" and ranks.size == 1:
         with progress_bar("states of the target", plan.tokens, "tokens") as bar:
             return compute_features(model, plan.samples, layers, bar.advance)
     if source.way in ("memory", "stream"):
-        stream = open_stream(run.target_dir, model.dtype, str(model.embed.weight.device), world)
+        stream = open_stream(run.target_dir, model.dtype, str(model.embed.weight.device), ranks)
         return stream_features(
-            stream, plan, options, run.work, identity_digest(run.target_dir), world=world
+            stream, plan, options, run.work, identity_digest(run.target_dir), ranks=ranks
         )
     lengths = [len(sample.tokens) for sample in plan.samples]
     if source.way == "server":
@@ -62,7 +62,7 @@ def open_states(
     else:
         assert plan.dumped is not None
         features = plan.dumped
-    if world.main:
+    if ranks.main:
         shortest = lengths.index(min(lengths))
         aux = features.states(shortest)[1]
         check_first_layers(run.target_dir, plan.samples[shortest], aux, layers, model.dtype)

@@ -21,7 +21,7 @@ from trtspec import machine
 from trtspec.checkpoint.writer import Layout, ShardFile
 from trtspec.errors import TrtspecError
 from trtspec.foreign import PlainName
-from trtspec.heads.training.ranks import ALONE, World, require_shared
+from trtspec.heads.training.ranks import SINGLE_PROCESS, Ranks, require_shared
 from trtspec.heads.training.samples import MAX_HELD_OUT, Sample, TrainingData, split_data
 from trtspec.heads.training.states import Features, bytes_per_token
 from trtspec.heads.training.train_options import TrainOptions
@@ -42,19 +42,19 @@ DISK_SHARE = 0.3  # of the free disk that a chunk may take: there are two, and t
 
 
 def open_stream(
-    target_dir: Path, dtype: torch.dtype, device: str, world: World = ALONE
+    target_dir: Path, dtype: torch.dtype, device: str, ranks: Ranks = SINGLE_PROCESS
 ) -> LayerStream:
     """The target's layers for this process. Raises TrtspecError where a decoded layer of each process is more than the
     machine's memory."""
-    threads = min(8, max(1, torch.get_num_threads() // world.local_size))
+    threads = min(8, max(1, torch.get_num_threads() // ranks.local_size))
     stream = LayerStream(target_dir, dtype=dtype, device=device, threads=threads)
     layer = stream.layer_bytes(stream.num_layers - 1)
-    share = machine.free_memory() / world.local_size
+    share = machine.free_memory() / ranks.local_size
     stream.load_ahead = share > PREFETCH_MEMORY_LAYERS * layer
     if layer > share:
         raise TrtspecError(
             f"TS-FEATURES-MEMORY a decoded layer of the target takes {layer / 1e9:,.1f} GB, and each of "
-            f"{world.local_size} processes on this machine holds one: {share / 1e9:,.1f} GB of free memory for each",
+            f"{ranks.local_size} processes on this machine holds one: {share / 1e9:,.1f} GB of free memory for each",
             "start fewer processes per machine, or take the states from dumps or a server",
         )
     return stream
@@ -68,7 +68,7 @@ def stream_features(
     target: str,
     *,
     chunk_bytes: float | None = None,
-    world: World = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
 ) -> StreamedFeatures:
     """The features of a streamed run; one process computes nothing yet, several what they all need to the end.
 
@@ -80,11 +80,11 @@ def stream_features(
     layers = tuple(sorted(plan.spec.aux_layers or stream.spec.default_aux_layers))
     if chunk_bytes is None:
         chunk_bytes = min(CHUNK_BYTES, DISK_SHARE * machine.free_disk(directory))
-        chunk_bytes = world.agree(chunk_bytes)  # the disk fills while the others look
+        chunk_bytes = ranks.agree(chunk_bytes)  # the disk fills while the others look
     chunks, kept = chunks_in_order(
         plan.samples, split_data(plan.samples, options), stream.spec, len(layers), chunk_bytes
     )
-    if world.main and kept == math.inf:  # samples come again, so every chunk stays
+    if ranks.main and kept == math.inf:  # samples come again, so every chunk stays
         free = machine.free_disk(directory) + sum(
             path.stat().st_size for path in directory.glob("chunk-*")
         )
@@ -94,7 +94,7 @@ def stream_features(
                 f"later epochs, and the disk of {directory} has {free:,} free",
                 "pass `epochs` 1, which removes what it has passed, or `features` stream:DIR on a larger disk",
             )
-    require_shared(directory, world, "reads the states that the others compute")
+    require_shared(directory, ranks, "reads the states that the others compute")
     fingerprint = repr((target, layers, str(stream.dtype), stream.activation))
     features = StreamedFeatures(
         plan.samples,
@@ -102,12 +102,12 @@ def stream_features(
         layers,
         chunks,
         directory,
-        world,
+        ranks,
         fingerprint,
         kept=math.inf if named else kept,
     )
     # held-out and later epochs' samples fall to the processes in another order than chunks have
-    if world.size > 1:
+    if ranks.size > 1:
         for number in range(int(min(kept, len(chunks)))):
             features.opened(number)
     return features
@@ -161,7 +161,7 @@ class StreamedFeatures(Features):
         aux_layers: tuple[int, ...],
         chunks: list[list[int]],
         directory: Path,
-        world: World,
+        ranks: Ranks,
         fingerprint: str,
         *,
         kept: float,
@@ -172,7 +172,7 @@ class StreamedFeatures(Features):
         self.aux_layers = aux_layers
         self.chunks = chunks
         self.directory = directory
-        self.world = world
+        self.ranks = ranks
         self.fingerprint = fingerprint
         self.kept = kept
         self._chunk_of = {index: number for number, chunk in enumerate(chunks) for index in chunk}
@@ -220,12 +220,12 @@ class StreamedFeatures(Features):
         return self._open[number]
 
     def _compute(self, number: int) -> None:
-        world, path = self.world, self.path(number)
+        ranks, path = self.ranks, self.path(number)
         # the chunk just before stays, for a run that resumes some steps back
         for passed in range(number - 1):
             if passed >= self.kept:
                 self._open.pop(passed, None)
-                for file in self.files(passed) if world.main else ():
+                for file in self.files(passed) if ranks.main else ():
                     file.unlink(missing_ok=True)
         tokens = sum(len(self.samples[index].tokens) for index in self.chunks[number])
         layers = self.stream.num_layers
@@ -233,7 +233,7 @@ class StreamedFeatures(Features):
             f"Chunk {number + 1} of {len(self.chunks)}: {tokens:,} tokens through the target's {layers} layers"
         )
         path.parent.mkdir(parents=True, exist_ok=True)
-        mine = _part(path, world.rank, world.size)
+        mine = _part(path, ranks.rank, ranks.size)
         for unfinished in path.parent.glob(f".{mine.name}.*.partial"):
             unfinished.unlink()
         if not mine.is_file():
@@ -248,7 +248,7 @@ class StreamedFeatures(Features):
             [every[position] for position in group]
             for group in similar_length(list(lengths.values()))
         ]
-        groups = groups[self.world.rank :: self.world.size]
+        groups = groups[self.ranks.rank :: self.ranks.size]
         batches = [padded([self.samples[index].tokens for index in group]) for group in groups]
         names = ("hidden", *map(str, self.aux_layers))
         indices = [index for group in groups for index in group]
@@ -266,8 +266,8 @@ class StreamedFeatures(Features):
             if layer in self.aux_layers:
                 keep(str(layer), number, output)
 
-        budget = machine.free_memory() / 2 / self.world.local_size
-        states_name = PlainName(f"states-{self.world.rank}")
+        budget = machine.free_memory() / 2 / self.ranks.local_size
+        states_name = PlainName(f"states-{self.ranks.rank}")
         where = self.directory / states_name
         try:
             with (

@@ -178,7 +178,7 @@ def check_run(run: TrainingRun, plan: TrainingPlan, options: TrainOptions) -> di
     options; raises otherwise. Returns what a dry run says about it."""
     if run.init is not None:
         check_initial(run.init, plan.spec)
-    resumes = run_directory(run.output, plan.output_bytes).check(run_options(run.output, run.again))
+    resumes = run_directory(run.output, plan.output_bytes).check(run_options(run.output, run.output_options))
     saved = saved_run(run.work) if resumes else None
     if saved is not None:
         check_saved(saved, run_fingerprint(run, plan.samples, options), plan.steps, run.output)

@@ -33,7 +33,7 @@ from trtspec.heads.training.curve import (
     summary,
 )
 from trtspec.heads.training.loop import peak_learning_rate, train_head
-from trtspec.heads.training.ranks import ALONE, Stop, World, require_shared
+from trtspec.heads.training.ranks import SINGLE_PROCESS, Stop, Ranks, require_shared
 from trtspec.heads.training.samples import coverage, draft_vocabulary, split_data
 from trtspec.heads.training.saved import STATE_NAME, run_fingerprint
 from trtspec.heads.training.sources import open_states
@@ -61,7 +61,7 @@ def run_training(
     options: TrainOptions,
     *,
     on_step: Callable[[CurvePoint], None] = lambda _: None,
-    world: World = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
 ) -> dict[str, Any]:
     """Trains and writes the head to the run's output; returns its provenance record, `held_out` (sample ids) included.
 
@@ -72,24 +72,24 @@ def run_training(
     """
     options = options.for_device(run.device)
     fingerprint = run_fingerprint(run, plan.samples, options)
-    again = run_options(run.output, run.again)
-    world.wait()  # the main process removes nothing before all have checked the output
+    again = run_options(run.output, run.output_options)
+    ranks.wait()  # the main process removes nothing before all have checked the output
     directory = run_directory(run.output, plan.output_bytes)
-    with directory.claim({}, again) if world.main else nullcontext() as journal:
-        require_shared(run.work, world, "resumes from the state that the main one saved there")
+    with directory.claim({}, again) if ranks.main else nullcontext() as journal:
+        require_shared(run.work, ranks, "resumes from the state that the main one saved there")
         module = _fresh_module(plan, model, options)
         if run.init is not None:
             module.eagle_module.load_state_dict(initial_tensors(check_initial(run.init, plan.spec)))
         source = {f"{key}_sha256": fingerprint[key] for key in ("data", "init")}
         source["target_config"] = fingerprint["target"]
         source |= fingerprint["target_id"] | target_record(Checkpoint.open(run.target_dir))
-        writer = HeadWriter(run, plan, options, model.spec, module, world, source)
+        writer = HeadWriter(run, plan, options, model.spec, module, ranks, source)
         stop = Stop(run.deadline)
         # Python has its signals handled in the main thread alone
         in_main_thread = threading.current_thread() is threading.main_thread()
         heard = (signal.SIGINT, signal.SIGTERM) if in_main_thread else ()
         with (
-            closing(open_states(run, model, plan, options, world, journal)) as states,
+            closing(open_states(run, model, plan, options, ranks, journal)) as states,
             signals_handled(stop.hear, *heard),
         ):
             result = train_head(
@@ -101,10 +101,10 @@ def run_training(
                 on_step=on_step,
                 export=writer.after,
                 stop=stop,
-                world=world,
+                ranks=ranks,
             )
             record = writer.write(run.output, result.to_dict())
-        if world.main and result.finished:  # the state stays, so that the run can be extended
+        if ranks.main and result.finished:  # the state stays, so that the run can be extended
             for path in run.work.iterdir():
                 if path.name != STATE_NAME:
                     remove_folder(run.work, PlainName(path.name))
@@ -154,13 +154,13 @@ class HeadWriter:
     options: TrainOptions
     target: ModelSpec
     module: train.TrainingModule
-    world: World
+    ranks: Ranks
     source: dict[str, Any]  # digests of what the run started from, as provenance.json names them
 
     def write(self, place: Path, about: dict[str, Any]) -> dict[str, Any]:
         """The head as it is now into `place`, its record last; `about`: what the record says of the run so far. Returns
         the record, empty in all processes but the main one."""
-        if not self.world.main:
+        if not self.ranks.main:
             return {}
         tensors = train.head_tensors(self.module)
         plan, options, samples = self.plan, self.options, self.plan.samples
@@ -169,7 +169,7 @@ class HeadWriter:
             "samples": len(data.trained),
             "held_out": len(data.held),
             "peak_lr": peak_learning_rate(options, plan.spec.hidden_size),
-            "processes": self.world.size,
+            "processes": self.ranks.size,
         }
         if plan.spec.has_d2t:
             ids = (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).tolist()
@@ -191,7 +191,7 @@ class HeadWriter:
 
     def after(self, point: CurvePoint) -> None:
         """Writes the heads that are due after this step."""
-        if not self.world.main:
+        if not self.ranks.main:
             return
         if point.held_out and point.held_out["loss"] < self._best_loss():
             self._put(BEST, point)
