@@ -141,7 +141,7 @@ def test_chunked_attention_changes_nothing(target, attention, monkeypatch):
     hidden, aux = torch.randn(2, 40, 64), torch.randn(2, 40, 192)
     results = []
     for scores in (2**26, 64):
-        monkeypatch.setattr("trtspec.heads.training.module.SCORES", scores)
+        monkeypatch.setattr("trtspec.heads.training.module.MAX_SCORES", scores)
         model = training_module(target, spec)
         objective = Objective(model, TrainOptions(ttt_steps=4))
         loss, _ = objective(tokens, hidden, aux, places_of(mask), torch.tensor([78, 76, 74, 72]))
