@@ -101,7 +101,7 @@ def test_states_and_losses_are_those_of_the_target_in_memory(
 def test_a_server_that_goes_away_is_named_and_the_run_goes_on(
     tmp_path, target_dir, data, target, plan, monkeypatch
 ):
-    monkeypatch.setattr(serving_states, "PATIENCE", 0.01)
+    monkeypatch.setattr(serving_states, "RETRY_DELAY_S", 0.01)
     layers, port = captured(target, plan), free_port()
     memory = losses(target_dir, target, plan, data, tmp_path / "memory")
     with serving(target_dir, layers, "float32", port) as (url, process):
@@ -180,7 +180,7 @@ def refused(planes: torch.Tensor) -> None:
     ],
 )
 def test_what_a_server_may_send_is_refused_by_name(target, plan, monkeypatch, change, says):
-    monkeypatch.setattr(serving_states, "PATIENCE", 0.001)
+    monkeypatch.setattr(serving_states, "RETRY_DELAY_S", 0.001)
     with (
         closing(fetched(target, plan, change)) as features,
         pytest.raises(TrtspecError, match=says),
