@@ -1,6 +1,6 @@
-"""Activation scales for NVFP4 from real text: ModelOpt's quantizers, one layer of the target at a time.
+"""Activation scales for NVFP4 from real text, by ModelOpt's quantizers, one layer at a time.
 
-What is measured is what `mtq.quantize` with its `max` algorithm measures on the whole model: the
+The scale is measured as `mtq.quantize` with its `max` algorithm does on the whole model: the
 largest |x| that each quantized linear reads, while nothing is quantized yet. Linears that read the
 same input share one scale (gate and up, q_a and kv_a). So do all experts of a layer for each of
 their two inputs, as ModelOpt's export makes them. An expert that no calibration token reached
@@ -103,7 +103,7 @@ def calibrate_checkpoint(
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationResult:
-    """What was measured, or for a dry run what a run would take. None: not part of that answer.
+    """The result of a run, or of a dry run. None: not a field of that result.
 
     Args:
         unreached: by layer, the experts that no token was routed to.
