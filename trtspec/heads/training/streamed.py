@@ -135,7 +135,8 @@ def chunks_in_order(
 
     The held-out samples of the evaluations come first, and their chunks stay to the end. Infinity:
     every chunk stays, because samples come again in later epochs. A batch lies in one chunk, so
-    that processes which share its rows need the same chunk. One chunk takes all samples if they fit.
+    that processes which share its rows need the same chunk. One chunk takes all samples if they
+    fit.
     """
     lengths = [len(sample.tokens) for sample in samples]
     batches: list[list[int]] = []
