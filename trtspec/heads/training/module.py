@@ -135,7 +135,7 @@ def ttt_attention(
     if step == 0:
         attended = _causal(query, key[0], value[0], scaling)
     else:
-        diagonals = []
+        diagonals: list[Tensor] = []
         for index in range(1, step + 1):
             shift = step - index
             diagonals += [key[index].roll(shift, 2), value[index].roll(shift, 2)]
