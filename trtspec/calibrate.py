@@ -1,6 +1,6 @@
-"""Activation scales for NVFP4 from real text: ModelOpt's quantizers, one layer of the target at a time.
+"""Activation scales for NVFP4 from real text, by ModelOpt's quantizers, one layer at a time.
 
-What is measured is what `mtq.quantize` with its `max` algorithm measures on the whole model: the
+The scale is measured as `mtq.quantize` with its `max` algorithm does on the whole model: the
 largest |x| that each quantized linear reads, while nothing is quantized yet. Linears that read the
 same input share one scale (gate and up, q_a and kv_a). So do all experts of a layer for each of
 their two inputs, as ModelOpt's export makes them. An expert that no calibration token reached
@@ -103,7 +103,7 @@ def calibrate_checkpoint(
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationResult:
-    """What was measured, or for a dry run what a run would take. None: not part of that answer.
+    """The result of a run, or of a dry run. None: not a field of that result.
 
     Args:
         unreached: by layer, the experts that no token was routed to.
@@ -163,7 +163,8 @@ class Calibration:
             "device": self.options.device.partition(":")[0],
             "format_version": FORMAT_VERSION,
         }
-        data_digest = hashlib.sha256(repr(self.texts).encode()).hexdigest()
+        texts = repr(self.texts)
+        data_digest = hashlib.sha256(texts.encode()).hexdigest()
         checkpoint = self.stream.checkpoint
         source = identity(checkpoint) | commit_record(checkpoint.path)
         return {"source": source, "options": options, "data": data_digest}
@@ -174,7 +175,8 @@ class Calibration:
 
         It holds the states of two layers at most.
         """
-        return OutputDirectory.beside(self.output, "calibrate", 2 * self.states().bytes)
+        states_bytes = 2 * self.states().bytes
+        return OutputDirectory.beside(self.output, "calibrate", states_bytes)
 
     @property
     def provenance_path(self) -> Path:
@@ -408,16 +410,18 @@ def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
     header = calibration.header
     checkpoint = calibration.stream.checkpoint
     spec = calibration.stream.spec
+    unreached_experts = sum(len(layer["unreached"]) for layer in layers)
+    model = [spec.model_type, spec.num_hidden_layers, spec.n_routed_experts]
     metadata = {
         "command": "calibrate",
         "options": header["options"],
         "data": header["data"],
         "texts": len(calibration.texts),
         "tokens": calibration.tokens,
-        "unreached_experts": sum(len(layer["unreached"]) for layer in layers),
+        "unreached_experts": unreached_experts,
         "source": source_name(checkpoint.path),
         "fingerprint": header["source"],
-        "model": [spec.model_type, spec.num_hidden_layers, spec.n_routed_experts],
+        "model": model,
         "modelopt": versions().get("nvidia-modelopt"),
     }
     source = {"path": str(checkpoint.path), **header["source"]}
@@ -455,13 +459,19 @@ def _result(
         dead_inputs += [f"layer {index} {point}" for point in layer["dead"]]
         if layer["unreached"]:
             unreached[str(index)] = layer["unreached"]
+    experts_unreached = sum(len(ids) for ids in unreached.values())
+    input_scale = {
+        "min": min(scales),
+        "median": statistics.median(scales),
+        "max": max(scales),
+    }
     return calibration.result(
         sha256=file_sha256(calibration.output),
         experts=spec.n_routed_experts * moe_layers,
-        experts_unreached=sum(len(ids) for ids in unreached.values()),
+        experts_unreached=experts_unreached,
         unreached=unreached,
         dead_inputs=dead_inputs,
-        input_scale={"min": min(scales), "median": statistics.median(scales), "max": max(scales)},
+        input_scale=input_scale,
         layers_resumed=resumed,
         seconds=round(time.monotonic() - start, 3),
         peak_rss_bytes=peak_rss(),

@@ -177,7 +177,7 @@ def our_head(arguments: argparse.Namespace) -> tuple[Any, Any, TrainOptions]:
 
 def ours(arguments: argparse.Namespace, data: list[list[Sample]]) -> dict[str, Any]:
     from trtspec.heads.training.loop import Stepper
-    from trtspec.heads.training.ranks import World
+    from trtspec.heads.training.ranks import Ranks
     from trtspec.heads.training.states import compute_features
 
     before = peak_memory()
@@ -194,7 +194,7 @@ def ours(arguments: argparse.Namespace, data: list[list[Sample]]) -> dict[str, A
         features = compute_features(target, data[number], layers)
         gathering.append(time.process_time() - began)
         if stepper is None:
-            stepper = Stepper(module, features, options, 10**9, World())
+            stepper = Stepper(module, features, options, 10**9, Ranks())
         stepper.features = features
         began = time.process_time()
         loss = stepper.step(number + 1, [list(range(len(data[number])))]).loss

@@ -174,11 +174,11 @@ def train(command: TrainCommand) -> Result | None:
         init=resolve(str(command.init)).directory if command.init else None,
         data=" ".join(command.data),
         deadline=deadline,
-        again=command,
+        output_options=command,
     )
     # of the processes that torchrun starts, the one that writes and talks
     main = os.environ.get("RANK", "0") == "0"
-    resumes = main and run_directory(run.output).check(run_options(run.output, run.again))
+    resumes = main and run_directory(run.output).check(run_options(run.output, run.output_options))
     if command.dry_run:
         from trtspec.heads.training.needs import dry_run
         from trtspec.specs import gpu_spec

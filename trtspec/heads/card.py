@@ -1,5 +1,7 @@
-"""The README.md of a trained or converted head: what it is, how it was made, what was measured, how to serve it. The
-text is data/head_card.md."""
+"""The README.md of a trained or converted head, from the template data/head_card.md.
+
+It names the head, how it was made, the measurements, and how to serve it.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +16,39 @@ from trtspec.specs import HeadSpec
 
 
 def model_card(spec: HeadSpec, provenance: dict[str, Any]) -> str:
-    """Markdown made from the record alone, so that the card and provenance.json never differ."""
+    """The Markdown of a trained head.
+
+    It is made from the record alone, so the card and provenance.json never differ.
+    """
     target = provenance["source"]["target"]
+    layers = list(spec.aux_layers or ())
     return _rendered(
         spec,
         provenance,
         target=target,
         parameters=f"{provenance['parameters']:,}",
-        serve=serving_commands(spec, "HEAD", target, list(spec.aux_layers or ())),
+        serve=serving_commands(spec, "HEAD", target, layers),
         measured=provenance.get("acceptance"),
     )
 
 
 def conversion_card(spec: HeadSpec, result: dict[str, Any], record: dict[str, Any]) -> str:
-    """Markdown from the result and the provenance record; a measurement of the source is repeated with its origin."""
+    """The Markdown of a converted head, from the result and the provenance record.
+
+    A measurement of the source head is repeated with its origin.
+    """
     size = f"{result['parameters']:,} in {result['tensors']} tensors, {result['bytes_out']:,} bytes"
+    source = record["source"]
+    source_provenance = source.get("provenance") or {}
     return _rendered(
         spec,
         record,
         converted=True,
-        target=record["source"]["target"],
+        target=source["target"],
         parameters=size,
         serve=result["serve"],
         repairs=result["repairs"],
-        measured=(record["source"].get("provenance") or {}).get("acceptance"),
+        measured=source_provenance.get("acceptance"),
     )
 
 
@@ -50,31 +61,44 @@ def _rendered(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    return environment.get_template("head_card.md").render(
-        spec=spec, record=record, source=record["source"], converted=converted, dialects=DIALECTS, engines=ENGINES,
-        interval=interval_text, numbers=lambda found: ", ".join(f"{value:.3f}" for value in found), **values,
-    )  # fmt: skip
+    template = environment.get_template("head_card.md")
+    return template.render(
+        spec=spec,
+        record=record,
+        source=record["source"],
+        converted=converted,
+        dialects=DIALECTS,
+        engines=ENGINES,
+        interval=interval_text,
+        numbers=lambda rates: ", ".join(f"{rate:.3f}" for rate in rates),
+        **values,
+    )
 
 
 def serving_commands(
     spec: HeadSpec, head: str, target: str | None, capture: list[int] | None
 ) -> dict[str, str]:
-    """Shell commands (and YAML) for each engine: what serves the head, behind a conversion if the engine misreads its
-    layout; for a head that it cannot load, a comment with the reason.
+    """Shell commands (and YAML) that serve the head, by engine.
 
-    `capture` holds the layer outputs that TensorRT-LLM needs in its configuration; None if its default is right
-    or unknown.
+    They begin with a conversion if the engine misreads the head's layout. If the engine cannot load
+    the head, they are a comment with the reason.
+
+    Args:
+        capture: layer outputs that TensorRT-LLM needs in its configuration. None if its default is
+            right or unknown.
     """
     commands = {}
     for name, engine in ENGINES.items():
-        if reason := engine.cannot_load(spec):
+        reason = engine.cannot_load(spec)
+        if reason:
             commands[name] = f"# {reason}"
             continue
-        served, convert = head, ""
+        served = head
+        convert = ""
         if not DIALECTS[spec.dialect].served_by(engine, spec):
             served = f"{head}-{name}"
-            words = shlex.join(["trtspec", "convert", head, "-o", served, "--to", name])
-            convert = f"{words}    # {engine.title} misreads this layout\n"
+            command = shlex.join(["trtspec", "convert", head, "-o", served, "--to", name])
+            convert = f"{command}    # {engine.title} misreads this layout\n"
         commands[name] = convert + engine.start(served, target or "<target>", capture)
     return commands
 
@@ -82,4 +106,6 @@ def serving_commands(
 def interval_text(row: dict[str, Any]) -> str:
     """The 95 % interval of a row's acceptance length over its prompts."""
     interval = row.get("acceptance_length_interval")
-    return "{:.3f} to {:.3f}".format(*interval) if interval else "too few prompts"
+    if not interval:
+        return "too few prompts"
+    return "{:.3f} to {:.3f}".format(*interval)

@@ -1,8 +1,8 @@
-"""Prompts, each with an id of its text alone, and the answers of the target through an OpenAI endpoint: concurrent,
-resumable, in order.
+"""Prompts, and the target's answers to them through an OpenAI endpoint.
 
-Each finished conversation is journalled before it counts, so a killed run never asks for it again. The output is
-written from the journal in the order of the prompts, in ModelOpt's data format.
+The id of a prompt depends on its text alone. Requests run concurrently. Each finished conversation
+is journalled before it counts, so a killed run never asks for it again. The output is written from
+the journal in the order of the prompts, in ModelOpt's data format.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from trtspec.report import (
 
 T = TypeVar("T")
 RETRY_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
-RETRIES = 6  # of one request, with exponential backoff and jitter
+MAX_RETRIES = 6  # of one request, with exponential backoff and jitter
 FIRST_DELAY_S = 0.5
-REFUSED_STATUS = (401, 403, 404)  # which every other request would get, too
-MAX_FAILED_IN_A_ROW = 8  # then the server is gone, not one request unlucky
-# keys of a request that options or the prompts set, and the provenance states
+REFUSED_STATUS = (401, 403, 404)  # every other request would get it, too
+MAX_FAILED_IN_A_ROW = 8  # more mean that the server is gone, not that one request was unlucky
+# Request keys that options or prompts set. Provenance records them, so `extra_body` must not.
 SYNTHESIS_OWNED = {
     **OWNED,
     "messages": "give PROMPTS",
@@ -74,8 +74,12 @@ REMEDY = "each row has prompt, messages, conversations or turns"
 
 @dataclass(frozen=True)
 class Prompt:
-    """`turns` are the messages before each answer: a system message, if any, belongs to the first user turn, and a
-    tool call of the source with its result precedes the answer that it led to."""
+    """The user's side of a conversation.
+
+    Args:
+        turns: the messages before each answer. A system message belongs to the first user turn. A
+            tool call of the source and its result precede the answer that they led to.
+    """
 
     id: str
     turns: tuple[tuple[dict[str, Any], ...], ...]
@@ -84,13 +88,16 @@ class Prompt:
 
     @property
     def seed(self) -> int:
-        """Of the sampling: the same prompt gets the same seed in every run and shard."""
+        """Sampling seed, 31 bits: the same prompt gets the same seed in every run and shard."""
         return int(self.id[:8], 16) % 2**31
 
 
 def read_prompts(source: Path | str, split: str | None = None, limit: int = 0) -> list[Prompt]:
-    """Prompts of a file, a directory or a hub data set (see `read_conversations`), in order, each text once, at most
-    `limit` (0: all). Answers are dropped. Raises UsageError naming the row that is no prompt."""
+    """Reads the prompts of a file, a directory or a hub data set (see `read_conversations`).
+
+    They come in order, each text once, at most `limit` (0: all). Answers are dropped. Raises
+    UsageError naming the row if a row is not a prompt, or if there is no prompt.
+    """
     prompts = distinct(read_conversations(source, split), set())
     chosen = list(islice(prompts, limit or None))
     if not chosen:
@@ -99,7 +106,10 @@ def read_prompts(source: Path | str, split: str | None = None, limit: int = 0) -
 
 
 def distinct(conversations: Iterable[Conversation], seen: set[str]) -> Iterator[Prompt]:
-    """The prompt of each conversation, the first of equal ones; `seen` are ids of earlier ones."""
+    """Yields the prompt of each conversation, and of equal prompts the first.
+
+    `seen`: ids of earlier prompts. Each new id is added.
+    """
     for conversation in conversations:
         prompt = prompt_of(conversation)
         if prompt.id not in seen:
@@ -108,43 +118,47 @@ def distinct(conversations: Iterable[Conversation], seen: set[str]) -> Iterator[
 
 
 def prompt_of(conversation: Conversation) -> Prompt:
-    """Raises UsageError (TS-PROMPTS-ROW) where nobody asks anything."""
-    turns = tuple(tuple(turn) for turn in _turns(conversation))
+    """The prompt of a conversation. Raises UsageError if there is no user turn."""
+    turns = tuple(map(tuple, _turns(conversation)))
     if not turns:
         raise UsageError(f"TS-PROMPTS-ROW {conversation.where}: no user turn to answer", REMEDY)
-    digest = hashlib.sha256(
-        json.dumps([turns, conversation.tools], sort_keys=True).encode()
-    ).hexdigest()[:16]
-    return Prompt(digest, turns, conversation.category, conversation.tools)
+    text = json.dumps([turns, conversation.tools], sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return Prompt(digest[:16], turns, conversation.category, conversation.tools)
 
 
 def _turns(conversation: Conversation) -> Iterator[list[dict[str, Any]]]:
-    """The user's side of a conversation, cut into what precedes each answer."""
+    """Yields the messages before each answer of a conversation."""
     pending: list[dict[str, Any]] = []
-    asked = False  # whether `pending` ends in what an answer follows
+    awaits_answer = False  # whether `pending` ends in a message that an answer follows
     for message in conversation.messages:
         message = {key: value for key, value in message.items() if key != "reasoning_content"}
-        answered = message["role"] == "assistant" and not message.get("tool_calls")
-        # in a source without answers, each question gets one
-        if asked and (answered or message["role"] == "user"):
+        role = message["role"]
+        is_answer = role == "assistant" and not message.get("tool_calls")
+        # A source without answers has user messages in a row. Each gets an answer.
+        if awaits_answer and (is_answer or role == "user"):
             yield pending
             pending = []
-            asked = False
-        if not answered and (message["role"] != "system" or message["content"]):
+            awaits_answer = False
+        if not is_answer and (role != "system" or message["content"]):
             pending.append(message)
-            asked = message["role"] in ("user", "tool")
-    if asked:
+            awaits_answer = role in ("user", "tool")
+    if awaits_answer:
         yield pending
 
 
 def shard(prompts: list[Prompt], text: str | None) -> list[Prompt]:
-    """`i/n` (i from 0): the prompts whose id falls to part i, so that shards never overlap whatever is added."""
+    """The prompts of shard `text`: i/n, i counted from 0. None: all prompts.
+
+    The id of a prompt decides its shard, so shards never overlap, also when prompts are added.
+    Raises UsageError if `text` is not i/n.
+    """
     if text is None:
         return prompts
     try:
-        index, count = (int(part) for part in text.split("/"))
+        index, count = map(int, text.split("/"))
     except ValueError:
-        index, count = -1, 0
+        index = count = 0  # fails the check below
     if not 0 <= index < count:
         raise UsageError(f"`shard` {text!r} is not i/n with 0 <= i < n", "for example `shard` 0/4")
     return [prompt for prompt in prompts if int(prompt.id, 16) % count == index]
@@ -152,7 +166,7 @@ def shard(prompts: list[Prompt], text: str | None) -> list[Prompt]:
 
 @dataclass(frozen=True)
 class AnswerSampling:
-    """What is sent with every request."""
+    """Options that every request sends. Raises UsageError for a reserved key in `extra_body`."""
 
     model: str | None = None
     max_tokens: int = 512
@@ -166,7 +180,10 @@ class AnswerSampling:
 
 @dataclass(frozen=True)
 class TargetEndpoint:
-    """`base_url` with or without /v1; UsageError for one that is no URL, or a key that no header can carry."""
+    """An OpenAI endpoint. `base_url`: with or without /v1.
+
+    Raises UsageError if `base_url` is not a URL, or if no header can carry the key.
+    """
 
     base_url: str
     api_key: str = field(default="none", repr=False)
@@ -180,15 +197,22 @@ class TargetEndpoint:
 
 @dataclass
 class Outcome:
-    """Counts of one run. `resumed` conversations came from the journal; `failed` ids are left out of the output."""
+    """The result of one run.
+
+    Args:
+        resumed: conversations that came from the journal.
+        failed: error message by prompt id. The output lacks these prompts.
+        server: identity of the server that answered.
+        rows: the whole data set, as written.
+    """
 
     answered: int = 0
     resumed: int = 0
     failed: dict[str, str] = field(default_factory=dict)
     tokens: int = 0
     seconds: float = 0.0
-    server: dict[str, str] = field(default_factory=dict)  # what is known of the one that answered
-    rows: list[dict[str, Any]] = field(default_factory=list)  # the whole data set, as written
+    server: dict[str, str] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -217,27 +241,27 @@ def synthesize(
     output: Path,
     endpoint: TargetEndpoint,
     sampling: AnswerSampling,
-    again: OutputOptions = OutputOptions(),
+    output_options: OutputOptions = OutputOptions(),
     bar: ProgressBar = ProgressBar(),
 ) -> Outcome:
-    """Answers every prompt that the journal lacks, then writes `output`. The caller finishes `work_directory`.
+    """Answers every prompt that the journal lacks, then writes `output`.
 
-    Raises TrtspecError if the server is gone or refuses, UsageError if the journal is another sampling's or server's.
+    The caller finishes `work_directory`. Raises TrtspecError if the server is gone or refuses.
+    Raises UsageError if the journal belongs to another sampling or another server.
     """
-    with work_directory(output).claim({"sampling": asdict(sampling)}, again) as journal:
+    header = {"sampling": asdict(sampling)}
+    with work_directory(output).claim(header, output_options) as journal:
         journal.entries(RowRecord)
         outcome = asyncio.run(_answer_all(prompts, endpoint, sampling, journal, bar))
-        outcome.rows = [
-            journal.done[prompt.id]["row"] for prompt in prompts if prompt.id in journal.done
-        ]
-        write_atomic(
-            output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in outcome.rows)
-        )
+        done = journal.done
+        outcome.rows = [done[prompt.id]["row"] for prompt in prompts if prompt.id in done]
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in outcome.rows]
+        write_atomic(output, "".join(lines))
     return outcome
 
 
 def work_directory(output: Path) -> OutputDirectory:
-    """Holds the journal while answers are missing."""
+    """The directory beside `output` that holds the journal while answers are missing."""
     return OutputDirectory.beside(output, "synthesize")
 
 
@@ -251,33 +275,49 @@ def write_provenance(
     options: dict[str, Any],
     summary: dict[str, Any],
 ) -> None:
-    """The data set's provenance, beside it; of prompts from a directory or a hub data set the ids are hashed."""
-    ids = hashlib.sha256("".join(prompt.id for prompt in chosen).encode()).hexdigest()
+    """Writes the data set's provenance beside it.
+
+    `prompts_sha256` is the hash of the prompt file. For a directory or a hub data set it is the
+    hash of the chosen prompts' ids.
+    """
     file = Path(prompts)
-    digest = file_sha256(file) if file.is_file() else ids
+    if file.is_file():
+        digest = file_sha256(file)
+    else:
+        ids = "".join(prompt.id for prompt in chosen)
+        digest = hashlib.sha256(ids.encode()).hexdigest()
     source = {
         "prompts": file.name,
         "prompts_sha256": digest,
         "endpoint": endpoint.base_url,
         "server": server,
     }
-    used = {"sampling": sampling.__dict__ | {"model": server.get("model")}, **options}
-    path = output.with_name(f"{output.name}.provenance.json")
-    write_json(path, provenance("synthesize", source, used, **summary))
+    sampled = sampling.__dict__ | {"model": server.get("model")}
+    record = provenance("synthesize", source, {"sampling": sampled, **options}, **summary)
+    write_json(output.with_name(f"{output.name}.provenance.json"), record)
 
 
 def judge_answers(rows: list[dict[str, Any]]) -> tuple[dict[str, int], dict[str, str]]:
-    """(counts of what a head should not learn much of, the reason by row): answers that are empty, noise or a loop, or
-    that the token limit cut off."""
-    found = {}
+    """Judges the last answer of each row: ANSWER_FAULTS are faults that a head should not learn.
+
+    Returns ("answers" and each fault -> count, conversation id -> fault).
+    """
+    faults = {}
     for row in rows:
         last = row["conversations"][-1]
         text = last.get("reasoning_content", "") + last["content"]
-        reason = None if last.get("tool_calls") and not text else degeneration(text)
-        if reason or row.get("finish_reason") == "length":
-            found[row["conversation_id"]] = reason or "cut off"
-    reasons = list(found.values())
-    return {"answers": len(rows)} | {name: reasons.count(name) for name in ANSWER_FAULTS}, found
+        fault = None
+        if text or not last.get("tool_calls"):
+            fault = degeneration(text)
+        if row.get("finish_reason") == "length":
+            fault = fault or "cut off"
+        if fault:
+            faults[row["conversation_id"]] = fault
+    counts = {"answers": len(rows)}
+    listed = list(faults.values())
+    for name in ANSWER_FAULTS:
+        counts[name] = listed.count(name)
+    return counts, faults
 
 
 async def _answer_all(
@@ -287,19 +327,20 @@ async def _answer_all(
     journal: Journal,
     bar: ProgressBar,
 ) -> Outcome:
-    todo = [prompt for prompt in prompts if prompt.id not in journal.done]
-    outcome = Outcome(resumed=len(prompts) - len(todo))
-    bar.advance(
-        outcome.resumed, f"{outcome.resumed} were answered before" if outcome.resumed else ""
-    )
-    began = time.monotonic()
-    queue = iter(todo)
-    in_a_row = 0
-    url, headers = server_url(endpoint.base_url), bearer(endpoint.api_key)
+    """Answers the prompts that the journal lacks, `concurrency` at a time."""
+    missing = [prompt for prompt in prompts if prompt.id not in journal.done]
+    resumed = len(prompts) - len(missing)
+    outcome = Outcome(resumed=resumed)
+    bar.advance(resumed, f"{resumed} were answered before" if resumed else "")
+    start = time.monotonic()
+    queue = iter(missing)
+    failed_in_a_row = 0
+    url = server_url(endpoint.base_url)
+    headers = bearer(endpoint.api_key)
     async with new_client(
         url, endpoint.concurrency, endpoint.timeout, headers, proxies=True
     ) as client:
-        if todo:
+        if missing:
             try:
                 server = await _with_retries(lambda: detect_server(client, sampling.model))
             except RequestFailed as failure:
@@ -310,25 +351,21 @@ async def _answer_all(
         outcome.server = journal.servers.get("server", {})
 
         async def work() -> None:
-            nonlocal in_a_row
+            nonlocal failed_in_a_row
             for prompt in queue:
                 try:
-                    row, tokens = await converse(client, prompt, sampling, endpoint)
+                    row, tokens = await converse(client, prompt, sampling)
                 except RequestFailed as failure:
                     if failure.status in REFUSED_STATUS:
                         message = f"{endpoint.base_url}: {failure.message}"
                         remedy = "check `base_url`, `model` and `api_key`"
                         raise UsageError(message, remedy) from None
-                    in_a_row += 1
+                    failed_in_a_row += 1
                     outcome.failed[prompt.id] = failure.message
-                    if in_a_row >= MAX_FAILED_IN_A_ROW:
-                        then = remedy_for(failure.message, "look at the server")
-                        raise TrtspecError(
-                            f"TS-SYNTH-SERVER {MAX_FAILED_IN_A_ROW} requests in a row failed, last: {failure.message}",
-                            f"{then}, then run the same command again: finished answers are kept",
-                        ) from None
+                    if failed_in_a_row >= MAX_FAILED_IN_A_ROW:
+                        raise _server_gone(failure) from None
                     continue
-                in_a_row = 0
+                failed_in_a_row = 0
                 journal.record(prompt.id, row=row)
                 outcome.answered += 1
                 outcome.tokens += tokens
@@ -336,33 +373,46 @@ async def _answer_all(
 
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(endpoint.concurrency, len(todo))):
+                for _ in range(min(endpoint.concurrency, len(missing))):
                     group.create_task(work())
         except ExceptionGroup as failed:  # the first error ended all tasks
             raise failed.exceptions[0] from None
-    outcome.seconds = time.monotonic() - began
+    outcome.seconds = time.monotonic() - start
     return outcome
 
 
-async def converse(
-    client: httpx.AsyncClient, prompt: Prompt, sampling: AnswerSampling, endpoint: TargetEndpoint
-) -> tuple[dict[str, Any], int]:
-    """(row of the data set, completion tokens): every turn answered by the target, its answers fed back as context.
+def _server_gone(last: RequestFailed) -> TrtspecError:
+    """The error after MAX_FAILED_IN_A_ROW failed requests."""
+    message = (
+        f"TS-SYNTH-SERVER {MAX_FAILED_IN_A_ROW} requests in a row failed, last: {last.message}"
+    )
+    remedy = remedy_for(last.message, "look at the server")
+    remedy = f"{remedy}, then run the same command again: finished answers are kept"
+    return TrtspecError(message, remedy)
 
-    An answer that the token limit cut off ends its conversation: what follows would rest on half an answer, and a
-    template would close a turn that the target did not end.
+
+async def converse(
+    client: httpx.AsyncClient, prompt: Prompt, sampling: AnswerSampling
+) -> tuple[dict[str, Any], int]:
+    """Asks the target for the answer to every turn, with its earlier answers as context.
+
+    An answer that the token limit cut off ends the conversation. Later answers would rest on half
+    an answer, and a template would close a turn that the target did not end. Returns (row of the
+    data set, completion tokens). Raises RequestFailed.
     """
     record: dict[str, Any] = {"conversation_id": prompt.id}
     if prompt.category:
         record["category"] = prompt.category
     messages: list[dict[str, Any]] = []
-    tools = {"tools": list(prompt.tools)} if prompt.tools else {}
+    tools = {}
+    if prompt.tools:
+        tools["tools"] = list(prompt.tools)
     total = 0
     choice: dict[str, Any] = {}
     for number, turn in enumerate(prompt.turns):
         messages += turn
         body = {"messages": messages, **tools}
-        choice, tokens = await _ask(client, body, prompt.seed + number, sampling, endpoint)
+        choice, tokens = await _ask(client, body, prompt.seed + number, sampling)
         total += tokens
         messages = with_call_ids([*messages, _answer(choice)])
         if choice.get("finish_reason") == "length":
@@ -373,8 +423,11 @@ async def converse(
 
 
 def _answer(choice: dict[str, Any]) -> dict[str, Any]:
-    """The assistant's message as the data set holds it, in the words of the one reader. Reasoning is in a field of
-    its own (`reasoning` in newer servers), or in the text of servers without a reasoning parser."""
+    """The assistant's message as the data set holds it, under the names that `answer_of` gives.
+
+    Reasoning has its own field (`reasoning` in newer servers). Servers without a reasoning parser
+    leave it in the text. Raises RequestFailed if there is no message.
+    """
     answer = choice.get("message") if isinstance(choice, dict) else None
     if not isinstance(answer, dict):
         raise RequestFailed(f"the answer holds no message: {str(choice)[:200]}")
@@ -389,9 +442,8 @@ async def _ask(
     body: dict[str, Any],
     seed: int,
     sampling: AnswerSampling,
-    target: TargetEndpoint,
 ) -> tuple[dict[str, Any], int]:
-    """(the first choice, completion tokens)."""
+    """(the first choice, completion tokens). Raises RequestFailed."""
     body = {
         "model": sampling.model,
         "max_tokens": sampling.max_tokens,
@@ -403,19 +455,25 @@ async def _ask(
     }
     reply = await _with_retries(lambda: complete(client, CHAT, body))
     try:
-        return reply["choices"][0], int((reply.get("usage") or {}).get("completion_tokens") or 0)
+        choice = reply["choices"][0]
+        usage = reply.get("usage") or {}
+        return choice, int(usage.get("completion_tokens") or 0)
     except (AttributeError, TypeError, ValueError):
         raise RequestFailed(f"the answer is no completion: {str(reply)[:200]}") from None
 
 
 async def _with_retries(send: Callable[[], Awaitable[T]]) -> T:
-    """What `send` returns. Connection errors and busy statuses are tried again, other statuses are final."""
+    """Calls `send` until it returns.
+
+    Retries connection errors and busy statuses MAX_RETRIES times. Raises RequestFailed.
+    """
     attempt = 0
     while True:
         try:
             return await send()
         except RequestFailed as failure:
-            if attempt == RETRIES or failure.status not in (None, *RETRY_STATUS):
+            if attempt == MAX_RETRIES or failure.status not in (None, *RETRY_STATUS):
                 raise
-        await asyncio.sleep(FIRST_DELAY_S * 2**attempt * random.uniform(0.5, 1.0))
+        delay_s = FIRST_DELAY_S * 2**attempt
+        await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
         attempt += 1

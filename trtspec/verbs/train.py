@@ -39,9 +39,9 @@ def train_and_measure(
     from trtspec.heads.training.ranks import process_group
     from trtspec.heads.training.training_plan import MEMORY_SHARE, check_run, make_plan
 
-    with process_group(run.device) as world:
-        device = world.device(run.device)
-        if not world.main:
+    with process_group(run.device) as ranks:
+        device = ranks.device(run.device)
+        if not ranks.main:
             os.environ["TRTSPEC_QUIET"] = "1"
         options, spec = options.for_device(run.device), require_target(run.target_dir).spec
         plan = make_plan(run.target_dir, spec, data, options, features)
@@ -82,7 +82,7 @@ def train_and_measure(
                 note = f"loss {point.loss:.2f}  agree {shares}"
                 bar.update(completed=point.step, note=note)
 
-            record = run_training(run, model, plan, options, on_step=on_step, world=world)
+            record = run_training(run, model, plan, options, on_step=on_step, ranks=ranks)
     if not record or not prompts or not record["training"]["finished"]:
         return record
     if not whole:

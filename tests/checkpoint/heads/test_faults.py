@@ -22,7 +22,12 @@ from trtspec.checkpoint.heads.read import head_spec
 from trtspec.checkpoint.hub import resolve
 from trtspec.checkpoint.values import head_value_problems
 from trtspec.errors import Problem, TrtspecError, has_errors
-from trtspec.heads.convert.conversion import CURED, DEPENDS, Options, convert_head
+from trtspec.heads.convert.conversion import (
+    DESTINATION_CODES,
+    REPAIRED_CODES,
+    Options,
+    convert_head,
+)
 from trtspec.heads.training.training_plan import check_initial
 from trtspec.models.head_weights import load_head
 from trtspec.models.weights import load_target
@@ -35,7 +40,8 @@ HEADS = [
     if expressible(dialect, kind[0], kind[1])
 ]
 RANK = {"info": 0, "warning": 1, "error": 2}
-MENDED = CURED | DEPENDS | {"TS-HEAD-D2T-MISSING"}  # by convert, from what the head itself holds
+# by convert, from what the head itself holds
+MENDED = REPAIRED_CODES | DESTINATION_CODES | {"TS-HEAD-D2T-MISSING"}
 # what a clean head of a kind has above info: TensorRT-LLM's own layout, and its loader
 CLEAN = {("modelopt", "mla", 128): {"TS-HEAD-PRUNED-MLA"}}
 

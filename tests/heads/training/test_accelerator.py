@@ -17,7 +17,7 @@ from trtspec.checkpoint.target_problems import target_spec
 from trtspec.heads.training import loop
 from trtspec.heads.training.loop import Objective, Stepper
 from trtspec.heads.training.module import TrainingModule, build
-from trtspec.heads.training.ranks import World
+from trtspec.heads.training.ranks import Ranks
 from trtspec.heads.training.samples import Sample
 from trtspec.heads.training.states import Features
 from trtspec.heads.training.train_options import TrainOptions, new_head_spec
@@ -80,7 +80,7 @@ def stepper_for(model: TrainingModule, target: ModelSpec, options: TrainOptions)
         Sample(str(n), tuple(range(count)), (0,) * 3 + (1,) * (count - 3), 3)
         for n, count in enumerate(LENGTHS)
     ]
-    return Stepper(model, FakeFeatures(samples, target.hidden_size, 3), options, 10, World())
+    return Stepper(model, FakeFeatures(samples, target.hidden_size, 3), options, 10, Ranks())
 
 
 @pytest.mark.parametrize(

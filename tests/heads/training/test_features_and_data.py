@@ -182,14 +182,14 @@ def test_a_batch_pads_right_and_masks_what_does_not_count(target, samples):
     for row, index in enumerate((0, 1)):
         count = len(samples[index].tokens)
         length = batch.tokens.shape[1]
-        assert batch.places[batch.places // length == row].tolist() == [
+        assert batch.positions[batch.positions // length == row].tolist() == [
             row * length + at for at in range(1, count)
         ]
         assert torch.equal(batch.hidden[row, :count], features.states(index)[0])
         assert not batch.hidden[row, count:].any()
     answers = collate(features, [0], answer_only=True)
     answer = samples[0].answer
-    assert answers.places.tolist() == [at for at in range(1, len(answer) - 1) if answer[at + 1]]
+    assert answers.positions.tolist() == [at for at in range(1, len(answer) - 1) if answer[at + 1]]
 
 
 def test_the_draft_vocabulary_is_what_the_target_wrote(samples):

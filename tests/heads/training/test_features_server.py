@@ -22,7 +22,7 @@ from trtspec.errors import MissingDependency, TrtspecError, UsageError
 from trtspec.heads.training import module as train
 from trtspec.heads.training import served as serving_states
 from trtspec.heads.training.first_layers import check_first_layers
-from trtspec.heads.training.ranks import World
+from trtspec.heads.training.ranks import Ranks
 from trtspec.heads.training.served import ServedFeatures, state_servers
 from trtspec.heads.training.sources import open_states
 from trtspec.heads.training.states import compute_features
@@ -83,7 +83,7 @@ def test_states_and_losses_are_those_of_the_target_in_memory(
     with serving(target_dir, captured(target, plan), dtype) as (url, _):
         served = replace(plan, features=feature_source(url))
         run = TrainingRun(target_dir, "data", tmp_path)
-        with closing(open_states(run, target, served, OPTIONS, World())) as features:
+        with closing(open_states(run, target, served, OPTIONS, Ranks())) as features:
             unequal = 0.0
             for index, (hidden, aux) in enumerate(one_by_one(target, plan).values()):
                 got_hidden, got_aux = features.states(index)
@@ -106,7 +106,7 @@ def test_states_and_losses_are_those_of_the_target_in_memory(
 def test_a_server_that_goes_away_is_named_and_the_run_goes_on(
     tmp_path, target_dir, data, target, plan, monkeypatch
 ):
-    monkeypatch.setattr(serving_states, "PATIENCE", 0.01)
+    monkeypatch.setattr(serving_states, "RETRY_DELAY_S", 0.01)
     layers, port = captured(target, plan), free_port()
     memory = losses(target_dir, target, plan, data, tmp_path / "memory")
     with serving(target_dir, layers, "float32", port) as (url, process):
@@ -140,7 +140,7 @@ def test_a_server_that_captures_other_layers_is_refused(tmp_path, target_dir, da
     with serving(target_dir, "1,7", "bfloat16") as (url, _):
         run = TrainingRun(target_dir, "data", tmp_path)
         with pytest.raises(TrtspecError, match="captured .* wanted"):
-            open_states(run, target, replace(plan, features=feature_source(url)), OPTIONS, World())
+            open_states(run, target, replace(plan, features=feature_source(url)), OPTIONS, Ranks())
 
 
 def fetched(target, plan, change) -> ServedFeatures:
@@ -185,7 +185,7 @@ def refused(planes: torch.Tensor) -> None:
     ],
 )
 def test_what_a_server_may_send_is_refused_by_name(target, plan, monkeypatch, change, says):
-    monkeypatch.setattr(serving_states, "PATIENCE", 0.001)
+    monkeypatch.setattr(serving_states, "RETRY_DELAY_S", 0.001)
     with (
         closing(fetched(target, plan, change)) as features,
         pytest.raises(TrtspecError, match=says),
@@ -249,7 +249,7 @@ def test_states_of_other_servers_do_not_mix(tmp_path, target_dir, target, plan, 
         served = replace(plan, features=feature_source(urls[0]))
         run = TrainingRun(target_dir, "data", tmp_path)
         with pytest.raises(UsageError, match=says) as refused:
-            open_states(run, target, served, OPTIONS, World(), journal)
+            open_states(run, target, served, OPTIONS, Ranks(), journal)
         assert "`restart`" in refused.value.remedy
 
 

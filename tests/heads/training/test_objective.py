@@ -22,7 +22,7 @@ from trtspec.heads.training.loop import (
     losses,
     simulate_acceptance,
 )
-from trtspec.heads.training.ranks import World
+from trtspec.heads.training.ranks import Ranks
 from trtspec.heads.training.samples import Sample, read_files, split_data
 from trtspec.heads.training.states import compute_features
 from trtspec.heads.training.train_options import TrainOptions, new_head_spec
@@ -96,7 +96,7 @@ def test_an_accumulated_step_weighs_every_token_alike(target, answer_only):
     features = compute_features(target, samples, LAYERS)
     spec = new_head_spec(target.spec, TrainOptions(attention="mla", eagle="3.1"))
     model = training_module(target, spec)
-    stepper = Stepper(model, features, options, 10, World())
+    stepper = Stepper(model, features, options, 10, Ranks())
     seen = {}
     stepper.optimizer.step = lambda: seen.update(
         {k: v.grad.clone() for k, v in stepper.parameters.items()}
@@ -142,7 +142,7 @@ def test_chunked_attention_changes_nothing(target, attention, monkeypatch):
     hidden, aux = torch.randn(2, 40, 64), torch.randn(2, 40, 192)
     results = []
     for scores in (2**26, 64):
-        monkeypatch.setattr("trtspec.heads.training.module.SCORES", scores)
+        monkeypatch.setattr("trtspec.heads.training.module.MAX_SCORES", scores)
         model = training_module(target, spec)
         objective = Objective(model, TrainOptions(ttt_steps=4))
         loss, _ = objective(tokens, hidden, aux, places_of(mask), torch.tensor([78, 76, 74, 72]))

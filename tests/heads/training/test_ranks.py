@@ -16,7 +16,7 @@ from tests.heads.training.test_training import after_steps, curve
 from tests.json_files import read_json
 from tests.tiny import read_tensors
 from trtspec.errors import UsageError
-from trtspec.heads.training.ranks import World, world_from_env
+from trtspec.heads.training.ranks import Ranks, ranks_from_env
 
 LAUNCHERS = {
     "alone": [],
@@ -111,13 +111,13 @@ def test_two_processes_killed_go_on(tmp_path, one_process, train, killed, resume
 
 
 def test_the_launchers_settings_are_read_or_refused(monkeypatch):
-    assert world_from_env() == World()
+    assert ranks_from_env() == Ranks()
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert world_from_env() == World(1, 2, 1)
+    assert ranks_from_env() == Ranks(1, 2, 1)
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(UsageError, match="is not a number"):
-        world_from_env()
+        ranks_from_env()
 
 
 @pytest.mark.slow
@@ -126,9 +126,9 @@ def test_nodes_that_see_different_disks_are_refused(tmp_path):
     script = (
         "import pathlib, sys\n"
         "from trtspec.heads.training.ranks import process_group, require_shared\n"
-        "with process_group('cpu') as world:\n"
-        "    require_shared(pathlib.Path(sys.argv[1], 'run'), world, 'reads it')\n"
-        "    require_shared(pathlib.Path(sys.argv[1], f'run-{world.rank}'), world, 'reads it')\n"
+        "with process_group('cpu') as ranks:\n"
+        "    require_shared(pathlib.Path(sys.argv[1], 'run'), ranks, 'reads it')\n"
+        "    require_shared(pathlib.Path(sys.argv[1], f'run-{ranks.rank}'), ranks, 'reads it')\n"
     )
     python = sys.executable
     line = [python, *LAUNCHERS["replicated"], "--no-python", python, "-c", script, tmp_path]

@@ -11,7 +11,7 @@ import torch
 from tests.command_line import ROOT, free_port
 from trtspec import machine
 from trtspec.errors import TrtspecError
-from trtspec.heads.training.ranks import World
+from trtspec.heads.training.ranks import Ranks
 from trtspec.heads.training.streamed import open_stream
 
 SCRIPT = """
@@ -24,26 +24,27 @@ from trtspec.heads.training.train_options import TrainOptions, feature_source
 from trtspec.heads.training.training_plan import make_plan
 from trtspec.heads.training.ranks import process_group
 
-target, data, work, epochs = Path(sys.argv[1]), Path(sys.argv[2]), \
-Path(sys.argv[3]), int(sys.argv[4])
+target, data, work = map(Path, sys.argv[1:4])
+epochs = int(sys.argv[4])
 options = TrainOptions(epochs=epochs, batch_size=4, seq_len=96, held_out=0.1, precision="fp32")
-with process_group("cpu") as world:
-    stream = open_stream(target, torch.float32, "cpu", world)
+with process_group("cpu") as ranks:
+    stream = open_stream(target, torch.float32, "cpu", ranks)
     plan = make_plan(target, stream.spec, (str(data),), options, feature_source("stream"))
-    features = stream_features(stream, plan, options, \
-work, "target", chunk_bytes=200_000, world=world)
+    features = stream_features(
+        stream, plan, options, work, "target", chunk_bytes=200_000, ranks=ranks
+    )
     ids, lengths = [s.id for s in plan.samples], [len(s.tokens) for s in plan.samples]
     train, held = split_held_out(ids, options.held_out, options.seed)
     batches = batches_of_epoch(lengths, train, options.batch_size, options.seed, 0)
     found = {}
     for batch in [held, *batches, held]:
-        mine = world.share(batch)
+        mine = ranks.share(batch)
         for index in mine or batch[:1]:
             digest = hashlib.sha256()
             for part in features.states(index):
                 digest.update(part.contiguous().view(torch.uint8).numpy().data)
             found[index] = digest.hexdigest()
-        world.sum(torch.zeros(1))  # as a step does
+        ranks.sum(torch.zeros(1))  # as a step does
     print(json.dumps({"states": found, "chunks": len(features.chunks)}))
 """
 
@@ -113,9 +114,9 @@ def test_two_processes_compute_the_bits_of_one(tmp_path, target_dir, data, epoch
 
 def test_more_layers_than_memory_are_refused_at_the_start(target_dir, monkeypatch):
     """Each process holds a decoded layer; the message has the figures."""
-    open_stream(target_dir, torch.float32, "cpu", World(0, 8, 0, local_size=8))
+    open_stream(target_dir, torch.float32, "cpu", Ranks(0, 8, 0, local_size=8))
     monkeypatch.setattr(machine, "free_memory", lambda: 1e6)
     with pytest.raises(
         TrtspecError, match=r"TS-FEATURES-MEMORY a decoded layer .* each of 8 processes"
     ):
-        open_stream(target_dir, torch.float32, "cpu", World(0, 8, 0, local_size=8))
+        open_stream(target_dir, torch.float32, "cpu", Ranks(0, 8, 0, local_size=8))

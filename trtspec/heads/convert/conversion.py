@@ -1,8 +1,9 @@
-"""Rewrites an Eagle3 head from one project's layout to another's, or says why the other cannot express it.
+"""Rewrites an Eagle3 head from one project's layout to another's, or names why that is impossible.
 
-The source is read into the canonical record (HeadSpec); names, maps, config keys and the counting of layers are then
-written for the destination. Weights pass through unchanged, a piece at a time, so memory does not grow with them.
-What a dialect cannot express of a head is in data/dialects.yaml, each with its reason.
+The source is read into the canonical record (HeadSpec). Names, maps, config keys and layer ids are
+then written for the destination. Weights pass through unchanged, a chunk at a time, so memory does
+not grow with them. data/dialects.yaml lists the properties of a head that a dialect cannot express,
+each with its reason.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from trtspec.heads.card import conversion_card, serving_commands
 from trtspec.heads.convert.head_tensors import (
     EMBED,
     Choice,
-    Lender,
     OutputTensor,
+    SharedWeights,
     plan_tensors,
     sizes,
     vocabulary_targets,
@@ -50,7 +51,12 @@ from trtspec.specs import HeadSpec, ModelSpec
 
 @dataclass(frozen=True)
 class Options:
-    """`to` and `from_` are names of trtspec.checkpoint.heads.dialects.OPTIONS; `from_` None detects."""
+    """Options of a conversion.
+
+    Args:
+        to: a name of trtspec.checkpoint.heads.dialects.OPTIONS.
+        from_: such a name, or None to detect the dialect of the source.
+    """
 
     to: str
     from_: str | None = None
@@ -60,13 +66,89 @@ class Options:
     force: bool = False
 
 
+def convert_head(
+    source: Resolved,
+    output: Path,
+    options: Options,
+    target: Resolved | None = None,
+    bar: ProgressBar = ProgressBar(),
+) -> HeadConversion:
+    """Converts a head. Writes nothing in a dry run, or if the problems have errors.
+
+    A dry run makes every check of a run, and reads every value of every tensor. Raises CheckFailed
+    if the source is not an Eagle3 head. Raises UsageError if the output is in the way, TrtspecError
+    if the disk has no room for it.
+    """
+    start = time.monotonic()
+    checkpoint = source.checkpoint
+    path = checkpoint.path
+    source_path = path.resolve()
+    output_path = output.resolve()
+    if output_path == source_path or output_path in source_path.parents:
+        message = f"{output} is, or holds, the head that is converted"
+        raise UsageError(message, "choose another `output`")
+    licences = carried_names(path, "LICENSE*")
+    names = frozenset((*HEAD_FILES, *licences))
+    directory = OutputDirectory(output, "convert", names, size=0)
+    # A killed conversion starts over.
+    output_options = OutputOptions(options.dry_run, restart=True, force=options.force)
+    directory.check(output_options)
+    refusal = no_eagle3_head(checkpoint.config, checkpoint.tensors)
+    if refusal is not None:
+        raise CheckFailed(f"{source.name}: {refusal.message}", refusal.remedy, refusal.code)
+    planned, entries = _plan(checkpoint, output, options, target)
+    directory = replace(directory, size=planned.bytes_out)
+    refused = has_errors(planned.problems)
+    if not refused:
+        directory.check(output_options)
+    if refused or options.dry_run:
+        return replace(planned, seconds=round(time.monotonic() - start, 3))
+    conversion = replace(planned, output=output)
+    with directory.claim({}, output_options):
+        tensors = write_tensors(output / "model.safetensors", entries, bar)
+        carry_files(path, output, licences)
+        origin = {
+            "head": source.name,
+            "dialect": conversion.source_dialect,
+            "config": checkpoint.config,
+            "provenance": recorded(path) or None,
+            "target": target.name if target else None,
+            **commit_record(path),
+        }
+        chosen = {
+            "to": options.to,
+            "from": options.from_,
+            "embed_tokens": options.embed_tokens,
+            "rope_theta": options.rope_theta,
+        }
+        result = conversion.to_json()
+        record = provenance(
+            "convert",
+            origin,
+            chosen,
+            dialect=conversion.head.dialect,
+            tensors=tensors,
+            repairs=result["repairs"],
+        )
+        write_json(output / "provenance.json", record)
+        write_atomic(output / "README.md", conversion_card(conversion.head, result, record))
+        # The last file: a directory without it is not a head.
+        write_json(output / "config.json", conversion.config)
+        directory.finish()
+    seconds = round(time.monotonic() - start, 3)
+    return replace(conversion, seconds=seconds, peak_rss_bytes=peak_rss())
+
+
 @dataclass(frozen=True)
 class HeadConversion:
-    """What was done, or would be. `output` is None where nothing was written: in a dry run, and with errors among the
-    problems. `head` is the record of the head as it is written.
+    """The result of a conversion or of a dry run.
 
-    `repairs`: errors and warnings of the source that the written head no longer has. `capture`: the layer outputs that
-    TensorRT-LLM needs in its configuration; `serve`: engine -> command.
+    Args:
+        output: None if nothing was written: in a dry run, and if the problems have errors.
+        repairs: errors and warnings of the source that the written head no longer has.
+        head: the record of the head as it is written.
+        capture: layer outputs that TensorRT-LLM needs in its configuration.
+        serve: engine -> command.
     """
 
     output: Path | None
@@ -88,192 +170,161 @@ class HeadConversion:
 
     def to_json(self) -> dict[str, Any]:
         """The keys of `trtspec convert --json`, but for `problems`."""
-        same = (
-            "to",
-            "dry_run",
-            "tensors",
-            "parameters",
-            "bytes_out",
-            "target_default_layers",
-            "serve",
-            "config",
-        )
-        about = {
+        facts: dict[str, Any] = {}
+        if self.config:
+            facts = head_facts(self.head, self.config)
+        rope = self.head.rope
+        result = facts | {
             "output": str(self.output) if self.output else None,
             "from": self.source_dialect,
-            "repairs": [one.to_dict() for one in self.repairs],
-            "rope": {"type": self.head.rope.rope_type, "theta": self.head.rope.theta},
+            "repairs": [problem.to_dict() for problem in self.repairs],
+            "rope": {"type": rope.rope_type, "theta": rope.theta},
             "eagle3_layers_to_capture": self.capture,
             "seconds": self.seconds,
+            "to": self.to,
+            "dry_run": self.dry_run,
+            "tensors": self.tensors,
+            "parameters": self.parameters,
+            "bytes_out": self.bytes_out,
+            "target_default_layers": self.target_default_layers,
+            "serve": self.serve,
+            "config": self.config,
         }
-        facts = head_facts(self.head, self.config) if self.config else {}
-        peak = {} if self.peak_rss_bytes is None else {"peak_rss_bytes": self.peak_rss_bytes}
-        return facts | about | {name: getattr(self, name) for name in same} | peak
-
-
-def convert_head(
-    source: Resolved,
-    output: Path,
-    options: Options,
-    target: Resolved | None = None,
-    bar: ProgressBar = ProgressBar(),
-) -> HeadConversion:
-    """Converts and says what was done. With errors among the problems nothing is written. A dry run checks all that a
-    run checks, every value of every tensor too. Raises CheckFailed for what is no Eagle3 head, UsageError for an output
-    that is in the way, TrtspecError for one that has no room."""
-    begun = time.monotonic()
-    checkpoint = source.checkpoint
-    path = checkpoint.path
-    if output.resolve() == path.resolve() or output.resolve() in path.resolve().parents:
-        raise UsageError(
-            f"{output} is, or holds, the head that is converted", "choose another `output`"
-        )
-    licences = carried_names(path, "LICENSE*")
-    names = frozenset((*HEAD_FILES, *licences))
-    directory = OutputDirectory(output, "convert", names, size=0)
-    again = OutputOptions(
-        options.dry_run, restart=True, force=options.force
-    )  # a killed conversion starts over
-    directory.check(again)
-    wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
-    if wrong is not None:
-        raise CheckFailed(f"{source.name}: {wrong.message}", wrong.remedy, wrong.code)
-    found, entries = _plan(checkpoint, output, options, target)
-    directory = replace(directory, size=found.bytes_out)
-    if not has_errors(found.problems):
-        directory.check(again)
-    if has_errors(found.problems) or options.dry_run:
-        return replace(found, seconds=round(time.monotonic() - begun, 3))
-    done = replace(found, output=output)
-    with directory.claim({}, again):
-        tensors = write_tensors(output / "model.safetensors", entries, bar)
-        carry_files(path, output, licences)
-        origin = {
-            "head": source.name, "dialect": done.source_dialect, "config": checkpoint.config,
-            "provenance": recorded(path) or None, "target": target.name if target else None,
-            **commit_record(path),
-        }  # fmt: skip
-        more = {
-            "dialect": done.head.dialect,
-            "tensors": tensors,
-            "repairs": done.to_json()["repairs"],
-        }
-        chosen = {"to": options.to, "from": options.from_, "embed_tokens": options.embed_tokens,
-                  "rope_theta": options.rope_theta}  # fmt: skip
-        record = provenance("convert", origin, chosen, **more)
-        write_json(output / "provenance.json", record)
-        write_atomic(output / "README.md", conversion_card(done.head, done.to_json(), record))
-        write_json(output / "config.json", done.config)  # last: without it the directory is no head
-        directory.finish()
-    return replace(done, seconds=round(time.monotonic() - begun, 3), peak_rss_bytes=peak_rss())
+        if self.peak_rss_bytes is not None:
+            result["peak_rss_bytes"] = self.peak_rss_bytes
+        return result
 
 
 def _plan(
     checkpoint: Checkpoint, output: Path, options: Options, target: Resolved | None
 ) -> tuple[HeadConversion, dict[str, OutputTensor]]:
-    """(what would be done and every reason against it, where the bytes of each tensor come from)."""
-    found, all_found = read_head(checkpoint, OPTIONS[options.from_] if options.from_ else None)
+    """(the conversion with every reason against it, where the bytes of each tensor come from)."""
+    stated_dialect = OPTIONS[options.from_] if options.from_ else None
+    source_spec, source_problems = read_head(checkpoint, stated_dialect)
     dialect = OPTIONS[options.to]
-    model = target.target_spec() if target is not None else None
-    spec, problems = found, _left(checkpoint, found, all_found, options)
-    repairs = [one for one in all_found if one not in problems and one.code not in DEPENDS]
+    model = None
+    default_layers = None
+    if target is not None:
+        model = target.target_spec()
+        default_layers = list(model.default_aux_layers)
+    problems = _unrepaired(checkpoint, source_spec, source_problems, options)
+    repairs = [
+        problem
+        for problem in source_problems
+        if problem not in problems and problem.code not in DESTINATION_CODES
+    ]
+    spec = source_spec
     if options.rope_theta is not None:
-        spec = replace(spec, rope=replace(spec.rope, theta=options.rope_theta))
-    if spec.aux_layers is None and model is not None and spec.num_aux == 3:
-        spec = replace(spec, aux_layers=model.default_aux_layers)
+        rope = replace(spec.rope, theta=options.rope_theta)
+        spec = replace(spec, rope=rope)
     if model is not None:
+        if spec.aux_layers is None and spec.num_aux == 3:
+            spec = replace(spec, aux_layers=model.default_aux_layers)
         problems += errors_in(pair_problems(spec, model))
-    lender = _lender(target, model)
+    shared_weights = _shared_weights(target, model)
     problems += refusals(spec, dialect, model)
-    refused = has_errors(problems)  # by headers alone, so no weight is read
+    refused = has_errors(problems)
     if refused:
-        lender = None
-    entries, about_tensors = plan_tensors(checkpoint, spec, dialect, lender, options.embed_tokens)
+        shared_weights = None  # the headers alone refuse it, so no weight is read
+    entries, tensor_problems = plan_tensors(
+        checkpoint, spec, dialect, shared_weights, options.embed_tokens
+    )
     if not refused:
-        problems += about_tensors
-        copied = {
-            name: entry.info
-            for name, entry in entries.items()
-            if entry.info and entry.checkpoint is checkpoint
-        }
-        problems += head_value_problems(checkpoint, copied, everything=options.dry_run)
-        own = entries.get(EMBED)
-        if own and own.info and own.checkpoint is checkpoint and lender:
-            against = embedding_problems(checkpoint, own.info, lender.checkpoint, lender.spec)
-            problems += errors_in(against)
+        problems += tensor_problems
+        problems += _value_problems(checkpoint, entries, shared_weights, options.dry_run)
     config: dict[str, Any] = {}
     if not has_errors(problems):
         problems += cautions(spec, dialect)
         spec = with_ownership(spec, dialect, entries)
-        verifier = (
-            Verifier(target.name, tuple(target.config().get("architectures") or ()))
-            if target
-            else Verifier()
-        )
+        verifier = Verifier()
+        if target:
+            architectures = target.config().get("architectures") or ()
+            verifier = Verifier(target.name, tuple(architectures))
         shared = shared_config(checkpoint.config, spec, entries["fc.weight"].dtype)
         config = write_config(dialect.config, shared, spec, dialect.ids(spec.aux_layers), verifier)
     parameters, size = sizes(entries)
-    layers = list(spec.aux_layers) if spec.aux_layers is not None else None
-    default = list(model.default_aux_layers) if model is not None else None
-    needed = layers if layers is not None and sorted(layers) != default else None
-    planned = HeadConversion(
+    capture = None
+    if spec.aux_layers is not None and sorted(spec.aux_layers) != default_layers:
+        capture = list(spec.aux_layers)
+    target_name = target.name if target else None
+    conversion = HeadConversion(
         output=None,
         to=options.to,
         dry_run=options.dry_run,
         problems=problems,
         repairs=repairs,
-        source_dialect=found.dialect,
+        source_dialect=source_spec.dialect,
         head=spec,
         config=config,
         tensors=len(entries),
         parameters=parameters,
         bytes_out=size,
-        capture=needed,
-        target_default_layers=default,
-        serve=serving_commands(spec, str(output), target.name if target else None, needed),
+        capture=capture,
+        target_default_layers=default_layers,
+        serve=serving_commands(spec, str(output), target_name, capture),
     )
-    return planned, entries
+    return conversion, entries
 
 
-def _left(
-    checkpoint: Checkpoint, found: HeadSpec, problems: list[Problem], options: Options
+def _unrepaired(
+    checkpoint: Checkpoint, spec: HeadSpec, problems: list[Problem], options: Options
 ) -> list[Problem]:
-    """The problems that rewriting does not fix."""
-    repaired = CURED | DEPENDS
+    """The problems of the source that rewriting does not fix."""
+    repaired = REPAIRED_CODES | DESTINATION_CODES
     if options.rope_theta is not None:
-        problems = [
-            one for one in problems if (one.code, one.where) != ("TS-HEAD-ROPE-TWICE", ROPE_BASE)
-        ]
+        base_twice = ("TS-HEAD-ROPE-TWICE", ROPE_BASE)
+        problems = [problem for problem in problems if (problem.code, problem.where) != base_twice]
     tensors = canonical_names(checkpoint.tensors)
     if "d2t" not in tensors and "t2d" in tensors:
         targets = vocabulary_targets(checkpoint, tensors)
-        if targets is not None and len(targets) == found.draft_vocab_size:
+        if targets is not None and len(targets) == spec.draft_vocab_size:
             repaired = repaired | {"TS-HEAD-D2T-MISSING"}
     return [problem for problem in problems if problem.code not in repaired]
 
 
-def _lender(target: Resolved | None, model: ModelSpec | None) -> Lender | None:
+# Problems of the source that conversion itself fixes.
+REPAIRED_CODES = {
+    "TS-HEAD-MODEL-PREFIX", "TS-HEAD-CONFIG", "TS-HEAD-ROPE-THETA", "TS-HEAD-T2D-VALUES",
+    # Neither an `auto_map` nor a Python file of the source is written.
+    "TS-HEAD-CODE", "TS-CODE-REFERENCE", "TS-CODE-REPOSITORY", "TS-CODE-ABSENT", "TS-CODE-LINK",
+    "TS-NAME-NOT-PLAIN",
+}  # fmt: skip
+# Problems that matter to some destinations only.
+DESTINATION_CODES = {"TS-HEAD-NORM-RESIDUAL", "TS-HEAD-ROPE-MLA"}
+
+
+def _shared_weights(target: Resolved | None, model: ModelSpec | None) -> SharedWeights | None:
+    """None if the target's weights are not on this machine."""
     if target is None or model is None or target.weights is None:
         return None
-    return Lender(sound(target.target).checkpoint, model)
+    return SharedWeights(sound(target.target).checkpoint, model)
 
 
-# problems of the source that conversion itself fixes, and those that only matter to some destinations
-CURED = {
-    "TS-HEAD-MODEL-PREFIX", "TS-HEAD-CONFIG", "TS-HEAD-ROPE-THETA", "TS-HEAD-T2D-VALUES",
-    # neither an `auto_map` nor a Python file of the source is written
-    "TS-HEAD-CODE", "TS-CODE-REFERENCE", "TS-CODE-REPOSITORY", "TS-CODE-ABSENT", "TS-CODE-LINK", "TS-NAME-NOT-PLAIN",
-}  # fmt: skip
-DEPENDS = {"TS-HEAD-NORM-RESIDUAL", "TS-HEAD-ROPE-MLA"}
+def _value_problems(
+    checkpoint: Checkpoint,
+    entries: dict[str, OutputTensor],
+    shared_weights: SharedWeights | None,
+    everything: bool,
+) -> list[Problem]:
+    """Problems of the values that are copied from the head. `everything`: not only of a sample."""
+    copied = {}
+    for name, entry in entries.items():
+        if entry.info and entry.checkpoint is checkpoint:
+            copied[name] = entry.info
+    problems = head_value_problems(checkpoint, copied, everything=everything)
+    if EMBED in copied and shared_weights:
+        compared = embedding_problems(
+            checkpoint, copied[EMBED], shared_weights.checkpoint, shared_weights.spec
+        )
+        problems += errors_in(compared)
+    return problems
 
 
 def features(spec: HeadSpec) -> list[str]:
-    """What a dialect must be able to express for this head."""
-    mla, yarn, layers = (
-        spec.is_mla,
-        spec.rope.is_yarn,
-        spec.aux_layers or (),
-    )
+    """Names of the properties of this head that a dialect must be able to express."""
+    mla = spec.is_mla
+    yarn = spec.rope.is_yarn
+    layers = spec.aux_layers or ()
     needs: dict[str, bool] = {
         "mla": mla,
         "mla without yarn": mla and not yarn,
@@ -295,41 +346,51 @@ def features(spec: HeadSpec) -> list[str]:
     return [name for name, needed in needs.items() if needed]
 
 
-OF_MLA = ("mla without yarn", "norm_before_fc with mla", "pruned mla")
+# A dialect without "mla" needs no second error for these.
+MLA_FEATURES = ("mla without yarn", "norm_before_fc with mla", "pruned mla")
 
 
 def refusals(spec: HeadSpec, dialect: Dialect, target: ModelSpec | None) -> list[Problem]:
-    """Returns one error per property that `dialect` cannot express. The remedy names the dialects that can."""
+    """Returns one error per property that `dialect` cannot express.
+
+    The remedy names the dialects that can.
+    """
     needed = features(spec)
+    capable = [row.option for row in DIALECTS.values() if row.expresses.issuperset(needed)]
+    remedy = f"convert to {' or '.join(capable)}" if capable else "serve the head as it is"
     if "mla" not in dialect.expresses:
-        needed = [name for name in needed if name not in OF_MLA]
-    able = [row.option for row in DIALECTS.values() if row.expresses.issuperset(features(spec))]
-    remedy = f"convert to {' or '.join(able)}" if able else "serve the head as it is"
+        needed = [name for name in needed if name not in MLA_FEATURES]
     rows = DIALECT_TABLE["features"]
-    problems = [
-        Problem(row["code"], "error", row["where"], f"{dialect.title} {row['reason']}", remedy)
-        for row in (rows[name] for name in needed if name not in dialect.expresses)
-    ]
-    default = target.default_aux_layers if target is not None else None
+    problems = []
+    for name in needed:
+        if name not in dialect.expresses:
+            row = rows[name]
+            message = f"{dialect.title} {row['reason']}"
+            problems.append(Problem(row["code"], "error", row["where"], message, remedy))
+    default = None
+    if target is not None:
+        default = target.default_aux_layers
     if dialect.stores_ids or spec.aux_layers in (None, default):
         return problems
-    # a project whose checkpoints hold no ids captures the default layers
+    # A project whose checkpoints hold no ids captures the default layers.
+    layers = list(spec.aux_layers or ())
     if default is None:
-        message = f"{dialect.title} stores no layer ids; whether {list(spec.aux_layers or ())} are its own is not known"
+        message = f"{dialect.title} stores no layer ids; whether {layers} are its own is not known"
         remedy = "pass `target`, so that its default layers are known"
     else:
-        message = (
-            f"{dialect.title} always captures {list(default)}, not {list(spec.aux_layers or ())}"
-        )
+        message = f"{dialect.title} always captures {list(default)}, not {layers}"
         remedy = "convert to another dialect"
     return [*problems, Problem("TS-CONVERT-LAYERS", "error", "layer ids", message, remedy)]
 
 
 def cautions(spec: HeadSpec, dialect: Dialect) -> list[Problem]:
-    """What works, but not with every version of the destination."""
+    """Notes on properties that only some versions of the destination support."""
     problems = []
     if spec.eagle == "3.1":
-        message = f"EAGLE-3.1 needs {dialect.eagle31}; an older one computes another function and accepts little"
+        message = (
+            f"EAGLE-3.1 needs {dialect.eagle31}; "
+            "an older one computes another function and accepts little"
+        )
         problems.append(Problem("TS-CONVERT-VERSION", "info", "fc_norm, norm_output", message))
     for feature in features(spec):
         if feature in dialect.since:
@@ -339,10 +400,10 @@ def cautions(spec: HeadSpec, dialect: Dialect) -> list[Problem]:
         message = f"{dialect.title} needs {dialect.mha_needs}"
         remedy = "install transformers below 5 there, or train the head on elsewhere"
         problems.append(Problem("TS-CONVERT-VERSION", "warning", "rope_theta", message, remedy))
-    trainer, base = dialect.fixed_rope_base or ("", spec.rope.theta)
-    if spec.is_mla and spec.rope.theta != base:
-        message = (
-            f"{trainer} would train this head on with YaRN base {base:g}, not {spec.rope.theta:g}"
-        )
-        problems.append(Problem("TS-CONVERT-THETA", "warning", "rope_theta", message))
+    theta = spec.rope.theta
+    if spec.is_mla and dialect.fixed_rope_base:
+        trainer, base = dialect.fixed_rope_base
+        if theta != base:
+            message = f"{trainer} would train this head on with YaRN base {base:g}, not {theta:g}"
+            problems.append(Problem("TS-CONVERT-THETA", "warning", "rope_theta", message))
     return problems

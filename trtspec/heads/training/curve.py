@@ -1,7 +1,7 @@
-"""What a run leaves in its output directory and where, and its course: training.jsonl, which another run of the same
-command repeats byte for byte.
+"""The files that a run leaves in its output directory, and its curve, training.jsonl.
 
-Torch-free, so that a command can look before it loads anything.
+Another run of the same command repeats the curve byte for byte. This file does not import torch, so
+that a command can check the output before it loads anything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trtspec.foreign import PlainName
 from trtspec.report import OutputOptions, refuse_overwrite
 
 WORK_NAME = PlainName(".trtspec")  # the state of a run, and states of a streamed target
-BEST = PlainName("best")
+BEST = PlainName("best")  # the head with the lowest held-out loss
 CURVE_NAME = PlainName("training.jsonl")
 
 
@@ -26,58 +26,70 @@ def is_finished(output: Path) -> bool:
     """Whether `output` holds a finished head, or one that no unfinished run wrote."""
     if not (output / "config.json").is_file():
         return False
-    if not (
-        output / "provenance.json"
-    ).is_file():  # removed before an unfinished run's head is written again
+    path = output / "provenance.json"
+    if not path.is_file():
+        # A run that goes on removes it before it writes its head again.
         return not (output / WORK_NAME).is_dir()
-    return bool(read_object(output / "provenance.json").get("training", {}).get("finished", True))
+    training = read_object(path).get("training", {})
+    return bool(training.get("finished", True))
 
 
 def run_directory(output: Path, size: int = 0) -> OutputDirectory:
-    """What a run writes into `output`, `size` bytes at the most."""
+    """The files and folders that a run writes into `output`, at most `size` bytes."""
     names = frozenset((CURVE_NAME, *HEAD_FILES))
     folders = frozenset((WORK_NAME, BEST))
     return OutputDirectory(output, "train", names, size, folders=folders)
 
 
-def run_options(output: Path, again: OutputOptions) -> OutputOptions:
-    """With `restart` set where a finished run is to start over, which `force` asks for: else it can be extended.
+def run_options(output: Path, output_options: OutputOptions) -> OutputOptions:
+    """The options for a run into `output`: a finished run restarts only with `force`.
 
-    Raises UsageError for `restart` alone.
+    Without `force` it can be extended. Raises UsageError for `restart` alone.
     """
     if not is_finished(output):
-        return again
-    if again.restart:
-        refuse_overwrite(output, again.force)
-    return replace(again, restart=again.force)
+        return output_options
+    force = output_options.force
+    if output_options.restart:
+        refuse_overwrite(output, force)
+    return replace(output_options, restart=force)
 
 
 @dataclass
 class CurvePoint:
-    """One step of the curve; `accuracy` is the top-1 agreement with the target per training-time-test step."""
+    """One step of the curve.
+
+    Args:
+        accuracy: top-1 agreement with the target, by training-time-test step.
+        grad_norm: norm of the gradient before clipping.
+        tokens: tokens of this step's batches.
+        tokens_per_second: mean since this process started.
+        held_out: the evaluation after this step. None if none was due.
+    """
 
     step: int
     total: int
     loss: float
     accuracy: list[float]
     lr: float
-    grad_norm: float  # before clipping
-    tokens: int = 0  # of this step's batches
+    grad_norm: float
+    tokens: int = 0
     seconds: float = 0.0
-    tokens_per_second: float = 0.0  # of this process's life
-    held_out: dict[str, Any] | None = None  # the evaluation after this step, when one is due
+    tokens_per_second: float = 0.0
+    held_out: dict[str, Any] | None = None
 
     def rows(self) -> list[dict[str, Any]]:
-        """As training.jsonl has them: nothing that depends on the machine."""
+        """The rows of training.jsonl. They hold nothing that depends on the machine."""
         names = ("step", "loss", "accuracy", "tokens", "lr", "grad_norm")
-        found = [{name: getattr(self, name) for name in names}]
-        return found + ([{"step": self.step, "held_out": self.held_out}] if self.held_out else [])
+        rows = [{name: getattr(self, name) for name in names}]
+        if self.held_out:
+            rows.append({"step": self.step, "held_out": self.held_out})
+        return rows
 
 
 class Curve:
-    """The file of the curve. `position` is what the saved state counts as written of it.
+    """The file of the curve. `position`: its length in the saved state, in bytes.
 
-    Opening drops what was written after the state from which the run resumes.
+    Opening drops the rows after the saved state from which the run resumes.
     """
 
     def __init__(self, path: Path, position: int) -> None:
@@ -90,7 +102,8 @@ class Curve:
         return self._file.seek(0, os.SEEK_END)
 
     def add(self, point: CurvePoint) -> None:
-        self._file.write(b"".join(json.dumps(row).encode() + b"\n" for row in point.rows()))
+        lines = [json.dumps(row).encode() + b"\n" for row in point.rows()]
+        self._file.write(b"".join(lines))
         self._file.flush()
 
     def close(self) -> None:
@@ -99,33 +112,32 @@ class Curve:
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    return (
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        if path.is_file()
-        else []
-    )
+    """The rows of training.jsonl. [] if there is no such file."""
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def summary(curve: Path) -> dict[str, Any]:
-    """Averages over the last twentieth of the curve, the tokens of all of it, and its held-out points."""
+    """Means over the last twentieth of the curve, the tokens of all steps, and held-out points."""
     rows = rows_of(curve)
     steps = [row for row in rows if "loss" in row]
-    held = [{"step": row["step"], **row["held_out"]} for row in rows if "held_out" in row]
-    last = steps[-max(1, len(steps) // 20) :]
-    found = {
+    held_out = [{"step": row["step"], **row["held_out"]} for row in rows if "held_out" in row]
+    count = max(1, len(steps) // 20)
+    last = steps[-count:]
+    by_step = zip(*(row["accuracy"] for row in last), strict=True)
+    result = {
         "tokens_seen": sum(row["tokens"] for row in steps),
         "loss": sum(row["loss"] for row in last) / len(last),
-        "accuracy": [
-            sum(values) / len(last)
-            for values in zip(*(row["accuracy"] for row in last), strict=True)
-        ],
+        "accuracy": [sum(values) / len(last) for values in by_step],
     }
-    if held:
-        found |= {
-            "held_out_loss": held[-1]["loss"],
-            "held_out_accuracy": held[-1]["accuracy"],
-            "curve": held,
+    if held_out:
+        latest = held_out[-1]
+        result |= {
+            "held_out_loss": latest["loss"],
+            "held_out_accuracy": latest["accuracy"],
+            "curve": held_out,
         }
-        if "acceptance_length" in held[-1]:
-            found["estimated_acceptance_length"] = held[-1]["acceptance_length"]
-    return found
+        if "acceptance_length" in latest:
+            result["estimated_acceptance_length"] = latest["acceptance_length"]
+    return result

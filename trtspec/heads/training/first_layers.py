@@ -1,7 +1,8 @@
-"""Whether states that an engine made are those of the wanted layers of this target.
+"""Checks that states from an engine are the wanted layers of this target.
 
-What a server or an engine's dump sends has the right shape whatever model and layers it captured; so the first layers
-are computed here for one sample, and what came is compared with the outputs of the wanted layer and of its neighbours.
+The states of a server or a dump have the right shape whatever model and layers it captured. So the
+first layers are computed here for one sample. The engine's states are compared with the outputs of
+the wanted layer and of its neighbours.
 """
 
 from __future__ import annotations
@@ -16,42 +17,53 @@ from trtspec.heads.training.samples import Sample
 from trtspec.models.stream import LayerStream
 from trtspec.report import say
 
-TOKENS = 32  # of the sample; every token of a layer costs little beside decoding its weights
-DEEPEST = 4  # layers that are decoded for this; a head that reads later ones first is not checked
-MOST_APART = 0.2  # of the norm: quantized and plain weights of one model differ by less, other models by more
+MAX_TOKENS = 32  # of the sample; a token costs little beside decoding a layer's weights
+MAX_LAYER = 4  # a head whose first captured layer is this or later is not checked
+# Share of the norm. Quantized and plain weights of one model differ by less, other models by more.
+MAX_DIFFERENCE = 0.2
 
 
 def check_first_layers(
     target_dir: Path, sample: Sample, aux: Tensor, layers: tuple[int, ...], dtype: torch.dtype
 ) -> float | None:
-    """The relative difference of the first captured plane from the target's own; None where it was not looked at.
+    """The relative difference of the first captured layer from the target's own output.
 
-    aux [S, n_aux*H] as a head gets it. Raises TrtspecError when another layer or another model fits better.
+    None if it was not compared. Raises TrtspecError if another layer or another model fits better.
+
+    Args:
+        aux: [S, n_aux*H], the states of `sample` as a head gets them.
     """
     layer = min(layers)
-    if layer >= DEEPEST:
+    if layer >= MAX_LAYER:
         say(f"The states are not compared with the target: the first captured layer is {layer}")
         return None
-    count = min(TOKENS, len(sample.tokens))
+    count = min(MAX_TOKENS, len(sample.tokens))
     with LayerStream(target_dir, dtype=dtype) as stream:
-        ours = first_outputs(stream, sample.tokens[:count], min(layer + 2, stream.num_layers))
-        came = aux[:count, : stream.spec.hidden_size].float()
-    apart = [float((own - came).norm() / own.norm()) for own in ours]
-    nearest = min(range(len(apart)), key=apart.__getitem__)
-    if apart[nearest] > MOST_APART:
-        raise TrtspecError(
-            f"TS-FEATURES-OTHER the states of {sample.id} are of no early layer of {target_dir.name}: the nearest "
-            f"differs by {apart[nearest]:.0%} of its norm",
-            "serve this target, or dump its states",
+        compared = min(layer + 2, stream.num_layers)
+        outputs = first_outputs(stream, sample.tokens[:count], compared)
+        captured = aux[:count, : stream.spec.hidden_size].float()
+    differences = []
+    for output in outputs:
+        distance = (output - captured).norm()
+        differences.append(float(distance / output.norm()))
+    nearest = min(range(len(differences)), key=differences.__getitem__)
+    smallest = differences[nearest]
+    if smallest > MAX_DIFFERENCE:
+        message = (
+            f"TS-FEATURES-OTHER the states of {sample.id} are of no early layer of "
+            f"{target_dir.name}: the nearest differs by {smallest:.0%} of its norm"
         )
+        raise TrtspecError(message, "serve this target, or dump its states")
+    difference = differences[layer]
     if nearest != layer:
-        raise TrtspecError(
-            f"TS-FEATURES-OTHER the states of {sample.id} labelled as layer {layer} are the outputs of layer "
-            f"{nearest} ({apart[nearest]:.1%} apart, layer {layer} {apart[layer]:.1%})",
-            "capture the layers that `trtspec train --dry-run` prints: vLLM counts one more",
+        message = (
+            f"TS-FEATURES-OTHER the states of {sample.id} labelled as layer {layer} are the "
+            f"outputs of layer {nearest} ({smallest:.1%} apart, layer {layer} {difference:.1%})"
         )
-    say(f"States compared with the target: layer {layer} differs by {apart[layer]:.1%} of its norm")
-    return apart[layer]
+        remedy = "capture the layers that `trtspec train --dry-run` prints: vLLM counts one more"
+        raise TrtspecError(message, remedy)
+    say(f"States compared with the target: layer {layer} differs by {difference:.1%} of its norm")
+    return difference
 
 
 def first_outputs(stream: LayerStream, tokens: tuple[int, ...], layers: int) -> list[Tensor]:

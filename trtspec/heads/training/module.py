@@ -1,15 +1,21 @@
-"""An Eagle3 head inside ModelOpt's training module: the only file of this room that imports modelopt.
+"""An Eagle3 head inside ModelOpt's training module.
 
-part                 from       why it is replaced
-fc, norms, d2t       ModelOpt
-attention's input    ModelOpt   (2H wide: the normed token embedding, then the normed hidden state)
-export layout        ModelOpt
-decoder layer        ours       ModelOpt's norms the hidden state a second time, which no server does; for MLA it
-                                downloads code. Ours contains transformers' Llama or DeepSeek-V3 attention
-rope scaling         ours       ModelOpt writes a YaRN block into the config of a head trained without one
-EAGLE-3.1            ours       ModelOpt lacks it: a norm per captured state, the normed state fed back
-later steps          ours       ModelOpt's masked scores grow k times longer; ours are one matrix and k diagonals
-training loop        ours       ModelOpt keeps all logits of a batch in memory; `loop.Objective` is the same function
+No other file of this room imports modelopt.
+
+part               from      why it is replaced
+fc, norms, d2t     ModelOpt
+attention's input  ModelOpt  (2H wide: the normed token embedding, then the normed hidden state)
+export layout      ModelOpt
+decoder layer      ours      ModelOpt's norms the hidden state a second time, which no server does.
+                             For MLA it downloads code. Ours contains transformers' Llama or
+                             DeepSeek-V3 attention.
+rope scaling       ours      ModelOpt writes a YaRN block into the config of a head without YaRN.
+EAGLE-3.1          ours      ModelOpt lacks it: a norm per captured state, the normed state fed
+                             back.
+later steps        ours      ModelOpt's masked scores grow k times longer. Ours are one matrix and k
+                             diagonals.
+training loop      ours      ModelOpt keeps all logits of a batch in memory. `loop.Objective` is the
+                             same function.
 """
 
 from __future__ import annotations
@@ -46,13 +52,17 @@ from trtspec.heads.training.samples import Sample
 from trtspec.specs import HeadSpec, ModelSpec
 
 TTT_ATTENTION = "trtspec_ttt"
-SCORES = 2**26  # of a later step that are kept at once: above it, some rows at a time
+MAX_SCORES = 2**26  # attention scores of a later step in memory; above it, some rows at a time
+# The target stub that ModelOpt turned into a dynamic module with `eagle_module`.
+TrainingModule = Any
 
 
 class DraftLayer(nn.Module):
-    """y' = x + Attn(concat(LN(E), LN(x))), y = y' + MLP(LN(y')). ModelOpt's hook does the norms and the concat.
+    """y' = x + Attn(concat(LN(E), LN(x))), y = y' + MLP(LN(y')).
 
-    `parts`: transformers' classes of attention, MLP, norm and rope."""
+    ModelOpt's hook does the norms and the concat. `parts`: transformers' classes of attention, MLP,
+    norm and rope.
+    """
 
     parts: ClassVar[tuple[Callable[..., Any], ...]]
 
@@ -63,9 +73,8 @@ class DraftLayer(nn.Module):
         self.mlp = mlp(config)
         self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
-        self.__dict__["rope"] = rope(
-            config
-        )  # no submodule: its buffers follow from the config and are never stored
+        # No submodule: its buffers follow from the config and are never stored.
+        self.__dict__["rope"] = rope(config)
 
     def forward(
         self,
@@ -107,97 +116,112 @@ def ttt_attention(
 ) -> tuple[Tensor, None]:
     """Attention of training-time-test step k over the keys of steps 0..k, all of S rows.
 
-    query [B, h, S, d], key and value k + 1 times [B, kv, S, d]. The states move right by one row each step: at step k
-    row q drafts for the context that ends at row q-k, so it sees step-0 keys up to q-k and, of step i >= 1, only row
-    q-(k-i). Only the first block needs a full score matrix; each later one is a diagonal. Padding is on the right,
-    where no real row looks, so `attention_mask` is not needed. Returns [B, S, h, d] for transformers' interface.
+    The states move right by one row each step. At step k row q drafts for the context that ends at
+    row q-k, so it sees step-0 keys up to q-k. Of step i >= 1 it sees row q-(k-i) alone. So step 0
+    needs a full score matrix, and each later step a diagonal. Padding is on the right, where no
+    real row looks, so `attention_mask` is not needed. Returns [B, S, h, d] for transformers'
+    interface.
+
+    Args:
+        query: [B, h, S, d].
+        key: k + 1 times [B, kv, S, d].
+        value: k + 1 times [B, kv, S, d].
     """
     step = len(key) - 1
     groups = query.shape[1] // key[0].shape[1]
     if groups > 1:
-        key, value = (
-            tuple(part.repeat_interleave(groups, 1) for part in parts) for parts in (key, value)
-        )
+        key = tuple(tensor.repeat_interleave(groups, 1) for tensor in key)
+        value = tuple(tensor.repeat_interleave(groups, 1) for tensor in value)
     if step == 0:
         attended = _causal(query, key[0], value[0], scaling)
     else:
-        own = [(key[i].roll(step - i, 2), value[i].roll(step - i, 2)) for i in range(1, step + 1)]
-        attended = _later_step(query * scaling, key[0], value[0], own)
+        diagonals: list[Tensor] = []
+        for index in range(1, step + 1):
+            shift = step - index
+            diagonals += [key[index].roll(shift, 2), value[index].roll(shift, 2)]
+        attended = _later_step(query * scaling, key[0], value[0], diagonals)
     return attended.transpose(1, 2), None
-
-
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    missing = query.shape[-1] - value.shape[-1]
-    if missing > 0:  # the fused kernel wants equal widths; MLA's values are narrower than its keys
-        value = F.pad(value, (0, missing))
-    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
-    return attended[..., :-missing] if missing > 0 else attended
-
-
-def _later_step(
-    query: Tensor, key: Tensor, value: Tensor, own: list[tuple[Tensor, Tensor]]
-) -> Tensor:
-    """`own`: (keys, values) of the steps from 1 on, moved so that each row finds its own there.
-
-    Long sequences take some rows at a time, whose scores are computed again in the backward pass: memory grows with the
-    length, not with its square.
-    """
-    batch, heads, rows, _ = query.shape
-    if batch * heads * rows * rows <= SCORES:
-        return _some_rows(0, query, key, value, *(part for pair in own for part in pair))
-    count = max(16, SCORES // 4 // (batch * heads * rows))
-    parts = []
-    for begin in range(0, rows, count):
-        some = slice(begin, begin + count)
-        seen = slice(0, min(rows, begin + count))  # a row sees no later one
-        ours = (part[:, :, some] for pair in own for part in pair)
-        blocks = (query[:, :, some], key[:, :, seen], value[:, :, seen])
-        parts.append(checkpoint(_some_rows, begin, *blocks, *ours, use_reentrant=False))
-    return torch.cat(parts, 2)
-
-
-def _some_rows(begin: int, query: Tensor, key: Tensor, value: Tensor, *own: Tensor) -> Tensor:
-    """Rows from `begin` on, which see `key` and `value` of step 0 causally, less the steps since, and their `own`."""
-    steps = len(own) // 2
-    row = torch.arange(begin, begin + query.shape[2], device=query.device)
-    column = torch.arange(key.shape[2], device=query.device)
-    scores = [(query @ key.transpose(2, 3)).masked_fill(column > row[:, None] - steps, -torch.inf)]
-    for i in range(1, steps + 1):
-        score = (query * own[2 * i - 2]).sum(-1, keepdim=True)
-        scores.append(score.masked_fill((row < steps - i)[:, None], -torch.inf))
-    weights = torch.softmax(torch.cat(scores, -1), dim=-1).to(query.dtype)
-    attended = weights[..., : len(column)] @ value
-    for i in range(1, steps + 1):
-        attended = attended + weights[..., len(column) + i - 1, None] * own[2 * i - 1]
-    return attended
 
 
 AttentionInterface.register(TTT_ATTENTION, ttt_attention)
 
 
-TrainingModule = (
-    Any  # the target stub that ModelOpt turned into a dynamic module with `eagle_module`
-)
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    # The fused kernel wants equal widths, and MLA's values are narrower than its keys.
+    missing = query.shape[-1] - value.shape[-1]
+    if missing > 0:
+        value = F.pad(value, (0, missing))
+    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    if missing > 0:
+        attended = attended[..., :-missing]
+    return attended
+
+
+def _later_step(query: Tensor, key: Tensor, value: Tensor, diagonals: list[Tensor]) -> Tensor:
+    """Attention of a step after the first. `key` and `value` are of step 0.
+
+    Long sequences take some rows at a time, whose scores are computed again in the backward pass.
+    So memory grows with the length, not with its square.
+
+    Args:
+        diagonals: keys and values of step 1, then of step 2, .., moved so that each row finds its
+            own.
+    """
+    batch, heads, rows, _ = query.shape
+    scores_per_row = batch * heads * rows
+    if scores_per_row * rows <= MAX_SCORES:
+        return _some_rows(0, query, key, value, *diagonals)
+    count = max(16, MAX_SCORES // 4 // scores_per_row)
+    attended = []
+    for begin in range(0, rows, count):
+        end = begin + count
+        span = slice(begin, end)
+        seen = slice(0, min(rows, end))  # a row sees no later row
+        inputs = [query[:, :, span], key[:, :, seen], value[:, :, seen]]
+        inputs += [tensor[:, :, span] for tensor in diagonals]
+        attended.append(checkpoint(_some_rows, begin, *inputs, use_reentrant=False))
+    return torch.cat(attended, 2)
+
+
+def _some_rows(begin: int, query: Tensor, key: Tensor, value: Tensor, *diagonals: Tensor) -> Tensor:
+    """Attention of the rows from `begin` on.
+
+    They see `key` and `value` of step 0 causally, without the last steps' rows, and their own item
+    of `diagonals`.
+    """
+    steps = len(diagonals) // 2
+    row = torch.arange(begin, begin + query.shape[2], device=query.device)
+    column = torch.arange(key.shape[2], device=query.device)
+    is_later = column > row[:, None] - steps
+    scores = [(query @ key.transpose(2, 3)).masked_fill(is_later, -torch.inf)]
+    for step, step_key in enumerate(diagonals[::2], 1):
+        score = (query * step_key).sum(-1, keepdim=True)
+        is_absent = row < steps - step
+        scores.append(score.masked_fill(is_absent[:, None], -torch.inf))
+    weights = torch.softmax(torch.cat(scores, -1), dim=-1).to(query.dtype)
+    count = len(column)
+    attended = weights[..., :count] @ value
+    for index, step_value in enumerate(diagonals[1::2], count):
+        attended = attended + weights[..., index, None] * step_value
+    return attended
 
 
 class TargetStub(PreTrainedModel):
-    """What training needs of a target whose states are already there: embeddings and lm_head, no layers."""
+    """A target whose states are already computed: embeddings and lm_head, no layers."""
 
     def __init__(self, config: Any, embed: torch.Tensor, lm_head: torch.Tensor) -> None:
         super().__init__(config)
         self.model = nn.Module()
         self.model.layers = nn.ModuleList()
-        self.model.dtype = (
-            torch.float32
-        )  # ModelOpt makes the head in this dtype: master weights stay float32
+        # ModelOpt makes the head in this dtype: master weights stay float32.
+        self.model.dtype = torch.float32
         self.embed_tokens = nn.Embedding.from_pretrained(embed)
         self.lm_head = nn.Linear(lm_head.shape[1], lm_head.shape[0], bias=False, device="meta")
         self.lm_head.weight = nn.Parameter(lm_head, requires_grad=False)
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        raise TrtspecError(
-            "the target's states must be computed before training", "pass features for every batch"
-        )
+        message = "the target's states must be computed before training"
+        raise TrtspecError(message, "pass features for every batch")
 
 
 def build(
@@ -208,10 +232,16 @@ def build(
     *,
     target_ids: torch.Tensor | None = None,
 ) -> TrainingModule:
-    """Returns ModelOpt's training module with a fresh head of shape `spec`, float32, on lm_head's device.
+    """Returns ModelOpt's training module with a fresh float32 head on lm_head's device.
 
-    embed, lm_head: the target's [V, H], frozen. target_ids int64 [Vd]: the target id of each draft id, ascending, for
-    a pruned vocabulary. The head's own lm_head starts as the target's rows, which `target_rows` [Vd, H] keeps.
+    The head's own lm_head starts as the target's rows, which the module keeps in `target_rows`
+    [Vd, H].
+
+    Args:
+        spec: the shape of the head.
+        embed: the target's [V, H], frozen.
+        lm_head: the target's [V, H], frozen.
+        target_ids: int64 [Vd], target id of each draft id, ascending. None: the whole vocabulary.
     """
     stub = TargetStub(_stub_config(spec, target), embed, lm_head)
     options = {
@@ -221,15 +251,16 @@ def build(
         "eagle_export_rope_scaling": {},
         "eagle_architecture_config": _eagle_architecture(spec, target),
     }
-    # ModelOpt takes its decoder class from these two names; the stock MLA one downloads code from the hub
+    # ModelOpt takes its decoder class from these two names. Its own for MLA downloads code.
     with (
         patch.object(hf_eagle, "LlamaDecoderLayer", LlamaDraftLayer),
         patch.object(hf_eagle, "_setup_kimi_k2_decoder", lambda: MlaDraftLayer),
         _silence(),
     ):
         model = mtsp.convert(stub, [("eagle", options)])
-    _finish_head(model.eagle_module, spec, lm_head, target_ids)
-    model.target_rows = (lm_head if target_ids is None else lm_head[target_ids]).detach()
+    rows = lm_head if target_ids is None else lm_head[target_ids]
+    _finish_head(model.eagle_module, spec, rows, target_ids)
+    model.target_rows = rows.detach()
     model.train()
     return model
 
@@ -249,10 +280,9 @@ def _stub_config(spec: HeadSpec, target: ModelSpec) -> Any:
 
 
 def _special_ids(target: ModelSpec) -> dict[str, Any]:
-    eos = list(target.eos_token_ids) or None
     return {
         "bos_token_id": target.bos_token_id,
-        "eos_token_id": eos,
+        "eos_token_id": list(target.eos_token_ids) or None,
         "pad_token_id": target.pad_token_id,
     }
 
@@ -272,43 +302,46 @@ def _eagle_architecture(spec: HeadSpec, target: ModelSpec) -> dict[str, Any]:
 
 
 def _silence() -> contextlib.redirect_stdout[io.StringIO]:
-    """ModelOpt prints what it finds; stdout belongs to the command's data."""
+    """Hides ModelOpt's messages, because stdout belongs to the command's data."""
     return contextlib.redirect_stdout(io.StringIO())
 
 
 def _finish_head(
-    head: Any, spec: HeadSpec, lm_head: torch.Tensor, target_ids: torch.Tensor | None
+    head: Any, spec: HeadSpec, rows: torch.Tensor, target_ids: torch.Tensor | None
 ) -> None:
+    """Completes ModelOpt's head. `rows` [Vd, H]: the first weights of its lm_head."""
+    size = spec.draft_vocab_size
     if spec.has_d2t:
-        if target_ids is None or target_ids.shape != (spec.draft_vocab_size,):
-            raise TrtspecError(
-                f"a draft vocabulary of {spec.draft_vocab_size} needs that many target ids"
-            )
-        head.d2t.copy_(target_ids - torch.arange(spec.draft_vocab_size, device=target_ids.device))
+        if target_ids is None or target_ids.shape != (size,):
+            raise TrtspecError(f"a draft vocabulary of {size} needs that many target ids")
+        head.d2t.copy_(target_ids - torch.arange(size, device=target_ids.device))
     with torch.no_grad():
-        head.lm_head.weight.copy_(lm_head if target_ids is None else lm_head[target_ids])
-    head.rotary_emb = lambda *_: (
-        None
-    )  # the layer has its own; ModelOpt would compute a second one for nothing
+        head.lm_head.weight.copy_(rows)
+    # The layer has its own. ModelOpt would compute a second one for nothing.
+    head.rotary_emb = lambda *_: None
     attention = head.layers[0].self_attn
-    if spec.is_mla:  # servers use the config's eps here; the transformers module has a constant
-        attention.q_a_layernorm.variance_epsilon = spec.rms_norm_eps
-        attention.kv_a_layernorm.variance_epsilon = spec.rms_norm_eps
+    eps = spec.rms_norm_eps
+    if spec.is_mla:
+        # Servers use the config's eps here. The transformers module has a constant.
+        attention.q_a_layernorm.variance_epsilon = eps
+        attention.kv_a_layernorm.variance_epsilon = eps
     if spec.fc_norm:
-        head.fc_norm = nn.ModuleList(
-            nn.RMSNorm(spec.target_hidden_size, spec.rms_norm_eps, device=lm_head.device)
+        norms = [
+            nn.RMSNorm(spec.target_hidden_size, eps, device=rows.device)
             for _ in range(spec.num_aux)
-        )
+        ]
+        head.fc_norm = nn.ModuleList(norms)
         head.fc.register_forward_pre_hook(lambda _, args: (_norm_states(head.fc_norm, args[0]),))
     if spec.norm_output:
         head.register_forward_hook(lambda _, __, output: (output[0], output[0], output[2]))
 
 
 def _norm_states(norms: nn.ModuleList, aux: torch.Tensor) -> torch.Tensor:
-    parts = aux.chunk(len(norms), -1)
-    return torch.cat(
-        [norm(part.float()).to(part.dtype) for norm, part in zip(norms, parts, strict=True)], -1
-    )
+    """Applies one norm to each captured state: aux [B, S, n*H] -> [B, S, n*H]."""
+    states = aux.chunk(len(norms), -1)
+    pairs = zip(norms, states, strict=True)
+    normed = [norm(state.float()).to(state.dtype) for norm, state in pairs]
+    return torch.cat(normed, -1)
 
 
 def state_client(
@@ -316,17 +349,17 @@ def state_client(
 ) -> Callable[[Sample], torch.Tensor | None]:
     """ModelOpt's client of a server that streams its states. Each thread needs its own.
 
-    The function returned gives a sample's captured planes [S, layers + 1, H], None when the server dropped them; raises
-    httpx.HTTPError or OSError when it is unreachable, RuntimeError when it saw other tokens or has slots for fewer than
-    `longest`. Raises MissingDependency without NIXL.
+    The returned function gives a sample's captured planes [S, layers + 1, H], or None if the server
+    dropped them. It raises httpx.HTTPError or OSError if the server is unreachable. It raises
+    RuntimeError if the server saw other tokens, or has slots for fewer than `longest`. Raises
+    MissingDependency without NIXL.
     """
     try:
         import nixl._api  # noqa: F401
         from modelopt.torch.speculative.plugins import hf_streaming_dataset as streaming
     except ImportError as missing:
-        raise MissingDependency(
-            f"states from a server come over NIXL ({missing})", "install it: pip install nixl"
-        ) from None
+        message = f"states from a server come over NIXL ({missing})"
+        raise MissingDependency(message, "install it: pip install nixl") from None
     config = streaming.EagleVllmStreamingConfig(
         server_urls=list(urls), model=model, max_seq_len=longest
     )
@@ -335,10 +368,9 @@ def state_client(
 
     def fetch(sample: Sample) -> torch.Tensor | None:
         mask = torch.ones(len(sample.tokens), dtype=torch.int64)
-        found = dataset._fetch(
-            {"cid": sample.id, "token_ids": list(sample.tokens), "loss_mask": mask}
-        )
-        return None if found is None else found["hidden_states"]
+        request = {"cid": sample.id, "token_ids": list(sample.tokens), "loss_mask": mask}
+        answer = dataset._fetch(request)
+        return None if answer is None else answer["hidden_states"]
 
     return fetch
 
@@ -346,9 +378,13 @@ def state_client(
 def head_tensors(
     model: TrainingModule, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, torch.Tensor]:
-    """The head in ModelOpt's exported layout (`layers.0.` names, `d2t` when pruned), floats in `dtype`, on the CPU."""
-    state = model.eagle_module.state_dict()
-    return {
-        name: (value.to(dtype) if value.is_floating_point() else value).cpu().contiguous()
-        for name, value in state.items()
-    }
+    """The head in ModelOpt's exported layout, floats in `dtype`, on the CPU.
+
+    The layout has `layers.0.` names, and `d2t` if the vocabulary is pruned.
+    """
+    tensors = {}
+    for name, value in model.eagle_module.state_dict().items():
+        if value.is_floating_point():
+            value = value.to(dtype)
+        tensors[name] = value.cpu().contiguous()
+    return tensors

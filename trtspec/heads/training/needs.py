@@ -1,9 +1,10 @@
-"""What a training run needs, before it runs: bytes and peak memory. There are four ways of getting the target's states:
+"""Bytes, GPUs and peak memory that a training run needs, before it runs.
 
-online   The target is in GPU memory beside the head: only where one GPU holds both.
-stream   Each GPU runs the target one decoder layer at a time, over its part of a chunk of samples.
-dumps    An engine at tensor parallel N has written the states; each epoch reads them again.
-server   A live engine hands over the states while the head trains; nothing is stored.
+way     source of the target's states
+online  The target is in GPU memory beside the head. Possible if one GPU holds both.
+stream  Each GPU runs the target one decoder layer at a time, over its part of a chunk of samples.
+dumps   An engine at tensor parallel N has written the states. Each epoch reads them again.
+server  A live engine hands over the states while the head trains. Nothing is stored.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from trtspec.heads.training.training_plan import (
 from trtspec.planning.layout import refusals
 from trtspec.specs import GpuSpec, ModelSpec
 
-USABLE = 0.9  # of a GPU's memory
+USABLE_SHARE = 0.9  # of a GPU's memory
+ENGINE_MEMORY = 1.15  # GPU memory that an engine needs, in sizes of the target's weights
 OPTIMIZER_BYTES = 16  # per parameter: float32 weight, gradient and two moments
-LAYER_COPIES = (
-    24  # hidden-sized activations that a head's layer keeps per token for its backward, in bf16
-)
+# Hidden-sized bf16 activations that a head's layer keeps per token for its backward.
+LAYER_COPIES = 24
 OTHER_WAYS = (
     "pass `features` stream, a directory of dumps, or a server's URL: `dry_run` compares them"
 )
@@ -55,45 +56,53 @@ def dry_run(
     recipe: TrainingRecipe,
     gpu: GpuSpec,
 ) -> dict[str, Any]:
-    """Sizes, after every check that the run makes. A target that is not on this machine, or data not made yet, are
-    taken from the recipe."""
+    """Sizes of a run, after every check that the run makes.
+
+    If the target is not on this machine, or the data is not made yet, `recipe` gives their sizes.
+    Raises TrtspecError or UsageError.
+    """
     resolved = resolve(target, weights=False)
-    spec, options = resolved.target_spec(), options.for_device(run.device)
-    here = resolved.path is not None and all(Path(name).exists() for name in data)
-    if here:
-        assert resolved.path is not None
-        spec = require_target(resolved.path).spec
-        plan = make_plan(resolved.path, spec, data, options, features)
-        found = plan.to_dict() | check_run(replace(run, target_dir=resolved.path), plan, options)
+    spec = resolved.target_spec()
+    options = options.for_device(run.device)
+    path = resolved.path
+    if path is not None and all(Path(name).exists() for name in data):
+        measured = True
+        spec = require_target(path).spec
+        plan = make_plan(path, spec, data, options, features)
+        result = plan.to_dict() | check_run(replace(run, target_dir=path), plan, options)
     else:
+        measured = False
         plan = plan_without_data(spec, options, recipe, run.data, features)
-        found = plan.to_dict()
-    about = {
+        result = plan.to_dict()
+    seconds_left = None
+    if run.deadline is not None:
+        seconds_left = round(run.deadline - time.monotonic(), -1)
+    result |= {
+        "measured": measured,
         "output": str(run.output),
         "device": run.device,
         "init": str(run.init) if run.init else None,
         "save_every": run.save_every,
-        "max_seconds": None if run.deadline is None else round(run.deadline - time.monotonic(), -1),
+        "max_seconds": seconds_left,
         "options": asdict(options) | {"lr": peak_learning_rate(options, spec.hidden_size)},
         "warnings": plan.warnings,
     }
     needed = needs(plan, spec, options, stored_bytes(resolved), gpu, target, run.data)
     online = needed["ways"]["online"]
     if features.text == "memory" and not online["possible"]:
-        raise TrtspecError(
-            f"TS-TRAIN-FIT `features` memory on {gpu.name}: {online['why']}", OTHER_WAYS
-        )
-    return found | {"measured": here, **about, **needed}
+        message = f"TS-TRAIN-FIT `features` memory on {gpu.name}: {online['why']}"
+        raise TrtspecError(message, OTHER_WAYS)
+    return result | needed
 
 
 def stored_bytes(resolved: Resolved) -> int:
-    """Of the target's weights: here, or as published."""
-    stored = (
-        sum(path.stat().st_size for path in resolved.path.glob("*.safetensors"))
-        if resolved.path
-        else 0
-    )
-    return stored or (resolved.known.bytes if resolved.known else None) or 0
+    """Bytes of the target's weights: on this machine, else as published. 0 if unknown."""
+    size = 0
+    if resolved.path:
+        size = sum(path.stat().st_size for path in resolved.path.glob("*.safetensors"))
+    if not size and resolved.known:
+        size = resolved.known.bytes or 0
+    return size
 
 
 def needs(
@@ -105,48 +114,53 @@ def needs(
     name: str,
     data: str,
 ) -> dict[str, Any]:
-    """`stored`: bytes of the target `name` as it is stored. Returns {gpu, epochs, storage, phases, ways, dump_commands,
-    server_commands}. Of each way: the least number of GPUs, the disk, and the peak memory of one GPU."""
-    epochs = (
-        plan.steps
-        * options.batch_size
-        * options.accumulation
-        / max(1, plan.counted or len(plan.samples))
-    )
-    memory = gpu.memory_bytes * USABLE
+    """Returns {gpu, epochs, storage, phases, ways, dump_commands, server_commands}.
+
+    Each way has the least number of GPUs, the disk, and the peak memory of one GPU.
+
+    Args:
+        stored: bytes of the target `name` as it is stored.
+    """
+    samples = plan.counted or len(plan.samples)
+    epochs = plan.steps * options.batch_size * options.accumulation / max(1, samples)
+    memory = gpu.memory_bytes * USABLE_SHARE
     trainers, peak = _trainers(plan, target, options, memory)
-    parallel = 2 ** max(
-        0, math.ceil(math.log2(max(stored / memory * 1.15, 1e-9)))
-    )  # GPUs that hold the target
+    # GPUs that hold the target: a power of two.
+    doublings = math.ceil(math.log2(max(stored / memory * ENGINE_MEMORY, 1e-9)))
+    parallel = 2 ** max(0, doublings)
     layer = decoded_layer_bytes(target)
     refused = refusals(target, gpu=gpu, tp_size=parallel, ep_size=parallel)
-    per_engine, chunks = (
-        max(stored / parallel, peak),
-        max(1, math.ceil(plan.feature_bytes / CHUNK_BYTES)),
-    )
+    chunks = max(1, math.ceil(plan.feature_bytes / CHUNK_BYTES))
 
-    def way(gpus: int, disk: float, most: float, what: str) -> dict[str, Any]:
-        found = {
-            "possible": most <= memory,
+    def way(gpus: int, disk: float, peak_bytes: float, contents: str) -> dict[str, Any]:
+        """Facts of one way. `contents`: the objects that fill one GPU to `peak_bytes`."""
+        facts: dict[str, Any] = {
+            "possible": peak_bytes <= memory,
             "gpus": gpus,
             "disk_bytes": round(disk),
-            "peak_bytes": round(most),
+            "peak_bytes": round(peak_bytes),
         }
-        reason = f"one GPU would have to hold {what}, and has {memory / 1e9:,.0f} GB to use"
-        return found if most <= memory else found | {"why": reason}
+        if peak_bytes > memory:
+            facts["why"] = (
+                f"one GPU would have to hold {contents}, and has {memory / 1e9:,.0f} GB to use"
+            )
+        return facts
 
-    part = "its part of the target, or the head and one sequence"
-    peak_streamed, layers = max(2 * layer, peak), "two layers, or the head and one sequence"
-    streamed = way(trainers, min(plan.feature_bytes, 2 * CHUNK_BYTES), peak_streamed, layers)
+    online = way(trainers, 0, stored + peak, "target and head")
+    stream_disk = min(plan.feature_bytes, 2 * CHUNK_BYTES)
+    stream_contents = "two layers, or the head and one sequence"
+    stream = way(trainers, stream_disk, max(2 * layer, peak), stream_contents)
+    engine_peak = max(stored / parallel, peak)
+    engine_contents = "its part of the target, or the head and one sequence"
+    dumps = way(max(parallel, trainers), plan.feature_bytes, engine_peak, engine_contents)
+    server = way(parallel + trainers, 0, engine_peak, engine_contents)
     return {
         "gpu": gpu.name,
         "epochs": round(epochs, 3),
         "storage": {
             "target_bytes": stored,
-            "decoded_layer_bytes": [
-                layer,
-                2 * layer,
-            ],  # in bfloat16; two where the next one is decoded ahead
+            # In bfloat16. Two if the next layer is decoded ahead.
+            "decoded_layer_bytes": [layer, 2 * layer],
             "state_bytes_per_token": plan.feature_bytes // max(1, plan.tokens),
             "tokens": plan.tokens,
             "state_bytes": plan.feature_bytes,
@@ -155,10 +169,10 @@ def needs(
         },
         "phases": {"training": {"least_gpus": trainers, "peak_bytes": round(peak)}},
         "ways": {
-            "online": way(trainers, 0, stored + peak, "target and head"),
-            "stream": streamed | {"chunks": chunks, "read_bytes": chunks * stored},
-            "dumps": way(max(parallel, trainers), plan.feature_bytes, per_engine, part),
-            "server": way(parallel + trainers, 0, per_engine, part),
+            "online": online,
+            "stream": stream | {"chunks": chunks, "read_bytes": chunks * stored},
+            "dumps": dumps,
+            "server": server,
         },
         "dump_commands": dump_commands(name, data, plan, options, parallel, refused),
         "server_commands": server_commands(name, plan, target, options, parallel),
@@ -166,19 +180,26 @@ def needs(
 
 
 def decoded_layer_bytes(target: ModelSpec) -> int:
-    """The largest decoder layer in bfloat16, which a streaming process holds whatever format it is stored in."""
-    return max(
-        sum(2 * part.copies * math.prod(part.shape) for part in layer if len(part.shape) == 2)
-        for layer in (
-            target.family.layer(target, index) for index in range(target.num_hidden_layers)
-        )
-    )
+    """Bytes of the largest decoder layer in bfloat16.
+
+    A streaming process holds it so, whatever format it is stored in.
+    """
+    sizes = []
+    for index in range(target.num_hidden_layers):
+        matrices = [
+            tensor for tensor in target.family.layer(target, index) if len(tensor.shape) == 2
+        ]
+        sizes.append(sum(2 * matrix.copies * math.prod(matrix.shape) for matrix in matrices))
+    return max(sizes)
 
 
 def _trainers(
     plan: TrainingPlan, target: ModelSpec, options: TrainOptions, memory: float
 ) -> tuple[int, float]:
-    """(processes, peak bytes of each): doubled until a process's share of a batch fits, or is one sequence."""
+    """(processes, peak bytes of each).
+
+    Doubles the processes until the share of a batch fits, or is one sequence.
+    """
     processes = 1
     while True:
         rows = math.ceil(options.batch_size / processes)
@@ -191,16 +212,18 @@ def _trainers(
 def training_bytes(
     plan: TrainingPlan, target: ModelSpec, options: TrainOptions, rows: int
 ) -> float:
-    """Peak of one GPU that trains on `rows` sequences at a time: optimizer, frozen ends, and what the backward needs.
+    """Peak bytes of one GPU that trains on `rows` sequences at a time.
 
-    The backward needs the layer's activations of every token, and logits over the draft vocabulary for one chunk.
+    The GPU holds the optimizer, the target's outer weights, and the tensors of the backward pass:
+    the layer's activations of every token, and logits over the draft vocabulary for one chunk.
     """
     tokens = rows * options.seq_len
-    ends = 2 * 2 * target.vocab_size * target.hidden_size
+    outer_weights = 2 * 2 * target.vocab_size * target.hidden_size
     vocabulary = plan.spec.draft_vocab_size
-    logits = LOGIT_BYTES * vocabulary * min(tokens, chunk_positions(vocabulary, "cuda"))
+    chunk = min(tokens, chunk_positions(vocabulary, "cuda"))
+    logits = LOGIT_BYTES * vocabulary * chunk
     layer = 2 * LAYER_COPIES * options.ttt_steps * target.hidden_size
-    return OPTIMIZER_BYTES * plan.parameters + ends + logits + tokens * layer
+    return OPTIMIZER_BYTES * plan.parameters + outer_weights + logits + tokens * layer
 
 
 def dump_commands(
@@ -211,33 +234,49 @@ def dump_commands(
     parallel: int,
     refused: list[Problem],
 ) -> dict[str, str]:
-    """How ModelOpt's example scripts (examples/speculative_decoding/collect_hidden_states) write the dumps.
+    """Commands that write the dumps, by engine.
 
+    They run ModelOpt's example scripts (examples/speculative_decoding/collect_hidden_states).
     `refused`: why TensorRT-LLM does not run the target there. The reason then replaces its command.
     """
     layers = ",".join(map(str, plan.spec.aux_layers or ()))
-    where = f"--input-data {shlex.quote(data)} --output-dir dumps --max-seq-len {options.seq_len} --tp {parallel}"
-    trtllm = f"python compute_hidden_states_trtllm.py --model {name} {where} --moe-ep {parallel} --aux-layers {layers}"
+    flags = (
+        f"--input-data {shlex.quote(data)} --output-dir dumps "
+        f"--max-seq-len {options.seq_len} --tp {parallel}"
+    )
+    trtllm = (
+        f"python compute_hidden_states_trtllm.py --model {name} {flags} "
+        f"--moe-ep {parallel} --aux-layers {layers}"
+    )
+    if refused:
+        trtllm = f"# {refused[0].message}"
     return {
-        "trtllm": f"# {refused[0].message}" if refused else trtllm,
-        "vllm": f"python compute_hidden_states_vllm.py --model {name} {where} --trust_remote_code",
+        "trtllm": trtllm,
+        "vllm": f"python compute_hidden_states_vllm.py --model {name} {flags} --trust_remote_code",
     }
 
 
 def server_commands(
     name: str, plan: TrainingPlan, target: ModelSpec, options: TrainOptions, parallel: int
 ) -> dict[str, str]:
-    """How vLLM serves states with ModelOpt's connector (which must be installed beside it), and what then trains.
+    """The command of a vLLM that serves states with ModelOpt's connector, installed beside it.
 
-    vLLM counts the layers before a state, not layer outputs from 0: its ids are ours plus one, the last one is the
-    state after all layers. A prompt must be computed whole, without a cached prefix, or its states are missing.
+    vLLM counts the layers before a state, not layer outputs from 0: its ids are ours plus one, and
+    its last id is the state after all layers. A prompt must be computed whole, without a cached
+    prefix, or its states are missing.
     """
-    ids = [layer + 1 for layer in plan.spec.aux_layers or ()] + [target.num_hidden_layers]
-    capture = {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}}}
-    speculative = {"method": "extract_hidden_states", "num_speculative_tokens": 1} | capture
+    ids = [layer + 1 for layer in plan.spec.aux_layers or ()]
+    ids.append(target.num_hidden_layers)
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
+    }
     connector = {
         "kv_connector": "RdmaHiddenStatesConnector",
-        "kv_connector_module_path": "modelopt.torch.speculative.plugins.rdma_hidden_states_connector",
+        "kv_connector_module_path": (
+            "modelopt.torch.speculative.plugins.rdma_hidden_states_connector"
+        ),
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"pool_slots": "16", "max_tokens": str(options.seq_len)},
     }
@@ -246,6 +285,10 @@ def server_commands(
         "--max-num-seqs 16 --trust-remote-code"
     )
     return {
-        "vllm": f"vllm serve {name} --tensor-parallel-size {parallel} --max-model-len {options.seq_len + 1} {flags} "
-        f"--speculative-config '{json.dumps(speculative)}' --kv-transfer-config '{json.dumps(connector)}'",
+        "vllm": (
+            f"vllm serve {name} --tensor-parallel-size {parallel} "
+            f"--max-model-len {options.seq_len + 1} {flags} "
+            f"--speculative-config '{json.dumps(speculative)}' "
+            f"--kv-transfer-config '{json.dumps(connector)}'"
+        )
     }

@@ -1,8 +1,8 @@
-"""Several processes training one head: how they share its work, and how all of them stop at the same step.
+"""Processes that train one head together: how they share its work, and stop at the same step.
 
-The launcher (torchrun, accelerate launch) describes the group in the environment (RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR). Each process holds the whole head. The global batch is what one process would take; each process computes
-its share of the rows.
+The launcher (torchrun, accelerate launch) describes the group in the environment (RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR). Each process holds the whole head. The global batch is the batch of a
+single process. Each process computes its share of the rows.
 """
 
 from __future__ import annotations
@@ -23,17 +23,23 @@ from torch.nn.parallel import DistributedDataParallel
 from trtspec.errors import TrtspecError, UsageError
 
 TIME = "time"
-REASONS = (TIME, "SIGTERM", "SIGINT")  # to stop before the last step
+STOP_REASONS = (TIME, "SIGTERM", "SIGINT")  # before the last step
 
 
 @dataclass(frozen=True)
-class World:
-    """This process's place. `World()` is a run of one process, for which every method is free."""
+class Ranks:
+    """The rank of this process in its group. `Ranks()`: a run of one process.
+
+    Args:
+        size: processes in the group.
+        local_rank: rank among the processes of this machine.
+        local_size: processes on this machine.
+    """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    local_size: int = 1  # processes on this machine
+    local_size: int = 1
 
     @property
     def main(self) -> bool:
@@ -41,11 +47,14 @@ class World:
         return self.rank == 0
 
     def device(self, device: str) -> str:
-        """`cuda` becomes this process's own GPU."""
+        """The device of this process: `cuda` becomes its own GPU."""
         return f"cuda:{self.local_rank}" if device == "cuda" and self.size > 1 else device
 
     def share(self, items: Sequence[int]) -> list[int]:
-        """This process's part of a batch; empty when the batch is smaller than the group."""
+        """The items of a batch that this process computes.
+
+        Empty for some processes if the batch is smaller than the group.
+        """
         return list(items[self.rank :: self.size])
 
     def sum(self, values: Tensor) -> Tensor:
@@ -55,102 +64,105 @@ class World:
         return values
 
     def agree(self, value: float) -> float:
-        """The main process's value."""
-        held = torch.tensor([value], dtype=torch.float64)
+        """Returns the main process's value in every process."""
+        shared = torch.tensor([value], dtype=torch.float64)
         if self.size > 1:
-            dist.broadcast(held, 0)
-        return held.item()
+            dist.broadcast(shared, 0)
+        return shared.item()
 
     def wait(self) -> None:
-        """Returns when every process is here."""
+        """Returns after every process has called it."""
         if self.size > 1:
             dist.barrier()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The module whose backward averages gradients over the processes."""
-        return (
-            model
-            if self.size == 1
-            else DistributedDataParallel(model, gradient_as_bucket_view=True)
-        )
+        if self.size == 1:
+            return model
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-ALONE = World()
+SINGLE_PROCESS = Ranks()
 
 
-def require_shared(directory: Path, world: World, why: str) -> None:
-    """Raises TrtspecError where not all processes see one directory; `why` is what each of them does with it."""
-    if world.size == 1:
+def require_shared(directory: Path, ranks: Ranks, why: str) -> None:
+    """Raises TrtspecError if a process does not see the directory. `why`: its use of the directory.
+
+    Creates the directory.
+    """
+    if ranks.size == 1:
         return
-    mark = directory / f".shared-{int(world.agree(float(os.getpid())))}"
-    if world.main:
+    mark = directory / f".shared-{int(ranks.agree(float(os.getpid())))}"
+    if ranks.main:
         directory.mkdir(parents=True, exist_ok=True)
         mark.touch()
-    world.wait()
-    unseen = world.sum(torch.tensor([float(not mark.exists())])).item()
-    if world.main:
+    ranks.wait()
+    is_missing = torch.tensor([float(not mark.exists())])
+    blind = ranks.sum(is_missing).item()  # processes that do not see it
+    if ranks.main:
         mark.unlink(missing_ok=True)
-    if unseen:
-        raise TrtspecError(
-            f"TS-FEATURES-SHARED {unseen:.0f} of {world.size} processes do not see {directory}, and each {why}",
-            "put it on storage that all nodes share",
+    if blind:
+        message = (
+            f"TS-FEATURES-SHARED {blind:.0f} of {ranks.size} processes do not see {directory}, "
+            f"and each {why}"
         )
+        raise TrtspecError(message, "put it on storage that all nodes share")
 
 
-def world_from_env() -> World:
-    """The process's place by the launcher's environment. UsageError for words in place of numbers."""
+def ranks_from_env() -> Ranks:
+    """Reads the launcher's environment. Raises UsageError if a value is not a number."""
+    defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     try:
-        names = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
-        rank, size, local, together = (
-            int(os.environ.get(name, default)) for name, default in names
-        )
+        return Ranks(*(int(os.environ.get(name, value)) for name, value in defaults.items()))
     except ValueError as error:
-        raise UsageError(
-            f"RANK, WORLD_SIZE or LOCAL_RANK is not a number ({error})", "start with torchrun"
-        ) from None
-    return World(rank, size, local, together)
+        message = f"RANK, WORLD_SIZE or LOCAL_RANK is not a number ({error})"
+        raise UsageError(message, "start with torchrun") from None
 
 
 @contextmanager
-def process_group(device: str) -> Iterator[World]:
-    """Joins the group for the length of a run: gloo on CPUs; on GPUs nccl, and gloo for what lies in host memory."""
-    world = world_from_env()
-    if world.size == 1:
-        yield world
+def process_group(device: str) -> Iterator[Ranks]:
+    """Joins the group for the length of a run.
+
+    Tensors in host memory go over gloo, tensors on GPUs over nccl.
+    """
+    ranks = ranks_from_env()
+    if ranks.size == 1:
+        yield ranks
         return
-    cuda = device.startswith("cuda")
-    if cuda:
-        torch.cuda.set_device(world.local_rank)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo", rank=world.rank, world_size=world.size
-    )
+    backend = "gloo"
+    if device.startswith("cuda"):
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(ranks.local_rank)
+    dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.size)
     try:
-        yield world
+        yield ranks
     finally:
         dist.destroy_process_group()
 
 
 class Stop:
-    """Collects the reasons to stop. A second signal of a kind interrupts at once."""
+    """Collects the reasons to stop. A second signal of the same number interrupts at once.
+
+    `deadline`: of time.monotonic().
+    """
 
     def __init__(self, deadline: float | None = None) -> None:
-        """`deadline`: of time.monotonic()."""
         self.deadline = deadline
-        self.reason: str | None = None  # of the whole group, once `asked` has said so
-        self._heard: set[str] = set()
+        self.reason: str | None = None  # the reason of the whole group, set by `asked`
+        self._own_reasons: set[str] = set()
 
     def hear(self, number: int, _: object) -> None:
-        """A signal handler."""
-        self._heard.add(signal.Signals(number).name)
+        """Handles a signal."""
+        self._own_reasons.add(signal.Signals(number).name)
         signal.signal(number, signal.default_int_handler)
 
-    def asked(self, world: World, reserve: float) -> bool:
-        """Whether to stop now; `reserve`: seconds that another step with its saving would take."""
+    def asked(self, ranks: Ranks, reserve: float) -> bool:
+        """Whether to stop now. `reserve`: seconds that another step with its saving would take."""
         if self.deadline is not None and time.monotonic() + reserve > self.deadline:
-            self._heard.add(TIME)
-        flags = world.sum(torch.tensor([float(reason in self._heard) for reason in REASONS]))
-        self.reason = next(
-            (reason for reason, flag in zip(REASONS, flags.tolist(), strict=True) if flag),
-            self.reason,
-        )
+            self._own_reasons.add(TIME)
+        own_flags = torch.tensor([float(reason in self._own_reasons) for reason in STOP_REASONS])
+        flags = ranks.sum(own_flags).tolist()
+        reasons = [reason for reason, flag in zip(STOP_REASONS, flags, strict=True) if flag]
+        if reasons:
+            self.reason = reasons[0]
         return self.reason is not None

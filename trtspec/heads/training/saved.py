@@ -1,5 +1,7 @@
-"""The state of a run on disk: weights, moments and step in one file that appears whole; and what a resumed run must
-repeat."""
+"""The state of a run on disk, and the fingerprint that a resumed run must repeat.
+
+The state is one file with weights, moments and step. It appears whole.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,13 @@ from trtspec.heads.training.train_options import TrainingRun, TrainOptions
 from trtspec.report import file_sha256
 
 STATE_NAME = PlainName("state.safetensors")
-LENGTH = ("epochs", "steps")  # options that may grow when a run is resumed
+LENGTH_OPTIONS = ("epochs", "steps")  # may grow when a run is resumed
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What a state file says of its run. `position`: see `Curve`."""
+    """Facts of a run in its state file. `position`: see `Curve`."""
 
     step: int
     total: int
@@ -39,36 +41,40 @@ class SavedRun:
 
 
 def saved_run(work: Path) -> SavedRun | None:
-    """None where no state was saved yet, or none that this version reads."""
+    """Reads the state file. None if no state was saved yet.
+
+    Raises UsageError if another version of trtspec wrote it.
+    """
     path = work / STATE_NAME
     if not path.is_file():
         return None
     with safe_open(path, "pt") as state:
-        record = json.loads((state.metadata() or {}).get("run", "{}"))
+        metadata = state.metadata() or {}
+    record = json.loads(metadata.get("run", "{}"))
     try:
         return SavedRun(record["step"], record["total"], record["position"], record["fingerprint"])
     except KeyError:
-        raise UsageError(
-            f"{path} is the state of another version of trtspec", "pass `restart` to start over"
-        ) from None
+        message = f"{path} is the state of another version of trtspec"
+        raise UsageError(message, "pass `restart` to start over") from None
 
 
 def check_saved(saved: SavedRun, fingerprint: dict[str, Any], total: int, output: Path) -> None:
-    """Raises UsageError where a run of `total` steps cannot resume from `saved`: what changed, by name, or that it has
-    had its steps."""
+    """Raises UsageError if a run of `total` steps cannot resume from `saved`.
+
+    The error names the changed options or inputs, or says that the run has had its steps.
+    """
     finished = is_finished(output)
-    remedy = f"repeat the command as it was, or pass {'`force`' if finished else '`restart`'} to start over"
+    option = "`force`" if finished else "`restart`"
+    remedy = f"repeat the command as it was, or pass {option} to start over"
     refuse_changed(output, saved.fingerprint, fingerprint, remedy)
     if total == saved.step and finished:
-        raise UsageError(
-            f"the run in {output} is finished: it has had all {total} steps",
-            "extend it with more `epochs` or `steps`, or pass `force` to start over",
-        )
+        message = f"the run in {output} is finished: it has had all {total} steps"
+        remedy = "extend it with more `epochs` or `steps`, or pass `force` to start over"
+        raise UsageError(message, remedy)
     if total < saved.step:
-        raise UsageError(
-            f"the run in {output} has had {saved.step} steps, and {total} were asked for",
-            "ask for more with `steps` or `epochs`, or pass `force` to start over",
-        )
+        message = f"the run in {output} has had {saved.step} steps, and {total} were asked for"
+        remedy = "ask for more with `steps` or `epochs`, or pass `force` to start over"
+        raise UsageError(message, remedy)
 
 
 def save_state(
@@ -77,14 +83,13 @@ def save_state(
     optimizer: torch.optim.Optimizer,
     saved: SavedRun,
 ) -> None:
-    """Writes weights and moments into state.safetensors, atomically: a kill leaves the previous state."""
+    """Writes weights and moments into state.safetensors. After a kill it is the previous state."""
     tensors = {f"head.{name}": value.detach() for name, value in parameters.items()}
     for name, value in parameters.items():
-        tensors |= {
-            f"{moment}.{name}": optimizer.state[value][moment]
-            for moment in MOMENTS
-            if optimizer.state[value]
-        }
+        state = optimizer.state[value]
+        if state:
+            for moment in MOMENTS:
+                tensors[f"{moment}.{name}"] = state[moment]
     write_shard(run.work / STATE_NAME, tensors, {"run": json.dumps(asdict(saved))})
 
 
@@ -95,9 +100,9 @@ def load_state(
     fingerprint: dict[str, Any],
     total: int,
 ) -> SavedRun:
-    """Puts a saved run back, whatever number of processes it had; one at step 0 when there is none.
+    """Loads the saved state into parameters and optimizer, also from another number of processes.
 
-    Raises UsageError as `check_saved`.
+    Returns the saved run, at step 0 if no state was saved. Raises UsageError as `check_saved`.
     """
     saved = saved_run(run.work)
     if saved is None:
@@ -106,26 +111,24 @@ def load_state(
     with safe_open(run.work / STATE_NAME, "pt") as state, torch.no_grad():
         for name, value in parameters.items():
             value.copy_(state.get_tensor(f"head.{name}"))
-            optimizer.state[value] = {
-                "step": torch.tensor(float(saved.step), device=value.device),
-                **{
-                    moment: state.get_tensor(f"{moment}.{name}").to(value.device)
-                    for moment in MOMENTS
-                },
-            }
+            loaded = {"step": torch.tensor(float(saved.step), device=value.device)}
+            for moment in MOMENTS:
+                loaded[moment] = state.get_tensor(f"{moment}.{name}").to(value.device)
+            optimizer.state[value] = loaded
     return saved
 
 
 def run_fingerprint(
     run: TrainingRun, samples: list[Sample], options: TrainOptions
 ) -> dict[str, Any]:
-    """What a resumed run must repeat: the options that decide the curve, but not its length; digests of what it
-    starts from."""
+    """The fingerprint of a run: its options without the run's length, and digests of its inputs."""
+    options_record = asdict(options)
+    for name in LENGTH_OPTIONS:
+        del options_record[name]
+    texts = [(sample.id, sample.tokens) for sample in samples]
     return {
-        "options": {key: value for key, value in asdict(options).items() if key not in LENGTH},
-        "data": hashlib.sha256(
-            repr([(sample.id, sample.tokens) for sample in samples]).encode()
-        ).hexdigest(),
+        "options": options_record,
+        "data": hashlib.sha256(repr(texts).encode()).hexdigest(),
         "target": identity_digest(run.target_dir),
         "target_id": commit_record(run.target_dir),
         "init": file_sha256(run.init / "model.safetensors") if run.init else None,

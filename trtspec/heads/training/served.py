@@ -1,9 +1,9 @@
-"""States that live servers send while the head trains: ModelOpt's streaming mode, spoken by ModelOpt's own client.
+"""States that live servers send while the head trains, by ModelOpt's streaming mode and its client.
 
-A vLLM with its `RdmaHiddenStatesConnector` answers a completion request of one token with an id. The captured states of
-the prompt are read from its memory over NIXL: the head's layers and the residual stream after the last one. The
-target's final norm is applied here. A step's states are fetched while the step before computes; every epoch fetches
-them again.
+A vLLM with its `RdmaHiddenStatesConnector` answers a completion request of one token with an id.
+The captured states of the prompt are read from its memory over NIXL: the head's layers and the
+residual stream after the last layer. The target's final norm is applied here. A step's states are
+fetched while the step before computes. Every epoch fetches them again.
 """
 
 from __future__ import annotations
@@ -26,40 +26,53 @@ from trtspec.heads.training.states import Features
 from trtspec.specs import ModelSpec
 
 Fetch = Callable[[Sample], Tensor | None]
-CONCURRENT = 2  # requests under way at once per process; each takes a core, because NIXL polls without a pause
-ATTEMPTS = 5
-PATIENCE = 1.0  # seconds before the second attempt, doubled before each further one
+# Requests under way at once per process. Each takes a core, because NIXL polls without a pause.
+MAX_CONCURRENT = 2
+MAX_ATTEMPTS = 5
+RETRY_DELAY_S = 1.0  # before the second attempt, doubled before each further one
 
 
 def state_servers(urls: tuple[str, ...], longest: int) -> list[DetectedServer]:
-    """Asks each server what it serves. Raises TrtspecError if one does not answer, serves another model than the first,
-    or does not take `longest` tokens and the one that is asked for."""
+    """Asks each server for its model and its limits.
+
+    Raises TrtspecError if a server does not answer, serves another model than the first, or does
+    not take `longest` tokens and one more, which the request asks for.
+    """
     servers = []
     for url in urls:
         try:
             server = ask_once(url, detect_server, headers={})
         except RequestFailed as failure:
-            raise TrtspecError(
-                f"TS-FEATURES-SERVER {url} does not name its model ({failure.message})",
-                "start the command that `trtspec train --dry-run` prints, and wait until it is ready",
-            ) from None
+            message = f"TS-FEATURES-SERVER {url} does not name its model ({failure.message})"
+            remedy = (
+                "start the command that `trtspec train --dry-run` prints, "
+                "and wait until it is ready"
+            )
+            raise TrtspecError(message, remedy) from None
         servers.append(server)
         if server.context is not None and server.context <= longest:
-            raise TrtspecError(
-                f"TS-FEATURES-SERVER {url} takes {server.context} tokens, and the longest sample has {longest} "
-                "and one more",
-                f"start it with --max-model-len {longest + 1}, or pass a smaller `seq_len`",
+            message = (
+                f"TS-FEATURES-SERVER {url} takes {server.context} tokens, "
+                f"and the longest sample has {longest} and one more"
             )
-    if len({server.model for server in servers}) > 1:
+            remedy = f"start it with --max-model-len {longest + 1}, or pass a smaller `seq_len`"
+            raise TrtspecError(message, remedy)
+    models = {server.model for server in servers}
+    if len(models) > 1:
         listed = ", ".join(f"{server.url} has {server.model}" for server in servers)
-        raise TrtspecError(
-            f"TS-FEATURES-SERVER the servers have different models: {listed}", "serve one model"
-        )
+        message = f"TS-FEATURES-SERVER the servers have different models: {listed}"
+        raise TrtspecError(message, "serve one model")
     return servers
 
 
 class ServedFeatures(Features):
-    """`Features` whose states are on a server until a step needs them."""
+    """`Features` whose states are on a server until a step needs them.
+
+    Args:
+        norm: the target's final norm.
+        client: makes the function that fetches one sample's planes [S, n_aux + 1, H]. Each thread
+            calls it once.
+    """
 
     def __init__(
         self,
@@ -69,77 +82,89 @@ class ServedFeatures(Features):
         norm: nn.Module,
         client: Callable[[], Fetch],
     ) -> None:
-        """client: makes the function that fetches one sample's planes [S, n_aux + 1, H]; called once per thread.
-        norm: the target's final norm."""
         super().__init__(samples, spec.hidden_size, num_aux)
         self.norm = norm
-        self._client, self._own = client, threading.local()
-        self._coming: dict[int, Future[tuple[Tensor, Tensor]]] = {}
-        self._threads = ThreadPoolExecutor(CONCURRENT, "states")
+        self._client = client
+        self._thread = threading.local()  # `fetch` of each thread
+        self._pending: dict[int, Future[tuple[Tensor, Tensor]]] = {}
+        self._pool = ThreadPoolExecutor(MAX_CONCURRENT, "states")
 
     def expect(self, indices: list[int]) -> None:
-        """Begins to fetch what is not under way."""
+        """Begins to fetch the states that are not under way."""
         for index in indices:
-            if index not in self._coming:
-                self._coming[index] = self._threads.submit(
-                    copy_context().run, self._states, self.samples[index]
-                )
+            if index not in self._pending:
+                run = copy_context().run
+                sample = self.samples[index]
+                self._pending[index] = self._pool.submit(run, self._states, sample)
 
     def states(self, index: int) -> tuple[Tensor, Tensor]:
-        """As `Features.states`. Raises TrtspecError when the server stays away, or captures something else."""
+        """Waits for the states. Raises TrtspecError if the server is gone or sends others."""
         self.expect([index])
-        return self._coming.pop(index).result()
+        return self._pending.pop(index).result()
 
     def close(self) -> None:
-        """Ends the threads, and with them the clients, whose own threads poll the network without a pause."""
-        self._threads.shutdown(cancel_futures=True)
+        """Ends the threads with their clients, whose own threads poll the network all the time."""
+        self._pool.shutdown(cancel_futures=True)
 
     @torch.inference_mode()
     def _states(self, sample: Sample) -> tuple[Tensor, Tensor]:
-        planes = self._fetched(sample)[
-            : len(sample.tokens)
-        ]  # vLLM may add the one token that was asked for
-        wanted = (len(sample.tokens), self.num_aux + 1, self.hidden_size)
+        """Fetches the states of one sample, and applies the target's final norm."""
+        count = len(sample.tokens)
+        planes = self._fetched(sample)[:count]  # vLLM may add the token that the request asks for
+        wanted = (count, self.num_aux + 1, self.hidden_size)
         if tuple(planes.shape) != wanted:
-            raise TrtspecError(
-                f"TS-FEATURES-SERVER the server captured {tuple(planes.shape)} for {sample.id}, wanted {wanted}: "
-                f"tokens, {self.num_aux} layers and the last one, width",
-                "start it with the layers that `trtspec train --dry-run` prints for this head",
+            message = (
+                f"TS-FEATURES-SERVER the server captured {tuple(planes.shape)} for {sample.id}, "
+                f"wanted {wanted}: tokens, {self.num_aux} layers and the last one, width"
             )
+            remedy = "start it with the layers that `trtspec train --dry-run` prints for this head"
+            raise TrtspecError(message, remedy)
         if not torch.isfinite(planes).all():
-            raise TrtspecError(
-                f"TS-FEATURES-NAN the server sent NaN or infinity among the states of {sample.id}",
-                "look at the engine: an overflow in its dtype, or a connector that misreads its cache",
+            message = (
+                f"TS-FEATURES-NAN the server sent NaN or infinity among the states of {sample.id}"
             )
+            remedy = (
+                "look at the engine: an overflow in its dtype, "
+                "or a connector that misreads its cache"
+            )
+            raise TrtspecError(message, remedy)
         weight = next(self.norm.parameters())
-        hidden = self.norm(planes[:, -1].to(weight.device, weight.dtype))
-        return hidden.to("cpu", torch.bfloat16), planes[:, :-1].flatten(1).to(torch.bfloat16)
+        last = planes[:, -1].to(weight.device, weight.dtype)
+        hidden = self.norm(last).to("cpu", torch.bfloat16)
+        aux = planes[:, :-1].flatten(1).to(torch.bfloat16)
+        return hidden, aux
 
     def _fetched(self, sample: Sample) -> Tensor:
-        """Fetches the hidden states, retrying up to ATTEMPTS times."""
-        if not hasattr(self._own, "fetch"):
-            self._own.fetch = self._client()
-        for attempt in range(ATTEMPTS):
+        """Fetches the planes, in at most MAX_ATTEMPTS attempts."""
+        if not hasattr(self._thread, "fetch"):
+            self._thread.fetch = self._client()
+        for attempt in range(MAX_ATTEMPTS):
             reason: object = "no states for it"
             try:
-                planes = self._own.fetch(sample)
+                planes = self._thread.fetch(sample)
                 if planes is not None:
                     return planes
             except (httpx.HTTPError, OSError) as error:
                 reason = error
-            except (
-                RuntimeError
-            ) as error:  # other tokens than ours, or slots too small for them: no attempt helps
-                raise TrtspecError(
-                    f"TS-FEATURES-SERVER {error}", "start the server for this `seq_len`"
-                ) from None
-            except Exception as error:  # the client reads whatever JSON a server sends, and NIXL has errors of its own
-                raise TrtspecError(
-                    f"TS-FEATURES-SERVER the answer for {sample.id} brings no states ({type(error).__name__}: {error})",
-                    "start the command that `trtspec train --dry-run` prints: a plain server captures none",
-                ) from None
-            time.sleep(PATIENCE * 2**attempt)
-        raise TrtspecError(
-            f"TS-FEATURES-SERVER the server gave no states of {sample.id} in {ATTEMPTS} attempts ({reason})",
-            "look at its log, then run the same command again to resume",
+            except RuntimeError as error:
+                # The server saw other tokens, or its slots are too small. No attempt helps.
+                message = f"TS-FEATURES-SERVER {error}"
+                raise TrtspecError(message, "start the server for this `seq_len`") from None
+            except Exception as error:
+                # The client reads any JSON that a server sends, and NIXL has errors of its own.
+                message = (
+                    f"TS-FEATURES-SERVER the answer for {sample.id} brings no states "
+                    f"({type(error).__name__}: {error})"
+                )
+                remedy = (
+                    "start the command that `trtspec train --dry-run` prints: "
+                    "a plain server captures none"
+                )
+                raise TrtspecError(message, remedy) from None
+            time.sleep(RETRY_DELAY_S * 2**attempt)
+        message = (
+            f"TS-FEATURES-SERVER the server gave no states of {sample.id} "
+            f"in {MAX_ATTEMPTS} attempts ({reason})"
         )
+        remedy = "look at its log, then run the same command again to resume"
+        raise TrtspecError(message, remedy)

@@ -1,7 +1,6 @@
-"""Where the target's states come from: the target in memory, its layers one at a time, an engine's dumps, or live
-servers.
+"""Opens the target's states: from the target in memory or layer by layer, dumps, or live servers.
 
-Every source gives a `Features`; which one it was does not show in the loss curve.
+Every source gives a `Features`. The loss curve does not depend on the source.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from functools import partial
 from trtspec.checkpoint.identity import identity_digest
 from trtspec.checkpoint.writer import Journal
 from trtspec.heads.training.first_layers import check_first_layers
-from trtspec.heads.training.ranks import World
+from trtspec.heads.training.ranks import Ranks
 from trtspec.heads.training.served import ServedFeatures, state_servers
 from trtspec.heads.training.states import Features, compute_features
 from trtspec.heads.training.streamed import open_stream, stream_features
@@ -26,43 +25,49 @@ def open_states(
     model: KimiModel,
     plan: TrainingPlan,
     options: TrainOptions,
-    world: World,
+    ranks: Ranks,
     journal: Journal | None = None,
 ) -> Features:
-    """The states of all samples, from the source that the plan names. `journal` holds the servers of earlier states.
+    """The states of all samples, from the source that the plan names.
 
-    A stream computes them and a server sends them while the head trains. Several processes stream what one process
-    would keep in memory: each computes a part, and none holds all.
+    A stream computes the states, and a server sends them, while the head trains. Several processes
+    stream the states that one process would keep in memory: each computes a part, and none holds
+    all. Raises TrtspecError if the states are not the target's.
+
+    Args:
+        journal: holds the servers of earlier states.
     """
-    source, layers = plan.features, plan.spec.aux_layers or ()
-    if source.way == "memory" and world.size == 1:
+    source = plan.features
+    layers = plan.spec.aux_layers or ()
+    if source.way == "memory" and ranks.size == 1:
         with progress_bar("states of the target", plan.tokens, "tokens") as bar:
             return compute_features(model, plan.samples, layers, bar.advance)
     if source.way in ("memory", "stream"):
-        stream = open_stream(run.target_dir, model.dtype, str(model.embed.weight.device), world)
-        return stream_features(
-            stream, plan, options, run.work, identity_digest(run.target_dir), world=world
-        )
+        device = str(model.embed.weight.device)
+        stream = open_stream(run.target_dir, model.dtype, device, ranks)
+        digest = identity_digest(run.target_dir)
+        return stream_features(stream, plan, options, run.work, digest, ranks=ranks)
     lengths = [len(sample.tokens) for sample in plan.samples]
     if source.way == "server":
-        servers = state_servers(source.urls, max(lengths))
+        longest = max(lengths)
+        servers = state_servers(source.urls, longest)
         if journal is not None:
-            identities = [server.identity for server in servers]
-            journal.answered_by(
-                {f"server {number}": facts for number, facts in enumerate(identities, 1)}
-            )
-        # ModelOpt takes many seconds to import, and a dry run does not need it
+            identities = {}
+            for number, server in enumerate(servers, 1):
+                identities[f"server {number}"] = server.identity
+            journal.answered_by(identities)
+        # ModelOpt takes many seconds to import, and a dry run does not need it.
         from trtspec.heads.training.module import state_client
 
-        client = partial(state_client, source.urls, servers[0].model, max(lengths))
-        client()  # what is missing is missed before the run begins
+        client = partial(state_client, source.urls, servers[0].model, longest)
+        client()  # raises if a dependency is missing, before the run begins
         features: Features = ServedFeatures(
             plan.samples, model.spec, plan.spec.num_aux, model.norm, client
         )
     else:
         assert plan.dumped is not None
         features = plan.dumped
-    if world.main:
+    if ranks.main:
         shortest = lengths.index(min(lengths))
         aux = features.states(shortest)[1]
         check_first_layers(run.target_dir, plan.samples[shortest], aux, layers, model.dtype)

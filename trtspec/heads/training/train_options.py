@@ -1,8 +1,8 @@
-"""What a training run depends on: its options, and the shape of the head they ask for on a given target.
+"""The options of a training run, and the shape of the head that they give on a target.
 
-Two runs with equal options and data have the same loss curve. An MLA head has the shape of the published Kimi heads:
-the target's ranks and heads, one dense layer, the target's rope. An MHA head is a Llama layer with plain rope, which
-every server loads.
+Two runs with equal options and data have the same loss curve. An MLA head has the shape of the
+published Kimi heads: the target's ranks and heads, one dense layer, the target's rope. An MHA head
+is a Llama layer with plain rope, which every server loads.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ Schedule = Literal["cosine", "constant"]
 EagleVersion = Literal["3", "3.1"]
 Precision = Literal["auto", "bf16", "fp32"]
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # torch's name of each `precision`
-MAX_KV_HEADS = 8  # of a new MHA head: splits over 8 GPUs, an eighth of the KV cache of 64 heads
+# Of a new MHA head. Eight split over 8 GPUs, and need an eighth of the KV cache of 64 heads.
+MAX_KV_HEADS = 8
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What decides the loss curve, as the command declares it. None: derived from the target or from the run."""
+    """Options that decide the loss curve. None: derived from the target or from the run."""
 
     attention: Annotated[Attention, option("Attention of the head.", group="Head")] = "mla"
     eagle: Annotated[EagleVersion, option("EAGLE version.", group="Head")] = "3"
@@ -137,13 +138,16 @@ class TrainOptions:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the target's frozen ends are kept in and the step computes in; `precision` must not be `auto`."""
+        """dtype of the target's frozen weights and of a step. `precision` must not be `auto`."""
         import torch
 
         return getattr(torch, DTYPES[self.precision])
 
     def for_device(self, device: str) -> TrainOptions:
-        """The same options with `auto` precision settled for this device, so that records and resumes name it."""
+        """The same options with `auto` precision replaced by the device's.
+
+        Records and resumed runs name the precision.
+        """
         from trtspec.models.precision import has_native_bf16
 
         if self.precision != "auto":
@@ -153,12 +157,14 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class FeatureSource:
-    """Where the target's states come from; `text` is what the option `features` says.
+    """Where the target's states come from. `text`: the value of the option `features`.
 
-    memory    The target computes them beside the head.
-    stream    It runs one decoder layer at a time over chunks of samples, kept in `directory` where one is named.
-    dumps     An engine wrote them to `directory`.
-    server    Live engines at `urls` send them while the head trains.
+    way     source
+    memory  The target computes them beside the head.
+    stream  The target runs one decoder layer at a time over chunks of samples. The chunks are
+            kept in `directory`. None: in the output.
+    dumps   An engine wrote them to `directory`.
+    server  Live engines at `urls` send them while the head trains.
     """
 
     text: str
@@ -168,45 +174,52 @@ class FeatureSource:
 
     @property
     def with_layers(self) -> bool:
-        """Whether the target's layers are loaded where they fit, so that acceptance can be measured at the end."""
+        """Whether the target's layers are loaded if they fit.
+
+        With the layers, acceptance can be measured at the end.
+        """
         return self.way in ("memory", "dumps")
 
 
 def feature_source(text: str) -> FeatureSource:
-    """What `features` names: auto, memory, a directory, `stream`, `stream:DIR`, or URLs with commas between.
+    """Parses `features`: auto, memory, a directory, `stream`, `stream:DIR`, or URLs with commas.
 
-    Raises UsageError for an invalid URL."""
+    Raises UsageError for an invalid URL.
+    """
     if text in ("auto", "memory"):
         return FeatureSource(text, "memory")
     if text.startswith(("http://", "https://")):
-        return FeatureSource(
-            text,
-            "server",
-            urls=tuple(server_url(url.strip(), "`features`") for url in text.split(",")),
-        )
-    way, _, place = text.partition(":")
+        urls = tuple(server_url(url.strip(), "`features`") for url in text.split(","))
+        return FeatureSource(text, "server", urls=urls)
+    way, _, directory = text.partition(":")
     if way == "stream":
-        return FeatureSource(text, "stream", Path(place) if place else None)
+        return FeatureSource(text, "stream", Path(directory) if directory else None)
     return FeatureSource(text, "dumps", Path(text))
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What is trained on what, where it goes and how: all that the loss curve does not depend on, and the head to start
-    from. `data` is what the record calls it; `deadline` of time.monotonic()."""
+    """Paths and settings of a run that do not change the loss curve, and the initial head.
+
+    Args:
+        data: name of the data in the record.
+        init: the head to start from. None: a fresh head.
+        save_every: steps between saved states.
+        deadline: of time.monotonic().
+    """
 
     target_dir: Path
     data: str
     output: Path
     init: Path | None = None
-    save_every: int = 100  # steps between saved states
+    save_every: int = 100
     deadline: float | None = None
     device: str = "cpu"
-    again: OutputOptions = OutputOptions()
+    output_options: OutputOptions = OutputOptions()
 
     @property
     def work(self) -> Path:
-        """The state of the run."""
+        """Directory of the run's saved state."""
         return self.output / WORK_NAME
 
     @property
@@ -216,53 +229,68 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class TrainingRecipe:
-    """What a config file may say beside the command's options: `samples` and `mean_tokens` (per sample) describe data
-    that are not made yet, for --dry-run."""
+    """Keys of a config file that are not options of the command.
+
+    They describe data that --dry-run plans for before they exist. `mean_tokens`: per sample.
+    """
 
     samples: int | None = None
     mean_tokens: int | None = None
 
 
 def new_head_spec(target: ModelSpec, options: TrainOptions) -> HeadSpec:
-    """Returns the record of a one-layer head of the target's width; UsageError when a size does not fit the target."""
+    """Returns the record of a one-layer head of the target's width.
+
+    Raises UsageError if a size does not fit the target.
+    """
     layers = options.aux_layers or target.default_aux_layers
-    bad = [layer for layer in layers if not 0 <= layer < target.num_hidden_layers]
-    if bad or list(layers) != sorted(set(layers)):
-        raise UsageError(
+    layer_count = target.num_hidden_layers
+    unknown = [layer for layer in layers if not 0 <= layer < layer_count]
+    if unknown or list(layers) != sorted(set(layers)):
+        message = (
             f"capture layers {list(layers)} are not ascending layer outputs of a target with "
-            f"{target.num_hidden_layers} layers",
-            f"use 0-based outputs, for example {list(target.default_aux_layers)}",
+            f"{layer_count} layers"
         )
-    draft = options.draft_vocab_size or target.vocab_size
-    if not 0 < draft <= target.vocab_size:
-        raise UsageError(
-            f"a draft vocabulary of {draft} does not fit the target's {target.vocab_size}",
-            f"pass `draft_vocab_size` between 1 and {target.vocab_size}",
-        )
-    mla = options.attention == "mla"
+        remedy = f"use 0-based outputs, for example {list(target.default_aux_layers)}"
+        raise UsageError(message, remedy)
+    vocab_size = target.vocab_size
+    draft_vocab_size = options.draft_vocab_size or vocab_size
+    if not 0 < draft_vocab_size <= vocab_size:
+        message = f"a draft vocabulary of {draft_vocab_size} does not fit the target's {vocab_size}"
+        raise UsageError(message, f"pass `draft_vocab_size` between 1 and {vocab_size}")
+    heads = target.num_attention_heads
     rope = RopeSpec(theta=target.rope.theta)
-    if mla:  # TensorRT-LLM computes YaRN for every MLA draft; factor 1 is plain rope
-        rope = target.rope if target.rope.is_yarn else replace(rope, rope_type="yarn", factor=1.0)
+    if options.attention == "mla":
+        # TensorRT-LLM computes YaRN for every MLA draft. Factor 1 is plain rope.
+        rope = replace(rope, rope_type="yarn", factor=1.0)
+        if target.rope.is_yarn:
+            rope = target.rope
+        kv_heads = heads
+        head_dim = target.qk_head_dim
+        latent = {name: getattr(target, name) for name in LATENT}
+    else:
+        kv_heads = min(MAX_KV_HEADS, heads)
+        head_dim = target.v_head_dim
+        latent = {}
+    is_eagle31 = options.eagle == "3.1"
     return HeadSpec(
         attention=options.attention,
         dialect=DEFAULT.name,
         hidden_size=target.hidden_size,
         target_hidden_size=target.hidden_size,
         intermediate_size=options.intermediate_size or target.intermediate_size,
-        num_attention_heads=target.num_attention_heads,
-        num_key_value_heads=target.num_attention_heads
-        if mla
-        else min(MAX_KV_HEADS, target.num_attention_heads),
-        head_dim=target.qk_head_dim if mla else target.v_head_dim,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=draft,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        draft_vocab_size=draft_vocab_size,
         rms_norm_eps=target.rms_norm_eps,
         rope=rope,
         num_aux=len(layers),
         aux_layers=tuple(layers),
-        **{name: getattr(target, name) for name in LATENT if mla},
+        **latent,
         max_position_embeddings=target.max_position_embeddings,
-        fc_norm=options.eagle == "3.1",
-        norm_output=options.eagle == "3.1",
-        has_d2t=draft != target.vocab_size,
+        fc_norm=is_eagle31,
+        norm_output=is_eagle31,
+        has_d2t=draft_vocab_size != vocab_size,
     )

@@ -1,6 +1,6 @@
-"""What a training run will do and need, known before a state is computed or ModelOpt imported.
+"""The plan of a training run, made before a state is computed or ModelOpt imported.
 
-`trtspec train` checks that, and the head to start from, before it spends an hour, also with --dry-run.
+`trtspec train` checks the plan and the initial head before it spends an hour, also with --dry-run.
 """
 
 from __future__ import annotations
@@ -42,12 +42,20 @@ from trtspec.models.eagle3 import parameter_count
 from trtspec.specs import HeadSpec, ModelSpec
 
 MEMORY_SHARE = 0.5  # of the free memory that --features auto may fill with states
-LEFT_OUT = {"embed_tokens.weight", "t2d"}  # of a head to start from: the target's, and made of d2t
+# Tensors of an initial head that are not loaded: the target has its own, and t2d follows from d2t.
+UNUSED_TENSORS = {"embed_tokens.weight", "t2d"}
 
 
 @dataclass
 class TrainingPlan:
-    """What a run will do, known before any state is computed."""
+    """The head, the data and the sizes of a run.
+
+    Args:
+        files: counts of each data file.
+        held_out: samples. None in a plan made without the data.
+        counted: samples of a plan made without the data.
+        dumped: the states, if a directory holds them.
+    """
 
     spec: HeadSpec
     samples: list[Sample]
@@ -56,36 +64,52 @@ class TrainingPlan:
     parameters: int
     feature_bytes: int
     features: FeatureSource
-    files: list[dict[str, Any]] = field(default_factory=list)  # what became of each data file
-    held_out: int | None = None  # samples; None in a plan made without the data
-    counted: int | None = None  # samples of a plan made without the data
-    dumped: DumpedFeatures | None = None  # the states, where a directory holds them
+    files: list[dict[str, Any]] = field(default_factory=list)
+    held_out: int | None = None
+    counted: int | None = None
+    dumped: DumpedFeatures | None = None
 
     @property
     def warnings(self) -> list[str]:
-        """What engines cannot do with the head that is to be trained."""
-        return [text for engine in ENGINES.values() if (text := engine.cannot_load(self.spec))]
+        """Why engines cannot load the head that is to be trained."""
+        reasons = [engine.cannot_load(self.spec) for engine in ENGINES.values()]
+        return [reason for reason in reasons if reason]
 
     @property
     def output_bytes(self) -> int:
-        """Most that a run has on its disk: two saved states, while one replaces the other, in float32; in bf16 the
-        best head, the one that replaces it, and the last."""
-        state, head = 4 * (1 + len(MOMENTS)) * self.parameters, 2 * self.parameters
+        """Most bytes that a run has in its output.
+
+        There are two saved states in float32 while one replaces the other. Heads are in bf16: the
+        best, its successor while it is written, and the last.
+        """
+        state = 4 * (1 + len(MOMENTS)) * self.parameters
+        head = 2 * self.parameters
         return 2 * state + 3 * head
 
     def lines(self) -> list[str]:
-        """What is trained on what, line by line, for whoever waits."""
-        found = []
+        """The summary that `trtspec train` shows at its start, line by line."""
+        lines = []
         for file in self.files:
-            if file["duplicates"] or file["refused"]:
-                first = f", first: {file['refusals'][0]}" if file["refused"] else ""
-                left_out = f"{file['duplicates']} duplicates left out, {file['refused']} rows refused{first}"
-                found.append(f"{file['file']}: {file['conversations']} conversations, {left_out}")
-        found += [f"warning: {warning}" for warning in self.warnings]
-        head = f"EAGLE-{self.spec.eagle} {self.spec.attention.upper()} head of {self.parameters / 1e6:.1f} M parameters"
-        return [*found, f"Training an {head} on {self.tokens:,} tokens, {self.steps} steps"]
+            duplicates = file["duplicates"]
+            refused = file["refused"]
+            if duplicates or refused:
+                line = (
+                    f"{file['file']}: {file['conversations']} conversations, "
+                    f"{duplicates} duplicates left out, {refused} rows refused"
+                )
+                if refused:
+                    line += f", first: {file['refusals'][0]}"
+                lines.append(line)
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        millions = self.parameters / 1e6
+        lines.append(
+            f"Training an EAGLE-{self.spec.eagle} {self.spec.attention.upper()} head "
+            f"of {millions:.1f} M parameters on {self.tokens:,} tokens, {self.steps} steps"
+        )
+        return lines
 
     def to_dict(self) -> dict[str, Any]:
+        """The plan for `--json`."""
         return {
             "attention": self.spec.attention,
             "eagle": self.spec.eagle,
@@ -109,36 +133,41 @@ def make_plan(
     options: TrainOptions,
     features: FeatureSource,
 ) -> TrainingPlan:
-    """Reads and tokenizes the data and sizes everything."""
+    """Reads and tokenizes the data, and computes the sizes of the run.
+
+    Raises UsageError if the states do not fit the memory. Raises TrtspecError if the data have
+    nothing to learn, or if dumps are missing.
+    """
     spec = new_head_spec(target, options)
+    samples, files = read_files(data, KimiTokenizer(target_dir), options)
     dumped = None
-    samples, counted = read_files(data, KimiTokenizer(target_dir), options)
     if features.way == "dumps" and features.directory:
         dumped = dumps_of(samples, features.directory, target, spec.num_aux)
         samples = dumped.samples
     tokens = sum(len(sample.tokens) for sample in samples)
     size = tokens * bytes_per_token(target, spec.num_aux)
     if features.text == "auto" and size > MEMORY_SHARE * machine.free_memory():
-        raise UsageError(
-            f"the states of {tokens:,} tokens take {size / 2**30:.1f} GiB, more than half of the free memory",
-            "pass `features` stream to keep them on disk, or less data",
+        gib = size / 2**30
+        message = (
+            f"the states of {tokens:,} tokens take {gib:.1f} GiB, more than half of the free memory"
         )
-    order = split_data(samples, options)
-    held = len(order.held)
-    trained = [samples[index] for index in order.trained]
-    if not sum(counted_positions(trained, options.ttt_steps, options.answer_only)):
+        raise UsageError(message, "pass `features` stream to keep them on disk, or less data")
+    split = split_data(samples, options)
+    trained = [samples[index] for index in split.trained]
+    counted = counted_positions(trained, options.ttt_steps, options.answer_only)
+    if not sum(counted):
         message = f"TS-DATA-EMPTY no position of {', '.join(data)} counts in the loss"
         raise TrtspecError(message, "give conversations with longer answers")
     return TrainingPlan(
         spec,
         samples,
         tokens,
-        order.total,
+        split.total,
         parameter_count(spec),
         size,
         features,
-        counted,
-        held,
+        files,
+        len(split.held),
         dumped=dumped,
     )
 
@@ -150,22 +179,26 @@ def plan_without_data(
     data: str,
     features: FeatureSource,
 ) -> TrainingPlan:
-    """The sizes of a run whose target or data are not on this machine, from the recipe's counts; `samples` stays
-    empty. UsageError when the recipe does not tell them."""
+    """The plan of a run whose target or data are not on this machine, from the recipe's counts.
+
+    The plan has no samples. Raises UsageError if the recipe lacks the counts.
+    """
     if recipe.samples is None or recipe.mean_tokens is None:
         message = f"the target or {data} is not on this machine, so its tokens cannot be counted"
-        counts = "put `samples:` and `mean_tokens:` into the `config` file, or fetch both first"
+        remedy = "put `samples:` and `mean_tokens:` into the `config` file, or fetch both first"
         near = beside(data)
-        raise UsageError(message, f"did you mean {near}?" if near else counts)
+        if near:
+            remedy = f"did you mean {near}?"
+        raise UsageError(message, remedy)
     spec = new_head_spec(target, options)
     tokens = recipe.samples * min(recipe.mean_tokens, options.seq_len)
-    training = round(recipe.samples * (1 - options.held_out))
+    trained = round(recipe.samples * (1 - options.held_out))
     size = tokens * bytes_per_token(target, spec.num_aux)
     return TrainingPlan(
         spec,
         [],
         tokens,
-        steps_of(training, options),
+        steps_of(trained, options),
         parameter_count(spec),
         size,
         features,
@@ -174,48 +207,63 @@ def plan_without_data(
 
 
 def check_run(run: TrainingRun, plan: TrainingPlan, options: TrainOptions) -> dict[str, Any]:
-    """Whether the head to start from fits, the disk has room, and the run that the output holds would resume with these
-    options; raises otherwise. Returns what a dry run says about it."""
+    """Checks that the initial head fits, that the disk has room, and that the output can be used.
+
+    A run that the output holds must resume with these options. Raises TrtspecError or UsageError.
+    Returns the keys that a dry run adds to the plan.
+    """
     if run.init is not None:
         check_initial(run.init, plan.spec)
-    resumes = run_directory(run.output, plan.output_bytes).check(run_options(run.output, run.again))
+    directory = run_directory(run.output, plan.output_bytes)
+    resumes = directory.check(run_options(run.output, run.output_options))
     saved = saved_run(run.work) if resumes else None
+    steps_done = 0
     if saved is not None:
         check_saved(saved, run_fingerprint(run, plan.samples, options), plan.steps, run.output)
-    return {"steps_done": saved.step if saved else 0, "free_memory_bytes": machine.free_memory()}
+        steps_done = saved.step
+    return {"steps_done": steps_done, "free_memory_bytes": machine.free_memory()}
 
 
 def check_initial(head: Path, spec: HeadSpec) -> Checkpoint:
-    """The head to start from, which has the tensors of one like `spec` by its header. Raises TrtspecError for one in
-    which `trtspec inspect` finds an error, or which does not fit, naming every tensor."""
+    """Opens the initial head, and checks that its header has the tensors of a head like `spec`.
+
+    Raises TrtspecError if `trtspec inspect` finds an error in it. Raises TrtspecError naming every
+    tensor if it does not fit.
+    """
     checkpoint = Checkpoint.open(head)
     head_spec(checkpoint, values=True)
     for problem in uncomputed(checkpoint.config):
         raise TrtspecError(f"{head}: {problem.message}", problem.remedy, problem.code)
-    shapes, maps = expected_shapes(spec), ["d2t"] if spec.has_d2t else []
-    wanted = {name: shapes[name] for name in (*tensor_names(spec), "lm_head.weight", *maps)}
+    shapes = expected_shapes(spec)
+    names = [*tensor_names(spec), "lm_head.weight"]
+    if spec.has_d2t:
+        names.append("d2t")
+    needed = {name: shapes[name] for name in names}
     stored = {name: tuple(info.shape) for name, info in canonical_names(checkpoint.tensors).items()}
-    wrong = [
-        f"{name} is {stored.get(name, 'missing')}, the head wants {wanted.get(name, 'no such tensor')}"
-        for name in sorted((wanted.keys() | stored.keys()) - LEFT_OUT)
-        if stored.get(name) != wanted.get(name)
-    ]
-    if wrong:
-        raise TrtspecError(
-            f"{head} does not fit the head to train: {'; '.join(wrong)}",
-            "train with the same `attention`, `eagle` and `draft_vocab_size` as the initial head",
+    faults = []
+    for name in sorted((needed.keys() | stored.keys()) - UNUSED_TENSORS):
+        shape = stored.get(name, "missing")
+        wanted = needed.get(name, "no such tensor")
+        if stored.get(name) != needed.get(name):
+            faults.append(f"{name} is {shape}, the head wants {wanted}")
+    if faults:
+        message = f"{head} does not fit the head to train: {'; '.join(faults)}"
+        remedy = (
+            "train with the same `attention`, `eagle` and `draft_vocab_size` as the initial head"
         )
+        raise TrtspecError(message, remedy)
     return checkpoint
 
 
 def initial_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Tensors of a head to start from in ModelOpt's names, whichever of the two namings it has; floats in float32."""
+    """Tensors of an initial head under ModelOpt's names, floats in float32."""
     stored = LazyTensors(checkpoint)
-    named = {
-        name.replace("midlayer.", "layers.0."): stored[name]
-        for name in stored.names()
-        if name not in LEFT_OUT
-    }
-    return {
-        name: value.float() if value.is_floating_point() else value for name, value in named.items()
-    }
+    tensors = {}
+    for name in stored.names():
+        if name not in UNUSED_TENSORS:
+            value = stored[name]
+            if value.is_floating_point():
+                value = value.float()
+            # Heads call their layer `midlayer` or `layers.0`. ModelOpt's module has `layers.0`.
+            tensors[name.replace("midlayer.", "layers.0.")] = value
+    return tensors
