@@ -349,7 +349,7 @@ class Engine:
         return sequence
 
     def _prefill_pass(self, chunks: list[Chunk], outputs: list[Output]) -> None:
-        """Runs one pass over the chunks. If it fails, runs each alone: only the faulty ones fail."""
+        """Runs one pass over the chunks. If it fails, runs each alone: only faulty ones fail."""
         try:
             aux, following = self._compute(chunks)
             self.drafter.prompts(aux, following, [chunk.piece for chunk in chunks])
