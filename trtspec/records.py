@@ -407,7 +407,7 @@ def verb(function: Callable[[Any], Any]) -> Callable[..., Any]:
     for name, field in fields_of(record).items():
         if name == "json_":
             continue
-        passing = inspect.Parameter.KEYWORD_ONLY
+        passing: Any = inspect.Parameter.KEYWORD_ONLY
         if field.default is field.empty:
             passing = inspect.Parameter.POSITIONAL_OR_KEYWORD
         parameters.append(
@@ -494,7 +494,7 @@ def _for_typer(command: str, field: OptionField) -> inspect.Parameter:
         info.show_envvar = False  # the end of the page says it once
     if field.many:
         item_type = str if field.parse else typing.get_args(field.many)[0]
-        typer_type = list[item_type] | None
+        typer_type = list[item_type] | None  # type: ignore[valid-type]
         if isinstance(default, tuple):
             default = list(default) or None
     elif field.parse is not None:

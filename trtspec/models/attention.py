@@ -113,7 +113,8 @@ def batch_step(
         length = length or int(start.max()) + count
         rows = torch.arange(row, row + batch, device=device).unsqueeze(1)
         slots = (rows * cache.max_len + positions).flatten()
-    rotation = rope.upto(cache.max_len if cache else count, device)[positions].unsqueeze(2)
+    rotations = rope.upto(cache.max_len if cache else count, device)
+    rotation = rotations[positions].unsqueeze(2)
     unseen = torch.arange(length, device=device) > positions.unsqueeze(-1)  # [B or 1, T, S]
     blocked = torch.zeros(unseen.shape, dtype=dtype, device=device)
     blocked.masked_fill_(unseen, float("-inf"))
@@ -145,5 +146,6 @@ def prompt_step(
         blocked = torch.full((1, size, piece.end), float("-inf"), dtype=dtype, device=device)
         masks.append(CausalMask(blocked.triu_(piece.begin + 1)))
     row_slots, positions = torch.tensor(addresses).to(device, non_blocking=True).unbind(1)
-    rotation = rope.upto(cache.max_len, device)[positions.unsqueeze(0)].unsqueeze(2)
+    rotations = rope.upto(cache.max_len, device)
+    rotation = rotations[positions.unsqueeze(0)].unsqueeze(2)
     return AttentionStep(rope, rotation, spans, masks, cache, row_slots + positions)

@@ -120,7 +120,9 @@ class Eagle3Head(nn.Module):
         wanted: (rows, positions), [K] each. After attention only their outputs are computed, and
             the results are [K, 1, H].
         """
-        inputs = torch.cat((self.input_layernorm(self.embed(tokens)), self.hidden_norm(x)), -1)
+        embedded = self.input_layernorm(self.embed(tokens))
+        states = self.hidden_norm(x)
+        inputs = torch.cat((embedded, states), -1)
         y = x + self.self_attn(inputs, step)
         if wanted is not None:
             y = y[wanted].unsqueeze(1)
@@ -169,7 +171,8 @@ class LlamaAttention(nn.Module):
         qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), 2)
         q, k = step.rotate(qk).split((self.heads, self.kv_heads), 2)
         entry = torch.cat((k, v), 2).flatten(2)
-        return self.o_proj(step.attend(entry, q, self.attention).flatten(2))
+        attended = step.attend(entry, q, self.attention)
+        return self.o_proj(attended.flatten(2))
 
     def attention(self, queries: Tensor, entries: Tensor, mask: CausalMask) -> Tensor:
         """Attention over cached entries.

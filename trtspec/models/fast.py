@@ -199,15 +199,18 @@ class FoldedLatentAttention(LatentAttention):
         w_uq = mla.q_b_proj.weight.double().unflatten(0, (mla.heads, -1))
         w_nope, w_rope = w_uq.split((mla.nope_dim, mla.rope_dim), 1)
         w_o = mla.o_proj.weight.double().unflatten(1, (mla.heads, -1)).transpose(0, 1)  # [N, H, v]
-        q_folded = by_input(torch.cat((w_uk.mT @ w_nope, w_rope), 1).flatten(0, 1).to(dtype))
-        o_folded = by_input((w_o @ w_uv).transpose(0, 1).flatten(1).to(dtype))
+        w_q = torch.cat((w_uk.mT @ w_nope, w_rope), 1).flatten(0, 1)
+        q_folded = by_input(w_q.to(dtype))
+        w_out = (w_o @ w_uv).transpose(0, 1).flatten(1)
+        o_folded = by_input(w_out.to(dtype))
         turn_into(FoldedLatentAttention, mla, q_folded=q_folded, o_folded=o_folded)
 
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
         q_lora, kv_lora, k_rope = self.qkv_a_proj(x).split(self.a_sizes, -1)
         queries = F.linear(self.q_a_layernorm(q_lora), self.q_folded)
         # The query heads and the one shared key are rotated together, in place.
-        vectors = torch.cat((queries, self.kv_a_layernorm(kv_lora), k_rope), -1)
+        latent = self.kv_a_layernorm(kv_lora)
+        vectors = torch.cat((queries, latent, k_rope), -1)
         vectors = vectors.unflatten(-1, (self.heads + 1, -1))
         pairs = vectors[..., self.kv_lora_rank :].unflatten(-1, (-1, 2))
         torch.view_as_complex(pairs).mul_(step.rotation)
@@ -227,11 +230,13 @@ class GroupedExperts(Experts):
         dtype = torch.float32 if wide else x.dtype
         inputs = x.index_select(0, tokens).to(dtype)
         scales = weights.flatten().index_select(0, order).unsqueeze(-1).to(dtype)
-        gate, up = grouped_product(inputs, self.gate_up.to(dtype), sizes).chunk(2, -1)
+        gate_up = grouped_product(inputs, self.gate_up.to(dtype), sizes)
+        gate, up = gate_up.chunk(2, -1)
         activated = F.silu(gate) * up * scales
         outputs = grouped_product(activated, self.down.to(dtype), sizes)
         summed = x.new_zeros(x.shape, dtype=torch.promote_types(dtype, torch.float32))
-        return summed.index_add(0, tokens, outputs.to(summed.dtype)).to(x.dtype)
+        summed = summed.index_add(0, tokens, outputs.to(summed.dtype))
+        return summed.to(x.dtype)
 
 
 def grouped_product(x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:

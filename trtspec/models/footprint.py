@@ -48,7 +48,8 @@ def target_bytes(path: Path, spec: ModelSpec, dtype: torch.dtype, device: str) -
         mappings = [mapping for mapping in layout(spec) if is_nvfp4(stored, mapping.names[0])]
         fp4 = {mapping.parameter for mapping in mappings}
         packed = sum(count for name, count in elements.items() if name not in fp4)
-    return int(sum(elements.values()) * dtype.itemsize + packed * 4 * PACKED_SHARE)
+    weight_bytes = sum(elements.values()) * dtype.itemsize
+    return int(weight_bytes + packed * 4 * PACKED_SHARE)
 
 
 def head_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:

@@ -61,7 +61,8 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
         """x [B, T, input] -> [B, T, H]."""
         q_lora, kv_lora, k_rope = self.qkv_a_proj(x).split(self.a_sizes, -1)
-        q = self.q_b_proj(self.q_a_layernorm(q_lora)).unflatten(-1, (self.heads, -1))
+        c_q = self.q_a_layernorm(q_lora)
+        q = self.q_b_proj(c_q).unflatten(-1, (self.heads, -1))
         q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), -1)  # [B, T, N, nope or R]
         w_uk, w_uv = self.up_projections()
 
@@ -81,8 +82,8 @@ class LatentAttention(nn.Module):
         """
         flat = queries.flatten(1, 2)
         scores = torch.baddbmm(mask.by_head(self.heads), flat, entries.mT, alpha=self.scale)
-        # softmax accumulates in float32
-        attended = torch.bmm(scores.softmax(-1), entries[..., : self.kv_lora_rank])
+        weights = scores.softmax(-1)  # accumulates in float32
+        attended = torch.bmm(weights, entries[..., : self.kv_lora_rank])
         return attended.unflatten(1, (-1, self.heads))
 
     def up_projections(self) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,8 @@ class MoE(nn.Module):
         """x [..., H] -> [..., H]."""
         flat = x.flatten(0, -2)
         ids, weights = self.gate(flat)
-        return (self.experts(flat, ids, weights) + self.shared_experts(flat)).view_as(x)
+        output = self.experts(flat, ids, weights) + self.shared_experts(flat)
+        return output.view_as(x)
 
 
 class Router(nn.Module):
@@ -59,7 +60,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [tokens, H] -> expert ids int64 and weights float32 or wider, both [tokens, k]."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        scores = F.linear(x.to(wide), self.weight.to(wide)).sigmoid()
+        logits = F.linear(x.to(wide), self.weight.to(wide))
+        scores = logits.sigmoid()
         choice = scores + self.e_score_correction_bias
         ids = choice.topk(self.top_k, dim=-1, sorted=False).indices
         weights = scores.gather(-1, ids)
@@ -109,4 +111,5 @@ def dispatch(
     indices = torch.arange(len(order), device=order.device)
     inverse = torch.empty_like(order).scatter_(0, order, indices)
     by_token = outputs[inverse].unflatten(0, weights.shape)  # [tokens, k, H]
-    return (by_token * weights.unsqueeze(-1).to(outputs.dtype)).sum(1)
+    weighted = by_token * weights.unsqueeze(-1).to(outputs.dtype)
+    return weighted.sum(1)

@@ -54,7 +54,8 @@ def rotations_upto(length: int, spec: RopeSpec, dim: int) -> Tensor:
 
     They are multiplied by YaRN's gain, which is 1 for every Kimi.
     """
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse_frequencies(spec, dim))
+    positions = torch.arange(length, dtype=torch.float32)
+    angles = torch.outer(positions, inverse_frequencies(spec, dim))
     gain = 1.0
     if spec.is_yarn:
         gain = yarn_mscale(spec.factor, spec.mscale) / yarn_mscale(spec.factor, spec.mscale_all_dim)
@@ -80,7 +81,8 @@ def inverse_frequencies(spec: RopeSpec, dim: int) -> Tensor:
     low = max(math.floor(pair_with(spec.beta_fast)), 0)
     high = min(math.ceil(pair_with(spec.beta_slow)), dim - 1)
     span = 0.001 if low == high else high - low
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    pairs = torch.arange(dim // 2, dtype=torch.float32)
+    ramp = ((pairs - low) / span).clamp(0, 1)
     return plain / spec.factor * ramp + plain * (1 - ramp)
 
 

@@ -91,7 +91,8 @@ class LayerStream:
         """Bytes of decoder layer `index` in the compute type."""
         with torch.device("meta"):
             layer = DecoderLayer(self.spec, index)
-        return sum(parameter.numel() for parameter in layer.parameters()) * self.dtype.itemsize
+        elements = sum(parameter.numel() for parameter in layer.parameters())
+        return elements * self.dtype.itemsize
 
     def load(self, index: int) -> DecoderLayer:
         """Decoder layer `index` with its weights, on the CPU."""

@@ -39,7 +39,8 @@ class NVFP4Linear(nn.Module):
             quantized, input_scale = nvfp4.fake_quantize_activation(x, self.input_scale)
             values = quantized.to(x.dtype)
             scale = self.scale_2 * input_scale
-        return (F.linear(values, self.values) * scale).to(x.dtype)
+        product = F.linear(values, self.values)
+        return (product * scale).to(x.dtype)
 
 
 class NVFP4Experts(nn.Module):
