@@ -1,9 +1,9 @@
 """The Python API: the verbs of the command line as functions.
 
-Each is imported when it is first used, so that `import trtspec` loads nothing else. A verb has the options of its
-command's record, prints nothing and never exits. It returns a `Result`, with the problems of what was looked at, and
-raises `trtspec.errors.TrtspecError` for what could not be done. The signatures for editors and mypy are in
-__init__.pyi, which tools/generate.py writes. See docs/python-api.md.
+Each is imported when it is first used, so that `import trtspec` loads nothing else. A verb has the
+options of its command's record, prints nothing and never exits. It returns a `Result` with the
+problems of its input, and raises `trtspec.errors.TrtspecError` if it fails. The signatures for
+editors and mypy are in __init__.pyi, which tools/generate.py writes. See docs/python-api.md.
 """
 
 from __future__ import annotations

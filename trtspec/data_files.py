@@ -10,7 +10,7 @@ DATA = Path(__file__).parent / "data"
 
 
 def load_yaml(name: str | Path) -> Any:
-    """Parses a YAML file by its name in trtspec/data, such as `models.yaml`, or by its whole path."""
+    """Parses a YAML file, by its name in trtspec/data (such as `models.yaml`) or its whole path."""
     import yaml  # here, because `trtspec --help` needs none
 
     # libyaml's loader is ten times as fast, where PyYAML was built with it
@@ -19,7 +19,7 @@ def load_yaml(name: str | Path) -> Any:
 
 
 def kimi_nano_dir() -> Path:
-    """The small Kimi-shaped target that ships with the package: checkpoint, tokenizer, template, prompts."""
+    """The small Kimi-shaped target of the package: checkpoint, tokenizer, template, prompts."""
     return DATA / "kimi-nano"
 
 
@@ -29,7 +29,7 @@ def gpu_names() -> list[str]:
 
 @cache
 def documented() -> dict[str, dict[str, str]]:
-    """Every problem code with `summary`, `remedy` and `area`, from the fragments of data/problems."""
+    """Every problem code with `summary`, `remedy` and `area`, from the files of data/problems."""
     return {
         code: {"area": fragment.stem, **entry}
         for fragment in sorted((DATA / "problems").glob("*.yaml"))

@@ -1,7 +1,7 @@
-"""The one tree of exceptions that commands raise, and the record of a problem found in somebody's input.
+"""The exceptions that commands raise, and the record of a problem in somebody's input.
 
-Commands and the Python API raise; only `trtspec.cli.app.main` catches, prints the message with its remedy, and exits
-with `exit_code`.
+Commands and the Python API raise. Only `trtspec.cli.app.main` catches, prints the message with its
+remedy, and exits with `exit_code`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,14 @@ FIELD = re.compile(r"`([a-z][a-z0-9_]*)`")
 
 @dataclass
 class RunningCommand:
-    """One command while it runs, or the default if none runs. `flags`: the flag or variable of each field of its
-    `options`. `origins`: the source of each field that the user set. `answered`: whether stdout has the object of
-    `--json`. A new thread does not see it without `copy_context`."""
+    """One command while it runs, or the default if none runs.
+
+    A new thread does not see it without `copy_context`.
+
+    flags: the flag or variable of each field of its `options`.
+    origins: the source of each field that the user set.
+    answered: whether stdout has the object of `--json`.
+    """
 
     options: type | None = None
     flags: Mapping[str, str] = field(default_factory=dict)
@@ -43,33 +48,40 @@ running = ContextVar("running", default=RunningCommand())  # noqa: B039  # the l
 
 
 def as_typed(text: str) -> str:
-    """A message that names options as the fields of their record, in backticks: with flags where a command runs. What
-    others wrote in it can be printed."""
+    """A message that names options as fields of their record, in backticks, made printable.
+
+    While a command runs, its flags replace the fields.
+    """
     flags = running.get().flags
     return printable(FIELD.sub(lambda match: flags.get(match[1], match[0]), text))
 
 
 def printable(text: str) -> str:
-    """Shows control characters, marks of direction and lone surrogates as escapes, so that none acts on a terminal.
-    Line ends and tabs stay."""
+    """Shows control characters, marks of direction and lone surrogates as escapes.
+
+    So none of them acts on a terminal. Line ends and tabs stay.
+    """
     return UNPRINTABLE.sub(lambda character: ascii(character[0])[1:-1], text)
 
 
 class TrtspecError(Exception):
     """A failure that the user can act on: what, why, and the next command.
 
-    `message` names the thing and the reason, `remedy` is the next command or edit, and `code` is stable and documented
-    in docs/reference/problems.md. A message that begins with a code has that one; others have the code of their class.
+    `message` names the thing and the reason, `remedy` is the next command or edit. `code` is stable
+    and documented in docs/reference/problems.md. A message may begin with its code. Others have the
+    code of their class.
     """
 
     exit_code = 1
     default_code = "TS-ERROR-FAILED"
 
     def __init__(self, message: str, remedy: str = "", code: str | None = None) -> None:
-        self.message, self.remedy = as_typed(message), as_typed(remedy)
+        self.message = as_typed(message)
+        self.remedy = as_typed(remedy)
         super().__init__(self.message)
         leading = LEADING_CODE.match(message)
-        self.code = code or (leading[1] if leading else self.default_code)
+        default_code = leading[1] if leading else self.default_code
+        self.code = code or default_code
 
     def to_dict(self) -> dict[str, str]:
         return {"code": self.code, "message": self.message, "remedy": self.remedy}
@@ -107,7 +119,10 @@ def listed(names: Iterable[str | None]) -> str:
     """Different names in one message: the first MAX_LISTED, and how many more there are."""
     different = [*dict.fromkeys(name for name in names if name)]
     more = len(different) - MAX_LISTED
-    return ", ".join(different[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+    text = ", ".join(different[:MAX_LISTED])
+    if more > 0:
+        text += f" and {more} more"
+    return text
 
 
 def did_you_mean(value: str, choices: Collection[str], otherwise: str) -> str:
@@ -117,13 +132,14 @@ def did_you_mean(value: str, choices: Collection[str], otherwise: str) -> str:
 
 
 def nearest(value: str, choices: Collection[str], *tables: str) -> str | None:
-    """The choice that `value` is in another tool's words, contains as a word, or nearly spells, or None.
+    """The choice that `value` means. None if no choice is near.
 
-    `tables`: those of words.yaml that are looked into.
+    `value` may be the choice in another tool's words, contain it as a word, or nearly spell it.
+    `tables`: the tables of words.yaml with other tools' words.
     """
     wanted = _spelled(value)
     words = load_yaml("words.yaml")
-    said = [
+    translated = [
         ours
         for table in tables or ("values",)
         for ours, theirs in words[table].items()
@@ -132,11 +148,12 @@ def nearest(value: str, choices: Collection[str], *tables: str) -> str | None:
     contained = [choice for choice in choices if choice in re.split(r"[^a-z0-9.]+", value.lower())]
     spelled = {_spelled(choice): choice for choice in choices}
     near = [spelled[name] for name in get_close_matches(wanted, spelled, n=1, cutoff=0.8)]
-    return next((choice for choice in (*said, *contained, *near) if choice in choices), None)
+    candidates = (*translated, *contained, *near)
+    return next((choice for choice in candidates if choice in choices), None)
 
 
 def _spelled(word: str) -> str:
-    """A word without what people write differently: case, dashes, underscores, blanks."""
+    """A word in lower case, without dashes, underscores and blanks."""
     return re.sub(r"[-_\s]", "", word.lower())
 
 
@@ -153,7 +170,7 @@ def signals_handled(handler: Callable[[int, Any], None], *numbers: int) -> Itera
 
 @contextmanager
 def termination_as_interrupt() -> Iterator[None]:
-    """SIGTERM, with which schedulers end a job, unwinds like Ctrl-C while the block runs."""
+    """Makes SIGTERM, with which schedulers end a job, unwind like Ctrl-C while the block runs."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -166,12 +183,13 @@ def termination_as_interrupt() -> Iterator[None]:
 class Problem:
     """One finding. `code` is stable. Without a `remedy` it has the documented one of its code.
 
-    `key` names a file, setting or tensor. In a `file` with lines it is the dotted path of a setting:
+    `key` names a file, setting or tensor. In a `file` with lines: the dotted path of a setting.
 
-    - `beside`: the other settings that a rule is about;
-    - `on_value`: the value is at fault, not the name;
-    - `line`, `column`: from 1, None if no line is at fault; `width` in characters;
-    - `fix` edits the parsed file.
+    - `beside`: the other settings that a rule is about.
+    - `on_value`: the value is at fault, not the name.
+    - `line`, `column`: from 1. None if no line is at fault.
+    - `width`: in characters.
+    - `fix`: edits the parsed file.
     """
 
     code: str
@@ -198,7 +216,7 @@ class Problem:
         return self.location(self.line)
 
     def location(self, *numbers: int | None) -> str:
-        """The key as people read it, behind its file and those `numbers` (line, column) that are known."""
+        """The key as people read it, behind its file and the known `numbers` (line, column)."""
         if self.file is None:
             return as_typed(self.key)
         position = ":".join([self.file, *map(str, filter(None, numbers))])
@@ -236,5 +254,5 @@ def check_failure(
     problems: Iterable[Problem],
     remedy: str = "follow the remedy of each error above",
 ) -> CheckFailed | None:
-    """The failure of a check that found errors; None without one."""
+    """The failure of a check that found errors. None without errors."""
     return CheckFailed(message, remedy) if has_errors(problems) else None

@@ -1,7 +1,7 @@
 """Files that somebody else wrote: read within bounds, and never waited for.
 
-Whatever is at a path (nothing, a directory, a pipe, a loop of links, a failing disk, gigabytes), opening it ends in
-bytes or in one error that names the file and the reason.
+Whatever is at a path (nothing, a directory, a pipe, a loop of links, a failing disk, gigabytes),
+opening it ends in bytes or in one error that names the file and the reason.
 
 YAML with positions, which only engine files need, is in trtllm/nodes.py.
 """
@@ -36,10 +36,15 @@ YAML_REMEDY = "pass a YAML file, or `-` for standard input"
 
 @contextmanager
 def open_regular(path: str | Path, remedy: str = "") -> Iterator[BinaryIO]:
-    """Opens a regular file for reading. Raises FileNotFoundError if nothing is at the path, UsageError for anything
-    else and for a disk that fails while it is read."""
+    """Opens a regular file for reading.
+
+    Raises FileNotFoundError if nothing is at the path. Raises UsageError for anything else and for
+    a disk that fails while it is read.
+    """
     try:
-        stream = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+        stream = open(  # noqa: SIM115
+            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+        )
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
@@ -52,9 +57,9 @@ def open_regular(path: str | Path, remedy: str = "") -> Iterator[BinaryIO]:
         try:
             yield stream
         except OSError as error:
-            raise unreadable(
-                path, error.strerror or str(error), remedy or "check the disk that it lies on"
-            ) from None
+            reason = error.strerror or str(error)
+            disk_remedy = remedy or "check the disk that it lies on"
+            raise unreadable(path, reason, disk_remedy) from None
 
 
 def read_bytes(path: str | Path, most: int = MOST_JSON, remedy: str = "") -> bytes:
@@ -85,8 +90,10 @@ def decoded(data: bytes, path: str | Path, remedy: str = "") -> str:
 
 
 def read_object(path: str | Path, most: int = MOST_JSON, remedy: str = "") -> dict[str, Any]:
-    """Reads the JSON object in a file. Raises FileNotFoundError if nothing is at the path, TrtspecError for any other
-    content."""
+    """Reads the JSON object in a file.
+
+    Raises FileNotFoundError if nothing is at the path, TrtspecError for any other content.
+    """
     try:
         value = parse_json(read_text(path, most, remedy))
     except ValueError as error:
@@ -103,10 +110,14 @@ def first_fault(error: ValidationError) -> str:
 
 
 def parse_json(text: str | bytes, nan: bool = True) -> Any:
-    """Parses a JSON text in UTF-8. Raises ValueError for any other text, such as one with a key twice in an
-    object, a lone surrogate or a number of thousands of digits. Without `nan`, NaN and Infinity are refused too."""
-    data = text.encode() if isinstance(text, str) else text
-    return jiter.from_json(data, allow_inf_nan=nan, catch_duplicate_keys=True)
+    """Parses a JSON text in UTF-8. Without `nan`, NaN and Infinity are refused too.
+
+    Raises ValueError for any other text. Examples are a key twice in an object, a lone surrogate
+    and a number of thousands of digits.
+    """
+    if isinstance(text, str):
+        text = text.encode()
+    return jiter.from_json(text, allow_inf_nan=nan, catch_duplicate_keys=True)
 
 
 def unreadable(path: str | Path, reason: str, remedy: str = "") -> UsageError:
@@ -114,16 +125,20 @@ def unreadable(path: str | Path, reason: str, remedy: str = "") -> UsageError:
 
 
 def missing(path: str | Path, remedy: str) -> UsageError:
-    """The error for a path to nothing. Its remedy names the entry of that directory which is spelled nearly so."""
+    """The error for a path to nothing. Its remedy names an entry with nearly the same name."""
     near = beside(path)
-    return unreadable(path, "there is no such file", f"did you mean {near}?" if near else remedy)
+    if near:
+        remedy = f"did you mean {near}?"
+    return unreadable(path, "there is no such file", remedy)
 
 
 def beside(path: str | Path) -> Path | None:
-    """The entry of the directory whose name is nearest to a path to nothing. None if no name is near."""
+    """The entry of a directory with the name nearest to a path to nothing. None if none is near."""
     name = Path(path).name
     directory = user_path(path).parent
-    entries = [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
+    entries: list[str] = []
+    if directory.is_dir():
+        entries = [entry.name for entry in directory.iterdir()]
     if name in entries:
         return None
     near = nearest(name, entries)
@@ -131,8 +146,11 @@ def beside(path: str | Path) -> Path | None:
 
 
 def read_yaml_text(path: str | Path, remedy: str = YAML_REMEDY, most: int = MOST_BYTES) -> str:
-    """Reads the text of a regular file, or of standard input for `-`. Raises UsageError for anything but UTF-8 text of
-    at most `most` bytes. Never waits for a pipe or a device."""
+    """Reads the text of a regular file, or of standard input for `-`.
+
+    Raises UsageError for anything but UTF-8 text of at most `most` bytes. Never waits for a pipe or
+    a device.
+    """
     if str(path) != STDIN:
         try:
             return read_text(path, most, remedy)
@@ -156,7 +174,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_file(path: str | Path, remedy: str = YAML_REMEDY) -> Any:
-    """Parses a YAML file of options. Raises UsageError for a file that cannot be read or is not YAML."""
+    """Parses a YAML file of options. Raises UsageError if it cannot be read or is not YAML."""
     text = read_yaml_text(path, remedy, MOST_OPTIONS)
     line = ""
     try:

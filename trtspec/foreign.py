@@ -1,7 +1,7 @@
-"""The boundary for what others wrote: file names, links, code references and ids of a checkpoint, journal,
-provenance file, hub answer, server or data row.
+"""The boundary for foreign names: file names, links, code references and ids.
 
-Each has a type afterwards, and functions that write, delete, carry or launch take only that type. Text that is
+They come from a checkpoint, journal, provenance file, hub answer, server or data row. Each has a
+type afterwards, and functions that write, delete, carry or launch take only that type. Text that is
 printed passes `errors.printable`.
 """
 
@@ -25,7 +25,8 @@ PlainName = NewType("PlainName", str)  # one component of a path: a file directl
 def plain_name(name: object, source: str) -> PlainName:
     """The name of a file directly in a directory, as `source` states it.
 
-    Raises TrtspecError for a path, `.`, `..`, a control character, and a name that no file system takes.
+    Raises TrtspecError for a path, `.`, `..`, a control character, and a name that no file system
+    takes.
     """
     if isinstance(name, str) and _is_plain(name):
         return PlainName(name)
@@ -42,7 +43,10 @@ def plain_names(names: object, source: str) -> set[PlainName]:
 
 
 def stays_inside(path: Path, directory: Path) -> bool:
-    """Whether a path, behind links, is in the directory, or in the blobs of the hub's cache for a snapshot there."""
+    """Whether a path, behind links, is in the directory.
+
+    For a snapshot in the hub's cache, the cache's blobs count as inside.
+    """
     home = directory.resolve()
     target = path.resolve()
     is_blob = home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"
@@ -50,7 +54,7 @@ def stays_inside(path: Path, directory: Path) -> bool:
 
 
 def refuse_outside(path: Path, directory: Path) -> None:
-    """Raises TrtspecError if a file that would be carried into an output is a link out of its checkpoint.
+    """Raises TrtspecError if a file to be carried into an output links out of its checkpoint.
 
     Weights are only read, and may be links anywhere.
     """
@@ -88,10 +92,13 @@ class CodeReference:
 def code_reference(value: object, where: str) -> CodeReference:
     """Parses `module.Class`.
 
-    Raises TrtspecError for a class of another repository, written `org/repo--module.Class`, and for any other value.
+    Raises TrtspecError for a class of another repository, written `org/repo--module.Class`, and for
+    any other value.
     """
     shown = ascii(value)[:80]
-    text = value if isinstance(value, str) else ""
+    text = ""
+    if isinstance(value, str):
+        text = value
     if "--" in text:
         message = f"{shown} is code of another repository, which no check of this one sees"
         raise TrtspecError(message, code="TS-CODE-REPOSITORY")
@@ -103,7 +110,10 @@ def code_reference(value: object, where: str) -> CodeReference:
 
 
 def named_code(value: object, where: str, in_map: bool = False) -> Iterator[tuple[str, object]]:
-    """Yields every reference in every `auto_map` of a parsed JSON file with its path. A null refers to nothing."""
+    """Yields every reference in every `auto_map` of a parsed JSON file, with its path.
+
+    A null refers to nothing.
+    """
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
@@ -126,7 +136,10 @@ HUB_PAGE = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/(?:models/)?([\
 
 
 def user_path(text: str | Path) -> Path:
-    """The path that a user wrote, with `~` and `~name` replaced as a shell does. The name of an unknown user stays."""
+    """The path that a user wrote, with `~` and `~name` replaced as a shell does.
+
+    The name of an unknown user stays.
+    """
     return Path(os.path.expanduser(text))  # Path.expanduser raises RuntimeError for such a name
 
 
@@ -154,13 +167,18 @@ MAX_REVISION_CHARACTERS = 255
 
 @dataclass(frozen=True)
 class HubId:
-    """A repository on the hub, `org/name`. `revision` is a commit, tag or branch. None is `main`."""
+    """A repository on the hub, `org/name`.
+
+    `revision` is a commit, tag or branch. None is `main`.
+    """
 
     name: str
     revision: str | None = None
 
     def __str__(self) -> str:
-        return self.name if self.revision is None else f"{self.name}@{self.revision}"
+        if self.revision is None:
+            return self.name
+        return f"{self.name}@{self.revision}"
 
     @property
     def download(self) -> str:

@@ -1,7 +1,8 @@
-"""The formats that Kimi weights are stored in: the tensors of one linear, their dtypes and sizes.
+"""The storage formats of Kimi weights: the tensors of one linear, their dtypes and sizes.
 
-This file alone spells a format; everything else asks it. A format is a string ("nvfp4" in JSON and on the command
-line) with its properties: `format.parts`, `format.values_per_element`, `format.linear_bytes(rows, columns)`.
+This file alone spells a format, and all other code asks it. A format is a string ("nvfp4" in JSON
+and on the command line) with its properties: `format.parts`, `format.values_per_element`,
+`format.part_shapes(rows, columns)`.
 """
 
 from __future__ import annotations
@@ -44,15 +45,18 @@ PartKind = Literal["values", "groups", "blocks", "scalar", "shape"]
 
 @dataclass(frozen=True)
 class Storage:
-    """How a checkpoint stores one linear [N, K]. `parts` and `extra_parts` are suffixes of the module's name. The first
-    part holds the values.
+    """How a checkpoint stores one linear [N, K].
 
-    `dtypes`: the safetensors codes that each of `all_parts` may have, the published code first. `kinds`: the purpose
-    of each part: the values, a scale for each group of a row or block of rows and columns, one number, or the shape.
-    `values_per_element`: weights in one element of the first part. `group`: values along K that share a scale.
-    `method`: the `quant_method` of its quantization_config. `algorithm`: ModelOpt's name for it in a list of layers.
-    `unquantized`: the keys that list the modules without quantization. `never`: the roles of linears that engines do
-    not quantize, listed or not.
+    parts, extra_parts: suffixes of the module's name. The first part holds the values.
+    dtypes: the safetensors codes that each of `all_parts` may have, the published code first.
+    kinds: the purpose of each part: the values, a scale for each group of a row or block of rows
+        and columns, one number, or the shape.
+    values_per_element: weights in one element of the first part.
+    group: values along K that share a scale.
+    unquantized: the keys that list the modules without quantization.
+    never: the roles of linears that engines do not quantize, listed or not.
+    method: the `quant_method` of its quantization_config.
+    algorithm: ModelOpt's name for it in a list of layers.
     """
 
     title: str
@@ -75,9 +79,10 @@ class Storage:
 _STORAGE = {
     "bf16": Storage("BF16", ("weight",), (PLAIN_DTYPES,)),
     "fp8-block": Storage(
-        "FP8 in 128x128 blocks", ("weight", "weight_scale_inv"), (("F8_E4M3",), ("F32", "BF16", "F16")),
-        kinds=("values", "blocks"),
-        method="fp8", algorithm="FP8_PB_WO", unquantized=("modules_to_not_convert", "ignored_layers", "ignore"),
+        "FP8 in 128x128 blocks", ("weight", "weight_scale_inv"),
+        (("F8_E4M3",), ("F32", "BF16", "F16")),
+        kinds=("values", "blocks"), method="fp8", algorithm="FP8_PB_WO",
+        unquantized=("modules_to_not_convert", "ignored_layers", "ignore"),
         never=("router", "embedding", "lm_head"),
     ),
     "int4": Storage(
@@ -86,7 +91,8 @@ _STORAGE = {
         method="compressed-tensors",
     ),
     "nvfp4": Storage(
-        "NVFP4", ("weight", "weight_scale", "weight_scale_2"), (("U8",), ("F8_E4M3",), ("F32",), ("F32",)),
+        "NVFP4", ("weight", "weight_scale", "weight_scale_2"),
+        (("U8",), ("F8_E4M3",), ("F32",), ("F32",)),
         ("values", "groups", "scalar", "scalar"), 2, NVFP4_BLOCK,
         extra_parts=("input_scale",), method="modelopt", algorithm="NVFP4",
         unquantized=("ignore", "exclude_modules"),
@@ -96,7 +102,10 @@ KV_ELEMENT_BYTES = {"fp8": 1, "bf16": 2}  # bytes of an element of the KV cache,
 
 
 class WeightFormat(StrEnum):
-    """How a checkpoint stores its weights. NVFP4 needs FP4 tensor cores and quantizes activations too (W4A4)."""
+    """How a checkpoint stores its weights.
+
+    NVFP4 needs FP4 tensor cores and quantizes activations too (W4A4).
+    """
 
     BF16 = "bf16"
     FP8_BLOCK = "fp8-block"
@@ -123,7 +132,10 @@ class WeightFormat(StrEnum):
 
     @property
     def is_fp4(self) -> bool:
-        """Whether FP4 tensor cores compute it, with an FP8 scale per block of 16 and a float32 scale per tensor."""
+        """Whether FP4 tensor cores compute it.
+
+        It has an FP8 scale per block of 16 and a float32 scale per tensor.
+        """
         return self is WeightFormat.NVFP4
 
     @property
@@ -135,8 +147,10 @@ class WeightFormat(StrEnum):
     def part_shapes(
         self, rows: int, columns: int, group_size: int = 0, block: tuple[int, int] | None = None
     ) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """The shapes that each part of a [rows, columns] matrix may have, by suffix. `group_size` 0 and `block` None:
-        the sizes of published Kimis."""
+        """The shapes that each part of a [rows, columns] matrix may have, by suffix.
+
+        `group_size` 0 and `block` None: the sizes of published Kimis.
+        """
         storage = self.storage
         height, width = block or FP8_BLOCK_SIZE
         shapes: dict[PartKind, tuple[tuple[int, ...], ...]] = {
@@ -160,17 +174,20 @@ class WeightFormat(StrEnum):
         )
 
     def unquantized_modules(self, patterns: tuple[str, ...]) -> re.Pattern[str]:
-        """Matches the modules that `patterns` exclude, as the format's own library reads them. ModelOpt reads shell
-        patterns. compressed-tensors reads names, also without their prefix, or `re:` and a regular expression.
+        """Matches the modules that `patterns` exclude, as the format's own library reads them.
 
-        A pattern that is not a valid regular expression matches nothing.
+        ModelOpt reads shell patterns. compressed-tensors reads names, also without their prefix, or
+        `re:` and a regular expression. An invalid regular expression matches nothing.
         """
         translate = fnmatch.translate if self.is_fp4 else _named_or_regex
         return re.compile("|".join(map(translate, patterns)) or r"(?!)")
 
 
 def _named_or_regex(pattern: str) -> str:
-    """Translates an entry of an ignore list of compressed-tensors or FP8 to an alternative of a regular expression."""
+    """Translates an entry of an ignore list to an alternative of a regular expression.
+
+    The list is of compressed-tensors or FP8.
+    """
     if not pattern.startswith("re:"):
         return rf"(?:.*\.)?{re.escape(pattern)}\Z"
     alternative = f"(?:{pattern[3:]})"
@@ -194,12 +211,17 @@ for _format in WeightFormat:
 
 
 def recognised(parts: Mapping[str, StoredTensor]) -> WeightFormat | None:
-    """The format of a weight by the tensors below its module, not by the config: by suffix and dtype of the values, and
-    if several formats have these, by the other tensors and all shapes. None if no format has them."""
+    """The format of a weight by the tensors below its module, not by the config.
+
+    Suffix and dtype of the values decide. If several formats have these, the other tensors and all
+    shapes decide. None if no format has them.
+    """
     for suffix, values in parts.items():
         formats = VALUES.get((suffix, values.dtype), ())
         if formats:
-            return formats[0] if len(formats) == 1 else max(formats, key=lambda f: f.fits(parts))
+            if len(formats) == 1:
+                return formats[0]
+            return max(formats, key=lambda format: format.fits(parts))
     return None
 
 
@@ -211,8 +233,10 @@ def stored_format(tensors: Mapping[str, StoredTensor], module: str) -> WeightFor
 
 
 def stored_weight(tensors: Mapping[str, Tensor], name: str) -> tuple[WeightFormat, list[Tensor]]:
-    """The format of the weight `name`, and the tensors that its values are decoded from. Raises TrtspecError if one of
-    them is missing."""
+    """The format of the weight `name`, and the tensors from which its values are decoded.
+
+    Raises TrtspecError if a tensor is missing.
+    """
     stem = name.removesuffix(".weight")
     format = stored_format(tensors, stem)
     parts = [name]
@@ -236,7 +260,10 @@ def format_of_method(block: dict[str, Any]) -> WeightFormat | None:
 def format_of_config(
     block: dict[str, Any],
 ) -> tuple[WeightFormat, int, tuple[int, int] | None] | None:
-    """Format, group size and block size of a quantization_config. None if no Kimi is published in it."""
+    """Format, group size and block size of a quantization_config.
+
+    None if no Kimi is published in it.
+    """
     method = block.get("quant_method", "")
     if method == "modelopt" and (block.get("quant_algo") == "NVFP4" or formats_of_layers(block)):
         return WeightFormat.NVFP4, NVFP4_BLOCK, None
@@ -253,7 +280,10 @@ def format_of_config(
 
 
 def formats_of_layers(block: dict[str, Any]) -> dict[str, WeightFormat]:
-    """The format of each module that ModelOpt lists for a checkpoint of several formats. {} for any other."""
+    """The format of each module that ModelOpt lists for a checkpoint of several formats.
+
+    {} for any other checkpoint.
+    """
     if block.get("quant_algo") != "MIXED_PRECISION":
         return {}
     listed = (block.get("quantized_layers") or {}).items()

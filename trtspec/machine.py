@@ -1,4 +1,4 @@
-"""Cores, memory and disk that this process may use. CPU affinity and cgroup limits (version 2) count."""
+"""Cores, memory and disk that this process may use. CPU affinity and cgroup v2 limits count."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def cores(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
-    """Cores of the CPU affinity, within the CPU quota of the cgroup and of every cgroup above it."""
+    """Cores of the CPU affinity, within the CPU quotas of the cgroup and every cgroup above it."""
     allowed = len(os.sched_getaffinity(0))
     for directory in _cgroups(cgroup, membership):
         match _words(directory / "cpu.max"):
@@ -37,7 +37,7 @@ def physical_cores() -> int:
 
 
 def free_memory(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
-    """Bytes that this process may still take: the machine's, and what the limits of its cgroups leave."""
+    """Bytes that this process may still take, by the machine and the limits of its cgroups."""
     import psutil
 
     free = psutil.virtual_memory().available
@@ -55,13 +55,20 @@ def check_device(device: str) -> None:
     """Raises UsageError if `device` is not a device, MissingDependency if it is not here."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise UsageError(f"`device` {device} is not one of cpu, cuda, cuda:N", "pass `device` cpu")
-    if device != "cpu" and int(device.partition(":")[2] or 0) >= (count := torch_gpus()):
+    if device == "cpu":
+        return
+    index = int(device.partition(":")[2] or 0)
+    count = torch_gpus()
+    if index >= count:
         message = f"`device` {device}: torch sees {count or 'no'} GPUs"
         raise MissingDependency(message, "use `device` cpu; `trtspec doctor` says what is missing")
 
 
 def torch_gpus() -> int:
-    """Number of GPUs that torch can use. Does not import a build for CPUs. Raises ModuleNotFoundError without torch."""
+    """Number of GPUs that torch can use. Does not import a build for CPUs.
+
+    Raises ModuleNotFoundError without torch.
+    """
     from importlib.metadata import version  # here, because importing it takes long
 
     if version("torch").endswith("+cpu"):
@@ -72,7 +79,10 @@ def torch_gpus() -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to an address. Raises TrtspecError naming the host if it is not this machine's, else the port."""
+    """A socket bound to an address.
+
+    Raises TrtspecError naming the host if it is not this machine's, else the port.
+    """
     try:
         family, protocol, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with contextlib.ExitStack() as stack:
@@ -110,7 +120,10 @@ def disk_size(path: Path) -> int:
 
 
 def _cgroups(root: Path, membership: Path) -> Iterator[Path]:
-    """This process's group and those above it. In a container the root is its own group, whatever the path says."""
+    """Yields this process's group and all groups above it.
+
+    In a container the root is its own group, whatever the path says.
+    """
     with contextlib.suppress(OSError):
         for line in membership.read_text(encoding="utf-8").splitlines():
             if line.startswith("0::"):

@@ -1,8 +1,8 @@
 """One frozen record per command: a dataclass whose fields carry their declaration.
 
-The command line, its environment variables, the line that replays a command, its parser and the Python verb are all
-made from the record, so an option is written down once. Where an option is used is in its metadata; `checked`
-refuses by name what was set and is not used.
+The command line, its environment variables, the line that replays a command, its parser and the
+Python verb are all made from the record, so an option is written down once. Its metadata say where
+an option is used. `checked` refuses by name an option that was set and is not used.
 
     @dataclass(frozen=True, kw_only=True)
     class ServeOptions:
@@ -43,10 +43,9 @@ from trtspec.errors import RunningCommand, UsageError, as_typed, nearest, runnin
 from trtspec.report import note
 
 Record = TypeVar("Record")
-ORIGINS = ("COMMANDLINE", "ENVIRONMENT")  # click's names of what a user sets
-CLICK_ERROR: Any = typer.BadParameter.__mro__[
-    2
-]  # typer brings a click of its own and does not export this class
+ORIGINS = ("COMMANDLINE", "ENVIRONMENT")  # click's names for the sources that a user sets
+# typer brings a click of its own and does not export this class
+CLICK_ERROR: Any = typer.BadParameter.__mro__[2]
 METAVARS: dict[Any, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
 
 
@@ -82,18 +81,14 @@ JsonOption = Annotated[bool, option("Print one JSON object on stdout.")]
 DryRunOption = Annotated[bool, option("Run every check and show the plan; write nothing.")]
 ForceOption = Annotated[bool, option("Replace existing output.")]
 RestartOption = Annotated[bool, option("Discard an interrupted run and start over.")]
-LAST = (
-    "dry_run",
-    "restart",
-    "force",
-    "json_",
-)  # on a help page, also where the record inherits them
+# on a help page, also if the record inherits them
+LAST = ("dry_run", "restart", "force", "json_")
 OUTPUT = ("output", *LAST)  # a section of their own
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to run a command. `how` is what selects it, as typed. `label` is what help pages call it, if they do."""
+    """One way to run a command. `how` selects it, as typed. `label`: its name on help pages."""
 
     name: str
     how: str
@@ -101,23 +96,31 @@ class Mode:
 
 
 class Modes:
-    """These modes use the option; one without `Modes` is used in every mode. With `value`, the rule is about values of
-    the option that match it. `instead` is what another mode takes in its place."""
+    """Rule: these modes use the option. An option without `Modes` is used in every mode.
+
+    With `value`, the rule is about values of the option that match it. `instead`: the remedy for
+    other modes.
+    """
 
     def __init__(self, *modes: Mode, value: str = "*", instead: str = "") -> None:
-        self.modes, self.value, self.instead = modes, value, instead
+        self.modes = modes
+        self.value = value
+        self.instead = instead
 
     def unused(self, options: Any, mode: Mode | None) -> tuple[str, str] | None:
-        """(where the option is not used, what to do), or None where it is used."""
+        """Returns (where the option is not used, the remedy). None if it is used."""
         if mode is None or mode in self.modes:
             return None
-        others = f"leave it out, or use {_listed([one.how for one in self.modes])}"
+        others = f"leave it out, or use {_listed([mode.how for mode in self.modes])}"
         return f"by {mode.name}", self.instead or others
 
 
 class Needs:
-    """The option is used beside one of these: the name of a field that is set, `field=PATTERN`, or a property whose
-    docstring names what it asks for."""
+    """Rule: the option is used only with one of these conditions.
+
+    A condition is the name of a field that is set, `field=PATTERN`, or a property whose docstring
+    names it.
+    """
 
     value = "*"
 
@@ -129,27 +132,29 @@ class Needs:
             return None
         record = type(options)
         usable = [
-            one for one in self.conditions if uses(record, one.partition("=")[0], mode)
-        ] or self.conditions
-        wanted = _listed([_named(record, one) for one in usable])
+            condition
+            for condition in self.conditions
+            if uses(record, condition.partition("=")[0], mode)
+        ]
+        wanted = _listed([_named(record, condition) for condition in usable or self.conditions])
         return f"without {wanted}", f"pass {wanted}, or leave it out"
 
 
 class Excludes:
-    """The option is not used beside any of these, written as in `Needs`. `value` is as in `Modes`."""
+    """Rule: the option is not used with any of these conditions.
+
+    Conditions are written as in `Needs`. `value` is as in `Modes`.
+    """
 
     def __init__(self, *conditions: str, value: str = "*") -> None:
-        self.conditions, self.value = conditions, value
+        self.conditions = conditions
+        self.value = value
 
     def unused(self, options: Any, mode: Mode | None) -> tuple[str, str] | None:
-        found = next(
-            (condition for condition in self.conditions if _holds(options, condition)), None
-        )
-        return (
-            None
-            if found is None
-            else (f"with {_named(type(options), found)}", "leave one of the two out")
-        )
+        for condition in self.conditions:
+            if _holds(options, condition):
+                return f"with {_named(type(options), condition)}", "leave one of the two out"
+        return None
 
 
 def _holds(options: Any, condition: str) -> bool:
@@ -157,10 +162,8 @@ def _holds(options: Any, condition: str) -> bool:
     value = getattr(options, name)
     if not equals:
         return bool(value)
-    return any(
-        fnmatchcase(str(item), pattern)
-        for item in (value if isinstance(value, tuple) else (value,))
-    )
+    items = value if isinstance(value, tuple) else (value,)
+    return any(fnmatchcase(str(item), pattern) for item in items)
 
 
 def _named(record: type, condition: str) -> str:
@@ -176,9 +179,14 @@ def _listed(words: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class OptionField:
-    """One field of a record: its declaration with every spelling, its rules, and `default` (`empty` if required).
-    `type` is what typer converts to, `many` its tuple if it is one; `parse` is the class that parses the text itself,
-    `flags` has --on and --off."""
+    """One field of a record: its declaration with every spelling, and its rules.
+
+    type: the type to which typer converts.
+    default: `empty` if the option is required.
+    parse: the class that parses the text itself.
+    many: the tuple type, if it is one.
+    flags: --on and --off.
+    """
 
     name: str
     type: Any
@@ -198,7 +206,9 @@ class OptionField:
     def keyword(self) -> str:
         """The parameter of the Python verb: the flag with underscores."""
         name = self.flags[0].removeprefix("--").replace("-", "_")
-        return self.name if self.is_argument or name == self.name.strip("_") else name
+        if self.is_argument or name == self.name.strip("_"):
+            return self.name
+        return name
 
     @property
     def typed(self) -> str:
@@ -212,34 +222,34 @@ def _read(record: Any) -> dict[str, OptionField]:
     return {field.name: _field(field, hints[field.name]) for field in fields}
 
 
-# once: annotations are text until then
+# cached, because annotations are text until they are read
 fields_of: Callable[[type], dict[str, OptionField]] = functools.cache(_read)
 
 
 def _field(field: Any, hint: Any) -> OptionField:
-    kind, *metadata = typing.get_args(hint)
+    field_type, *metadata = typing.get_args(hint)
     rules = tuple(item for item in metadata if isinstance(item, Modes | Needs | Excludes))
-    info: Any = copy.copy(
-        next(item for item in metadata if isinstance(item, typer.models.ParameterInfo))
-    )
-    inner = [one for one in (kind, *typing.get_args(kind)) if one is not type(None)]
-    parse = next((one for one in inner if hasattr(one, "parse")), None)
-    many = next((one for one in inner if typing.get_origin(one) is tuple), None)
-    plain = next((one for one in inner if one in METAVARS), None)
-    default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+    declared = next(item for item in metadata if isinstance(item, typer.models.ParameterInfo))
+    info: Any = copy.copy(declared)
+    types = [item for item in (field_type, *typing.get_args(field_type)) if item is not type(None)]
+    parse = next((item for item in types if hasattr(item, "parse")), None)
+    many = next((item for item in types if typing.get_origin(item) is tuple), None)
+    plain = next((item for item in types if item in METAVARS), None)
+    default = field.default
+    if default is dataclasses.MISSING:
+        default = inspect.Parameter.empty
     if isinstance(info, typer.models.ArgumentInfo):
         info.metavar = info.metavar or field.name.upper()
         info.rich_help_panel = "Arguments"
-        return OptionField(field.name, kind, default, info, rules, parse, many, ("", ""))
+        return OptionField(field.name, field_type, default, info, rules, parse, many, ("", ""))
     spelled = list(info.param_decls)
     if not any(text.startswith("--") for text in spelled):
         spelled = [f"--{field.name.strip('_').replace('_', '-')}", *spelled]
     on, _, off = next(text for text in spelled if text.startswith("--")).partition("/")
     info.param_decls = tuple(spelled)
     if info.metavar is None:
-        info.metavar = getattr(parse, "metavar", getattr(parse, "example", None)) or METAVARS.get(
-            plain
-        )
+        metavar = getattr(parse, "metavar", getattr(parse, "example", None))
+        info.metavar = metavar or METAVARS.get(plain)
     labels = dict.fromkeys(
         mode.label for rule in rules if isinstance(rule, Modes) for mode in rule.modes if mode.label
     )
@@ -247,50 +257,63 @@ def _field(field: Any, hint: Any) -> OptionField:
         info.help += f" With {_listed([*labels])}."
     if field.name in OUTPUT:
         info.rich_help_panel = "Output"
-    return OptionField(field.name, kind, default, info, rules, parse, many, (on, off))
+    return OptionField(field.name, field_type, default, info, rules, parse, many, (on, off))
 
 
 def uses(record: type, name: str, mode: Mode | None) -> bool:
-    """Whether the mode uses the field, beside whatever else."""
-    rules = fields_of(record)[name].rules if name in fields_of(record) else ()
+    """Whether the mode uses the field. Other conditions are not looked at."""
+    field = fields_of(record).get(name)
+    rules = field.rules if field else ()
     return mode is None or all(
         mode in rule.modes for rule in rules if isinstance(rule, Modes) and rule.value == "*"
     )
 
 
 def checked(options: Record, mode: Mode | None = None) -> Record:
-    """The same options, each one that this run does not use at its default.
+    """The same options, with every option that this run does not use at its default.
 
-    What was set and is not used raises UsageError with its name and what would use it; what comes from the
-    environment gets a note, because an image sets its variables for every mode.
+    Raises UsageError with the name and the remedy for an option that was set and is not used. A
+    variable of the environment gets a note instead, because an image sets its variables for every
+    mode.
     """
-    record, named, fields = type(options), given(options), fields_of(type(options))
+    record = type(options)
+    named = given(options)
+    fields = fields_of(record)
     command = running.get()
     origins = command.origins if command.options is record else {}
-    found = [(name, rule) for name in fields if name in named for rule in fields[name].rules]
+    rules = [(name, rule) for name in fields if name in named for rule in fields[name].rules]
 
     def first(item: tuple[str, Modes | Needs | Excludes]) -> tuple[bool, bool, bool]:
-        """Sort key: mode rules, then value rules, then variables. An option dropped by one rule must not cause another
-        error."""
+        """Sort key: mode rules, then value rules, then variables.
+
+        An option dropped by one rule must not cause another error.
+        """
         name, rule = item
         return not isinstance(rule, Modes), rule.value == "*", origins.get(name) != "ENVIRONMENT"
 
-    for name, rule in sorted(found, key=first):
-        value, refused = getattr(options, name), rule.unused(options, mode)
+    for name, rule in sorted(rules, key=first):
+        value = getattr(options, name)
+        refused = rule.unused(options, mode)
         if refused is None or name not in named or not fnmatchcase(str(value), rule.value):
             continue
         where, remedy = refused
         if origins.get(name) != "ENVIRONMENT":
-            what = _named(record, name if rule.value == "*" else f"{name}={value}")
-            raise UsageError(f"{what} is not used {where}", remedy)
+            condition = name
+            if rule.value != "*":
+                condition = f"{name}={value}"
+            raise UsageError(f"{_named(record, condition)} is not used {where}", remedy)
         note(as_typed(f"`{fields[name].keyword}` is not used {where}"))
-        options = dataclasses.replace(options, **{name: fields[name].default})  # type: ignore[type-var]
+        default = {name: fields[name].default}
+        options = dataclasses.replace(options, **default)  # type: ignore[type-var]
         named.discard(name)
     return options
 
 
 def ready(options: Record) -> Record:
-    """`checked`, by the record's own `mode`. A command with modes whose record has none calls `checked` itself."""
+    """`checked`, by the record's own `mode`.
+
+    A command with modes whose record has no `mode` calls `checked` itself.
+    """
     rules = [rule for field in fields_of(type(options)).values() for rule in field.rules]
     if hasattr(options, "mode") or not any(isinstance(rule, Modes) for rule in rules):
         return checked(options, getattr(options, "mode", None))
@@ -298,16 +321,17 @@ def ready(options: Record) -> Record:
 
 
 def made(record: type[Record], values: Mapping[str, Any]) -> Record:
-    """The record of these options, with paths and lists in place of their texts. Raises UsageError naming the field for
-    a value that the option does not take."""
+    """The record of these options, with paths and lists in place of their texts.
+
+    Raises UsageError naming the field for a value that the option does not take.
+    """
     fields = {field.keyword: field for field in fields_of(record).values()}
-    return ready(
-        record(**{fields[name].name: _value(fields[name], value) for name, value in values.items()})
-    )
+    options = {fields[name].name: _value(fields[name], value) for name, value in values.items()}
+    return ready(record(**options))
 
 
 def made_of_file(record: type[Record], path: Path, values: Mapping[str, Any]) -> Record:
-    """`made`, of the values that a file holds. Raises UsageError, which begins with its path."""
+    """`made` from the values in a file. Raises UsageError, which begins with its path."""
     try:
         return made(record, values)
     except UsageError as error:
@@ -315,27 +339,29 @@ def made_of_file(record: type[Record], path: Path, values: Mapping[str, Any]) ->
 
 
 def _value(field: OptionField, value: Any) -> Any:
-    """The value as the command line would make it of a text. Raises UsageError naming the field for any other."""
+    """The value as the command line would make it from a text.
+
+    Raises UsageError naming the field for a value that the option does not take.
+    """
     import pydantic  # here, because `trtspec --help` needs none
 
     several = isinstance(value, list | tuple)
     if field.many:
-        one = dataclasses.replace(field, type=typing.get_args(field.many)[0], many=None)
-        return tuple(_value(one, item) for item in (value if several else (value,)))
+        item_field = dataclasses.replace(field, type=typing.get_args(field.many)[0], many=None)
+        items = value if several else (value,)
+        return tuple(_value(item_field, item) for item in items)
     if value is None or (field.parse is not None and isinstance(value, field.parse)):
         return value
     if field.parse is not None:
-        return parsed(
-            field.parse, ",".join(map(str, value)) if several else str(value), f"`{field.keyword}`"
-        )
+        text = ",".join(map(str, value)) if several else str(value)
+        return parsed(field.parse, text, f"`{field.keyword}`")
     limits = pydantic.Field(
         ge=getattr(field.info, "min", None), le=getattr(field.info, "max", None)
     )
-    kind: Any = Annotated[field.type, limits]
+    limited: Any = Annotated[field.type, limits]
     try:
-        return pydantic.TypeAdapter(kind).validate_python(
-            value if isinstance(value, bool) else str(value)
-        )
+        plain = value if isinstance(value, bool) else str(value)
+        return pydantic.TypeAdapter(limited).validate_python(plain)
     except pydantic.ValidationError as error:
         reason = plain_reason(error.errors(include_url=False)[0]["msg"])
         raise UsageError(f"`{field.keyword}` {value} is {reason}", "correct the value") from None
@@ -354,16 +380,20 @@ REASONS = {
 
 
 def plain_reason(text: str) -> str:
-    """What a value is in place of what its option takes, of pydantic's message."""
+    """The fault of a value in our words, from pydantic's message. It follows "it is"."""
     for pattern, words in REASONS.items():
         text = re.sub(pattern, words, text)
     return text
 
 
-def fill(kind: type[Record], options: Any, **others: Any) -> Record:
-    """A record of this kind: `others`, and of the same names what `options` has; a None there leaves the default."""
-    same = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in same.items() if value is not None} | others)
+def fill(record: type[Record], options: Any, **others: Any) -> Record:
+    """A record with `others`, and with the values of `options` that have the same names.
+
+    A None in `options` leaves the default.
+    """
+    fields = dataclasses.fields(record)  # type: ignore[arg-type]
+    same = {field.name: getattr(options, field.name, None) for field in fields}
+    return record(**{name: value for name, value in same.items() if value is not None} | others)
 
 
 def record_of(function: Callable[..., Any]) -> type:
@@ -373,14 +403,16 @@ def record_of(function: Callable[..., Any]) -> type:
 
 def verb(function: Callable[[Any], Any]) -> Callable[..., Any]:
     """A command as a Python function: its record is the signature."""
-    record, parameters = record_of(function), list[inspect.Parameter]()
-    for field in (field for name, field in fields_of(record).items() if name != "json_"):
-        required = field.default is field.empty
-        kind = (
-            inspect.Parameter.POSITIONAL_OR_KEYWORD if required else inspect.Parameter.KEYWORD_ONLY
-        )
+    record = record_of(function)
+    parameters = []
+    for name, field in fields_of(record).items():
+        if name == "json_":
+            continue
+        passing: Any = inspect.Parameter.KEYWORD_ONLY
+        if field.default is field.empty:
+            passing = inspect.Parameter.POSITIONAL_OR_KEYWORD
         parameters.append(
-            inspect.Parameter(field.keyword, kind, default=field.default, annotation=field.type)
+            inspect.Parameter(field.keyword, passing, default=field.default, annotation=field.type)
         )
     signature = inspect.Signature(sorted(parameters, key=lambda parameter: parameter.kind))
 
@@ -388,13 +420,16 @@ def verb(function: Callable[[Any], Any]) -> Callable[..., Any]:
         return function(made(record, signature.bind(*arguments, **options).arguments))
 
     call.__signature__ = signature  # type: ignore[attr-defined]
-    call.__name__, call.__doc__ = function.__name__, function.__doc__
+    call.__name__ = function.__name__
+    call.__doc__ = function.__doc__
     return call
 
 
 def click_command(name: str, record: type[Record], run: Callable[[Record], Any]) -> TyperCommand:
-    """The command `name`, which fills `record` and calls `run` with it. Every option can also be given as
-    TRTSPEC_<NAME>_<LONG FLAG>."""
+    """The command `name`, which fills `record` and calls `run` with it.
+
+    Every option can also be given as TRTSPEC_<NAME>_<LONG FLAG>.
+    """
     fields = fields_of(record)
 
     def filled(context: Any, **values: Any) -> Any:
@@ -440,32 +475,47 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any])
 
 
 def set_by(context: Any, parameter: Any) -> str:
-    """The environment variable that sets this parameter of a command; "" if none does."""
+    """The environment variable that sets this parameter of a command. "" if none does."""
     if context.get_parameter_source(parameter.name).name != "ENVIRONMENT":
         return ""
     return next(name for name in parameter.envvar if name in os.environ)
 
 
 def _for_typer(command: str, field: OptionField) -> inspect.Parameter:
-    """Typer fills lists, and texts that a class of ours parses; records hold tuples, which cannot be changed."""
-    kind, default, info = field.type, field.default, copy.copy(field.info)
+    """The parameter from which typer makes an option.
+
+    Typer fills lists, and texts that a class of ours parses. Records hold tuples, which cannot be
+    changed.
+    """
+    typer_type = field.type
+    default = field.default
+    info = copy.copy(field.info)
     if not field.is_argument:
-        info.envvar = [variable(command, field.typed), *([info.envvar] if info.envvar else [])]
+        variables = [variable(command, field.typed)]
+        if info.envvar:
+            variables.append(info.envvar)
+        info.envvar = variables
         info.show_envvar = False  # the end of the page says it once
     if field.many:
-        kind = list[str if field.parse else typing.get_args(field.many)[0]] | None  # type: ignore[misc]
-        default = list(default) or None if isinstance(default, tuple) else default
+        item_type = str if field.parse else typing.get_args(field.many)[0]
+        typer_type = list[item_type] | None  # type: ignore[valid-type]
+        if isinstance(default, tuple):
+            default = list(default) or None
     elif field.parse is not None:
-        kind = str | None
-        default = default if default in (None, field.empty) else str(default)
-    hint: Any = Annotated[(kind, info)]
+        typer_type = str | None
+        if default not in (None, field.empty):
+            default = str(default)
+    hint: Any = Annotated[(typer_type, info)]
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
     )
 
 
 class PlainHelp:
-    """A click command whose help page has a section for each group of options. No name and no word is broken."""
+    """A click command whose help page has a section for each group of options.
+
+    No name and no word is broken.
+    """
 
     def format_options(self: Any, ctx: Any, formatter: Any) -> None:
         first = ("Arguments", "Options", "Output")
@@ -483,14 +533,17 @@ class PlainHelp:
                 with formatter.section(title):
                     for names, text in rows:
                         lines = textwrap.fill(
-                            f"  {names:<28}  {text}", formatter.width, subsequent_indent=" " * 32,
-                            break_on_hyphens=False, break_long_words=False,
-                        )  # fmt: skip
+                            f"  {names:<28}  {text}",
+                            formatter.width,
+                            subsequent_indent=" " * 32,
+                            break_on_hyphens=False,
+                            break_long_words=False,
+                        )
                         formatter.write(f"{lines}\n")
 
 
 class RecordCommand(PlainHelp, TyperCommand):
-    """Its help shows at the end two examples of data/examples.yaml."""
+    """A command whose help ends with two examples from data/examples.yaml."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         examples = load_yaml("examples.yaml").get(self.name, ())
@@ -500,48 +553,57 @@ class RecordCommand(PlainHelp, TyperCommand):
 
 
 def variable(command: str, flag: str) -> str:
-    """The environment variable of an option: TRTSPEC_BUILD_CONFIG_TP_SIZE of `--tp-size` of build-config."""
+    """The environment variable of an option.
+
+    TRTSPEC_BUILD_CONFIG_TP_SIZE is that for `--tp-size` of build-config.
+    """
     return f"TRTSPEC_{command}_{flag.removeprefix('--')}".upper().replace("-", "_")
 
 
 def unknown_variables(command: TyperCommand, environ: Iterable[str]) -> Iterator[str]:
-    """A note for each variable with the prefix of this command that none of its options reads."""
+    """Yields a note for each variable with the prefix of this command that no option reads."""
     known = {name for parameter in command.params if parameter.envvar for name in parameter.envvar}
     prefix = variable(str(command.name), "")
     for name in sorted(name for name in environ if name.startswith(prefix) and name not in known):
         near = nearest(name.removeprefix(prefix), spellings(command), "options")
-        remedy = f"; did you mean {variable(str(command.name), near)}?" if near else ""
+        remedy = ""
+        if near:
+            remedy = f"; did you mean {variable(str(command.name), near)}?"
         yield f"{name} is set, and trtspec {command.name} has no such option{remedy}"
 
 
 def spellings(command: Any) -> list[str]:
-    """What can be typed for each option of a command, and the names of its arguments."""
-    return [
-        word
-        for parameter in command.params
-        for word in (
-            [parameter.metavar]
-            if parameter.param_type_name == "argument"
-            else [*parameter.opts, *parameter.secondary_opts]
-        )
-    ]
+    """Every spelling of the options of a command, and the names of its arguments."""
+    names = []
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            names.append(parameter.metavar)
+        else:
+            names += [*parameter.opts, *parameter.secondary_opts]
+    return names
 
 
-def parsed(kind: Any, text: str, name: str) -> Any:
-    """A value of a type that parses its own text: `kind.parse` raises ValueError for a text that is not `kind.what`,
-    and this UsageError, with `name` and `kind.example`. str() of a value is the text again."""
+def parsed(parser: Any, text: str, name: str) -> Any:
+    """A value of a type that parses its own text. str() of the value is the text again.
+
+    `parser.parse` raises ValueError for a text that is not `parser.what`. Then this raises
+    UsageError with `name` and `parser.example`.
+    """
     try:
-        return kind.parse(text)
+        return parser.parse(text)
     except ValueError as error:
-        why = f": {error}" if str(error) else ""
-        raise UsageError(
-            f"{name} {text} is not {kind.what}{why}", f"write {name} {kind.example}"
-        ) from None
+        reason = ""
+        if str(error):
+            reason = f": {error}"
+        message = f"{name} {text} is not {parser.what}{reason}"
+        raise UsageError(message, f"write {name} {parser.example}") from None
 
 
 def given(options: Any) -> set[str]:
-    """Names of the fields that the user set: on the command line or in the environment, or, where no command runs,
-    whatever differs from its default."""
+    """Names of the fields that the user set on the command line or in the environment.
+
+    If no command runs: of all fields that differ from their defaults.
+    """
     command = running.get()
     if command.options is type(options):
         return set(command.origins)
@@ -553,25 +615,35 @@ def given(options: Any) -> set[str]:
 
 
 def words(record: Any, always: Iterable[str] = ()) -> list[str]:
-    """The arguments and options that make `record` again, in the order of its fields: what differs from its default,
-    and the fields named in `always`."""
-    kept, found = set(always), list[str]()
+    """The arguments and options that make `record` again, in the order of its fields.
+
+    These are the fields that differ from their defaults, and the fields named in `always`.
+    """
+    kept = set(always)
+    arguments: list[str] = []
     for name, field in fields_of(type(record)).items():
         value = getattr(record, name)
         if value is None or (value == field.default and name not in kept):
             continue
-        items, (on, off) = value if isinstance(value, tuple) else (value,), field.flags
+        items = value if isinstance(value, tuple) else (value,)
+        on, off = field.flags
         if field.is_argument:
-            found += map(str, items)
+            arguments += map(str, items)
         elif isinstance(value, bool):
-            found += [on if value else off] if value or off else []
+            flag = on if value else off
+            if flag:
+                arguments.append(flag)
         else:
-            found += [word for item in items for word in (on, str(item))]
-    return found
+            for item in items:
+                arguments += [on, str(item)]
+    return arguments
 
 
 def parse(record: type[Record], line: str | Sequence[str], name: str = "command") -> Record:
-    """The record that these words make, the environment left out. Raises UsageError as the command line would."""
+    """The record that these words make, without the environment.
+
+    Raises UsageError as the command line would.
+    """
     split = shlex.split(line) if isinstance(line, str) else list(line)
     command = click_command(name, record, lambda options: options)
     for parameter in command.params:

@@ -1,5 +1,7 @@
-"""What commands write and print: atomic files, provenance.json, JSON and tables on stdout, messages and the
-progress bar on stderr."""
+"""Output of commands: atomic files, provenance.json, JSON and tables on stdout.
+
+Messages and the progress bar go to stderr.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from trtspec.errors import (
     SEVERITIES,
@@ -36,12 +38,8 @@ from trtspec.errors import (
 from trtspec.foreign import PlainName
 
 SHORTEST_TEXT = 12  # characters to which a column of text may be folded
-COLOURS = {
-    "error": "1;31",
-    "warning": "1;33",
-    "info": "1;36",
-    "fixed": "1;32",
-}  # of the first word of a line
+# by the first word of a line
+COLOURS = {"error": "1;31", "warning": "1;33", "info": "1;36", "fixed": "1;32"}
 MOST_ITEMS = 8  # of a list on one line
 CREATE = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW  # a link is refused
 PRIVATE = 0o600  # mode of files that may hold secrets
@@ -49,17 +47,22 @@ VERSIONED_PACKAGES = ("trtspec", "torch", "transformers", "nvidia-modelopt", "sa
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Writes to a temporary name beside `path`, fsyncs, renames: a reader sees the old file or the whole new one. An
-    existing file keeps its permissions."""
-    payload = data.encode("utf-8") if isinstance(data, str) else data
+    """Writes to a temporary name beside `path`, fsyncs, renames.
+
+    A reader sees the old file or the whole new one. An existing file keeps its permissions.
+    """
+    if isinstance(data, str):
+        data = data.encode("utf-8")
     with writing(path):
-        mode = path.stat().st_mode & 0o7777 if path.exists() else 0o644
+        mode = 0o644
+        if path.exists():
+            mode = path.stat().st_mode & 0o7777
         path.parent.mkdir(parents=True, exist_ok=True)
         prefix = f".{path.name}."
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=".tmp")
         try:
             with os.fdopen(handle, "wb") as stream:
-                stream.write(payload)
+                stream.write(data)
                 stream.flush()
                 os.fsync(stream.fileno())
             os.chmod(temporary, mode)
@@ -72,7 +75,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises a failure of the file system while `path` is written as one TrtspecError that names it."""
+    """Raises TrtspecError that names `path` if the file system fails while the block runs."""
     try:
         yield
     except OSError as error:
@@ -101,7 +104,7 @@ def remove_file(directory: Path, name: PlainName) -> None:
 
 
 def remove_folder(directory: Path, name: PlainName) -> None:
-    """Removes a folder that the command itself made in a directory that it claimed, and follows no link."""
+    """Removes a folder that the command made in a directory that it claimed. Follows no link."""
     path = directory / name
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
@@ -129,7 +132,7 @@ def write_json(path: Path, value: Any) -> None:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """What to do with an existing output: only look, start from scratch, or replace what the user made."""
+    """How to treat existing output: only look, start from scratch, or replace a user's file."""
 
     dry_run: bool = False
     restart: bool = False
@@ -145,7 +148,7 @@ def refuse_overwrite(
 
 
 def refuse_existing(file: Path, force: bool, example: str) -> None:
-    """As `refuse_overwrite`, for an output that is one file. Raises UsageError for a directory, too."""
+    """Does as `refuse_overwrite`, for an output that is one file. Refuses a directory, too."""
     if file.is_dir():
         raise UsageError(f"{file} is a directory", f"name the file, for example {file / example}")
     refuse_overwrite(file, force)
@@ -165,23 +168,24 @@ def file_sha256(path: Path) -> str:
 
 
 def peak_rss() -> int:
-    """The largest resident set of this process so far, in bytes. Not ru_maxrss, which includes the parent process on
-    Linux."""
+    """The largest resident set of this process so far, in bytes.
+
+    Not ru_maxrss, which includes the parent process on Linux.
+    """
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide results, without importing them."""
-    from importlib import (
-        metadata,
-    )  # here, because it takes as long to import as a torch-free command to answer
+    # here, because the import takes as long as a torch-free command
+    from importlib import metadata
 
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in VERSIONED_PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            installed[name] = metadata.version(name)
+    return installed
 
 
 def next_command(*words: object) -> str:
@@ -197,8 +201,10 @@ def now() -> str:
 def provenance(
     command: str, source: dict[str, Any], options: dict[str, Any], **more: Any
 ) -> dict[str, Any]:
-    """The record written as provenance.json beside everything a command makes: without a time, because a run that was
-    killed and resumed leaves the same bytes as one that was not."""
+    """The record written as provenance.json beside everything a command makes.
+
+    It has no time: a run that was killed and resumed leaves the same bytes as one that was not.
+    """
     return {
         "command": command,
         "source": source,
@@ -209,14 +215,17 @@ def provenance(
 
 
 def print_json(value: Any) -> None:
-    """The one object of `--json` on stdout; nothing else goes there."""
+    """Prints the one object of `--json` on stdout. Nothing else goes there."""
     shown = UNPRINTABLE.sub(lambda mark: f"\\u{ord(mark[0]):04x}", json_text(value))
     sys.stdout.write(shown)
     running.get().answered = True
 
 
 def wanted() -> bool:
-    """Whether progress and messages are shown: to a person, or where TRTSPEC_PROGRESS=1 asks for them; not with -q."""
+    """Whether progress and messages are shown: to a person, or with TRTSPEC_PROGRESS=1.
+
+    Never with -q.
+    """
     asked = sys.stderr.isatty() or os.environ.get("TRTSPEC_PROGRESS") == "1"
     return asked and not quiet()
 
@@ -227,24 +236,27 @@ def quiet() -> bool:
 
 
 def say(text: str) -> None:
-    """A message on stderr, where it is wanted."""
+    """Writes a message to stderr, if messages are wanted."""
     if wanted():
         write_stderr(printable(text) + "\n")
 
 
 def announce(text: str) -> None:
-    """What a log must show even where no person is there, such as that a server is ready; not with -q."""
+    """Writes a message that a log must show too, such as that a server is ready. Not with -q."""
     if not quiet():
         write_stderr(printable(text) + "\n")
 
 
 def note(text: str) -> None:
-    """Something about the options that a log must show too; not with -q."""
+    """Writes a note about the options that a log must show too. Not with -q."""
     announce(f"note: {text}")
 
 
 def write_stderr(text: str) -> None:
-    """Never raises: a log whose reader has gone or whose disk is full neither ends a server nor changes its status."""
+    """Writes to stderr, and never raises.
+
+    A log whose reader has gone or whose disk is full does not end a server or change its status.
+    """
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -254,7 +266,10 @@ def write_stderr(text: str) -> None:
 
 @functools.cache  # once for each stream
 def drop_unwritten(stream: Any) -> None:
-    """Python flushes its streams when it ends, and a failure there would replace the exit status by 120."""
+    """Sends the rest of a stream to nowhere when Python ends.
+
+    Python flushes its streams then, and a failure there would replace the exit status by 120.
+    """
 
     @atexit.register
     def to_nowhere() -> None:
@@ -264,11 +279,13 @@ def drop_unwritten(stream: Any) -> None:
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """What a command found: `values` are the keys of `--json` beside `ok`, `problems` and `error`; `tables` and `lines`
-    say the same to people.
+    """The result of a command. From Python, `result["key"]` is a value.
 
-    `text` is a file for stdout, empty where it was written; problems then go to stderr, where `messages` always go.
-    `failure` is raised after all was printed. From Python, `result["key"]` is a value.
+    values: the keys of `--json` beside `ok`, `problems` and `error`.
+    tables, lines: the same for people.
+    text: a file for stdout, empty if it was written. Then problems go to stderr.
+    messages: go to stderr.
+    failure: raised after everything was printed.
     """
 
     values: Mapping[str, Any]
@@ -291,23 +308,22 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """The one envelope of `--json`."""
-        found = {
+        envelope = {
             "ok": self.ok,
             "problems": [problem.to_dict() for problem in self.problems],
             **self.values,
         }
         if self.failure:
-            found["error"] = self.failure.to_dict()
-        return found
+            envelope["error"] = self.failure.to_dict()
+        return envelope
 
     def __repr__(self) -> str:
-        return (
-            f"Result(ok={self.ok}, {len(self.problems)} problems; keys: {', '.join(self.values)})"
-        )
+        keys = ", ".join(self.values)
+        return f"Result(ok={self.ok}, {len(self.problems)} problems; keys: {keys})"
 
 
 def print_result(result: Result, as_json: bool) -> None:
-    """On stdout: one JSON object, or tables, lines and problems. Then raises the failure, if there is one."""
+    """Prints one JSON object, or tables, lines and problems. Then raises the failure, if any."""
     problems = problem_lines(result.problems)
     if as_json:
         print_json(result.to_dict())
@@ -325,7 +341,7 @@ def print_result(result: Result, as_json: bool) -> None:
 def problem_lines(problems: Sequence[Problem]) -> list[str]:
     """Readable lines, errors first: `error CODE where: message` and the remedy below."""
     lines = []
-    for problem in sorted(problems, key=lambda p: SEVERITIES.index(p.severity)):
+    for problem in sorted(problems, key=lambda problem: SEVERITIES.index(problem.severity)):
         where = problem.location(problem.line, problem.column)
         lines.append(f"{problem.severity:7} {problem.code} {where}: {problem.message}")
         if problem.remedy:
@@ -334,9 +350,13 @@ def problem_lines(problems: Sequence[Problem]) -> list[str]:
 
 
 def wrapped(text: str, indent: str) -> str:
-    """Lines as wide as COLUMNS or the terminal, the second and later ones indented. No word is cut, nor a command in
-    backticks. In a pipe or a log each line of the text stays whole."""
-    width = shutil.get_terminal_size((80 if sys.stderr.isatty() else sys.maxsize, 0)).columns
+    """Lines as wide as COLUMNS or the terminal, the second and later ones indented.
+
+    No word is cut, nor a command in backticks. In a pipe or a log each line of the text stays
+    whole.
+    """
+    default_width = 80 if sys.stderr.isatty() else sys.maxsize
+    width = shutil.get_terminal_size((default_width, 0)).columns
     kept = re.sub("`[^`\n]+`", lambda command: command[0].replace(" ", "\0"), text)
     lines = [
         textwrap.fill(
@@ -349,8 +369,11 @@ def wrapped(text: str, indent: str) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """A titled table; `note` says what the figures mean. Without `columns` it lists names and values. `text_columns`
-    are set to the left, the others to the right."""
+    """A titled table. Without `columns` it lists names and values.
+
+    note: the meaning of the figures.
+    text_columns: indices of the columns that are set to the left. Others are set to the right.
+    """
 
     title: str
     columns: Sequence[str]
@@ -366,7 +389,7 @@ class Table:
 
 
 def value_table(values: Mapping[str, Any], title: str = "") -> Table:
-    """Name and text of each of the values of `--json` that is known."""
+    """A table with name and text of each value of `--json` that is not None."""
     rows = [
         (name.replace("_", " "), _plain(value))
         for name, value in values.items()
@@ -382,27 +405,31 @@ def _plain(value: Any) -> str:
         items = [f"{name} {_plain(item)}" for name, item in value.items() if item is not None]
         return ", ".join(items) or "none"
     if isinstance(value, list | tuple):
-        more = [f"and {len(value) - MOST_ITEMS} more"] if len(value) > MOST_ITEMS else []
-        return ", ".join([*map(_plain, value[:MOST_ITEMS]), *more]) or "none"
-    return (
-        f"{value:,}"
-        if isinstance(value, int)
-        else f"{value:.4g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+        items = [_plain(item) for item in value[:MOST_ITEMS]]
+        if len(value) > MOST_ITEMS:
+            items.append(f"and {len(value) - MOST_ITEMS} more")
+        return ", ".join(items) or "none"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
 
 
 def print_tables(tables: Sequence[Table], lines: Sequence[str] = ()) -> None:
-    """To stdout, as wide as the terminal, or 160 columns where there is none. The lines below them are not broken, so
-    that a command can be copied."""
+    """Prints to stdout, as wide as the terminal, or 160 columns without one.
+
+    The lines below the tables are not broken, so that a command can be copied.
+    """
     for table in tables:
         _draw(table)
     coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for line in lines:
         word, _, rest = line.partition(" ")
-        colour = COLOURS.get(word) if coloured else None
-        sys.stdout.write(f"\033[{colour}m{word}\033[0m {rest}\n" if colour else f"{line}\n")
+        colour = COLOURS.get(word)
+        if coloured and colour:
+            line = f"\033[{colour}m{word}\033[0m {rest}"
+        sys.stdout.write(f"{line}\n")
 
 
 def _draw(table: Table) -> None:
@@ -415,47 +442,55 @@ def _draw(table: Table) -> None:
     if not console.is_terminal:
         console.width = 160
     drawn = RichTable(
-        title=table.title, caption=table.note or None, title_justify="left", caption_justify="left",
-        show_header=bool(table.columns), box=box.HEAVY_HEAD if table.ruled else None, pad_edge=table.ruled,
-    )  # fmt: skip
+        title=table.title,
+        caption=table.note or None,
+        title_justify="left",
+        caption_justify="left",
+        show_header=bool(table.columns),
+        box=box.HEAVY_HEAD if table.ruled else None,
+        pad_edge=table.ruled,
+    )
     for index in range(max(map(len, [table.columns, *table.rows]), default=0)):
         heading = table.columns[index] if table.columns else ""
-        text = index in table.text_columns
         cells = [row[index] for row in table.rows if index < len(row)]
-        width = max(
-            map(len, [*cells, *heading.split()]), default=0
-        )  # shows each cell whole; headings wrap
-        drawn.add_column(
-            heading, justify="left" if text else "right",
-            min_width=min(width, SHORTEST_TEXT) if text else width, overflow="fold",
-        )  # fmt: skip
+        # Each cell is shown whole, and headings wrap.
+        width = max(map(len, [*cells, *heading.split()]), default=0)
+        justify: Literal["left", "right"] = "right"
+        if index in table.text_columns:
+            justify = "left"
+            width = min(width, SHORTEST_TEXT)
+        drawn.add_column(heading, justify=justify, min_width=width, overflow="fold")
     for row in table.rows:
         drawn.add_row(*map(Text, row))
-    console.print(drawn, crop=False)  # what is wider than the terminal is wrapped by it, not lost
+    # Without the crop, the terminal wraps lines that are too wide, and nothing is lost.
+    console.print(drawn, crop=False)
 
 
 class ProgressBar:
-    """What a running command reports to. Without `update` it shows nothing but the messages that are wanted."""
+    """Shows the progress of a running command. Without `update` it shows only messages."""
 
     def __init__(self, update: Callable[..., None] = lambda **_: None) -> None:
         self.update = update
 
     def advance(self, amount: float, note: str = "") -> None:
-        """`amount` more is done; the note has a line of its own, so that both fit 80 columns."""
+        """Adds `amount`. The note has a line of its own, so that both fit 80 columns."""
         self.update(advance=amount, note=printable(note))
 
     def show(self, done: float, total: float) -> None:
-        """`done` of `total` is done."""
+        """Shows that `done` of `total` is done."""
         self.update(completed=done, total=total)
 
     def say(self, text: str) -> None:
-        """A line above the bar, which rich keeps below what stderr gets."""
+        """Writes a line above the bar, which rich keeps below all other lines of stderr."""
         say(text)
 
 
 @contextlib.contextmanager
 def progress_bar(title: str, total: float | None = None, unit: str = "") -> Iterator[ProgressBar]:
-    """A bar of `total` in `unit`, or in bytes without one, while the block runs. `total` None: `show` gives it."""
+    """Shows a bar of `total` in `unit`, or in bytes without a unit, while the block runs.
+
+    `total` None: `show` gives it.
+    """
     if not wanted():
         yield ProgressBar()
         return
@@ -474,6 +509,5 @@ def progress_bar(title: str, total: float | None = None, unit: str = "") -> Iter
     times = (rich.TimeElapsedColumn(), rich.TextColumn("eta"), rich.TimeRemainingColumn())
     columns = (rich.TextColumn("{task.description}"), rich.BarColumn(bar_width=16), *amount, *times)
     with Noted(*columns, console=Console(stderr=True), refresh_per_second=4) as progress:
-        yield ProgressBar(
-            functools.partial(progress.update, progress.add_task(title, total=total, note=""))
-        )
+        task = progress.add_task(title, total=total, note="")
+        yield ProgressBar(functools.partial(progress.update, task))

@@ -1,8 +1,9 @@
-"""Frozen, torch-free records of a target model, a draft head, a quantization and a GPU, and the typed values of a
-config.json that they are read from. The error for a value of another type names its key.
+"""Frozen, torch-free records of a target model, a draft head, a quantization and a GPU.
 
-A `ModelSpec` is read from a Hugging Face `config.json` by `ModelSpec.from_config`; a `HeadSpec` is made by
-`trtspec.checkpoint.heads`, where tensor shapes take precedence over config.json.
+The typed values of a config.json, from which they are read, are here too. The error for a value of
+another type names its key. `ModelSpec.from_config` reads a `ModelSpec` from a Hugging Face
+`config.json`. `trtspec.checkpoint.heads` makes a `HeadSpec`, and prefers tensor shapes to
+config.json.
 """
 
 from __future__ import annotations
@@ -43,8 +44,13 @@ NESTED = (
 KEY_TYPES: dict[Any, tuple[str, ...]] = {
     dict: (*NESTED, "vision_config", "speculators_config", "rope_scaling", "rope_parameters"),
     dict[str, dict[str, Any]]: ("config_groups", "quantized_layers"),
-    str: ("model_type", "speculators_model_type", "quant_method", "quant_algo", "kv_cache_quant_algo", "format"),
-    list[str]: ("architectures", "ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers"),
+    str: (
+        "model_type", "speculators_model_type", "quant_method", "quant_algo", "kv_cache_quant_algo",
+        "format",
+    ),
+    list[str]: (
+        "architectures", "ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers",
+    ),
     list[ID]: ("eagle_aux_hidden_state_layer_ids", "weight_block_size"),
     list[ID] | ID: ("eos_token_id",),
 }  # fmt: skip
@@ -58,8 +64,11 @@ class Values:
         self.where = where
 
     def read(self, key: str, key_type: Any, default: Any = None) -> Any:
-        """The value of a key as pydantic's `key_type`. Absent and null give the default, if there is one. Raises
-        TrtspecError with the key and the fault of its value."""
+        """The value of a key as pydantic's `key_type`.
+
+        Absent and null give the default, if there is one. Raises TrtspecError with the key and the
+        fault of its value.
+        """
         value = self.values.get(key)
         if value is None and default is not None:
             return default
@@ -96,8 +105,10 @@ def _adapter(key_type: Any) -> TypeAdapter[Any]:
 
 
 def check_kinds(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns the config.json if every key of KEY_TYPES has its type. Raises TrtspecError with the first key of another
-    type."""
+    """Returns the config.json if every key of KEY_TYPES has its type.
+
+    Raises TrtspecError with the first key of another type.
+    """
     values = Values(config, where)
     for key_type, keys in KEY_TYPES.items():
         for key in keys:
@@ -115,9 +126,10 @@ def check_kinds(config: dict[str, Any], where: str) -> dict[str, Any]:
 Attention = Literal["mha", "mla"]
 
 SIZES = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
-    "qk_rope_head_dim", "v_head_dim", "intermediate_size", "moe_intermediate_size", "n_routed_experts",
-    "num_experts_per_tok", "vocab_size", "max_position_embeddings",
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "q_lora_rank", "kv_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size",
+    "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "vocab_size",
+    "max_position_embeddings",
 )  # fmt: skip
 # far beyond any model: loops run over both
 LIMITS = {"num_hidden_layers": 2000, "n_routed_experts": 20_000}
@@ -144,24 +156,29 @@ class RopeSpec:
 
     @staticmethod
     def from_config(config: dict[str, Any]) -> RopeSpec:
-        """Reads `rope_parameters` (transformers 5), else `rope_scaling` and `rope_theta`, with both spellings of the
-        type."""
+        """Reads `rope_parameters` (transformers 5), else `rope_scaling` and `rope_theta`.
+
+        Both spellings of the type are read.
+        """
         values = Values(config)
-        scaling = values.mapping(
-            "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-        )
+        key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+        scaling = values.mapping(key)
         holder = scaling if "rope_theta" in scaling.values else values
         theta = holder.number("rope_theta", RopeSpec.theta)
         rope_type = scaling.read("rope_type", str, "") or scaling.read("type", str, "") or "default"
         if rope_type == "default":
             return RopeSpec(theta=theta)
         if rope_type != "yarn":
-            message = f"rope type {rope_type!r} is not one that Kimi models or Eagle3 heads use (default, yarn)"
+            message = (
+                f"rope type {rope_type!r} is not one that Kimi models or Eagle3 heads use "
+                "(default, yarn)"
+            )
             remedy = "check rope_scaling / rope_parameters in config.json"
             raise TrtspecError(message, remedy, "TS-CONFIG-ROPE")
         numbers = {name: scaling.number(name, getattr(RopeSpec, name)) for name in YARN_NUMBERS}
         if scaling.values.get("mscale") == 0:
-            numbers["mscale"] = 0.0  # the models read it so; elsewhere 0 means the default
+            # The models read 0 so. For other numbers 0 means the default.
+            numbers["mscale"] = 0.0
         length = scaling.whole(
             "original_max_position_embeddings", RopeSpec.original_max_position_embeddings, least=1
         )
@@ -170,7 +187,7 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How a checkpoint stores its weights. `exclude` holds the patterns as published, in their order."""
+    """How a checkpoint stores its weights. `exclude`: the patterns as published, in their order."""
 
     format: WeightFormat = WeightFormat.BF16
     group_size: int = 0
@@ -182,7 +199,7 @@ class QuantSpec:
     where: str = ""
 
     def __post_init__(self) -> None:
-        # callers may pass a name such as "nvfp4"
+        # Callers may pass a name such as "nvfp4".
         object.__setattr__(self, "format", WeightFormat(self.format))
 
     @functools.cached_property
@@ -191,7 +208,10 @@ class QuantSpec:
         return self.format.unquantized_modules(self.exclude)
 
     def format_of(self, module: str, role: str) -> WeightFormat:
-        """The format of a linear as an engine decides it: by the list of layers, else by the exclude list."""
+        """The format of a linear as an engine decides it.
+
+        The list of layers decides. Without one, the exclude list does.
+        """
         if self.layers:
             return self.layers.get(module, WeightFormat.BF16)
         excluded = self.unquantized.match(module)
@@ -202,7 +222,10 @@ class QuantSpec:
     def from_configs(
         config: dict[str, Any], hf_quant_config: dict[str, Any] | None = None
     ) -> QuantSpec:
-        """Detects the format from `quantization_config` (top level or inside text_config) and hf_quant_config.json."""
+        """Detects the format from `quantization_config` and hf_quant_config.json.
+
+        `quantization_config` may be at the top level or inside text_config.
+        """
         where = "config.json"
         block = config.get("quantization_config")
         if not block and isinstance(config.get("text_config"), dict):
@@ -224,20 +247,28 @@ class QuantSpec:
         if known is None:
             keys = ("quant_method", "format", "quant_algo")
             shown = ", ".join(f"{key} {block.get(key)!r}" for key in keys)
-            message = f"quantization_config in {where} ({shown}) is not a format that Kimi checkpoints are published in"
+            message = (
+                f"quantization_config in {where} ({shown}) is not a format that Kimi checkpoints "
+                "are published in"
+            )
             supported = ", ".join(format.storage.title for format in WeightFormat)
             raise TrtspecError(message, f"supported: {supported}", "TS-TARGET-FORMAT-UNKNOWN")
         format, group_size, block_size = known
         lists = (block.get(key) or () for key in format.storage.unquantized)
         exclude = tuple(dict.fromkeys(itertools.chain.from_iterable(lists)))
-        kv_cache = "fp8" if block.get("kv_cache_scheme") else None
+        kv_cache = None
+        if block.get("kv_cache_scheme"):
+            kv_cache = "fp8"
         layers = formats_of_layers(block)
         return QuantSpec(format, group_size, exclude, kv_cache, block_size, layers, where)
 
 
 @dataclass(frozen=True)
 class ModelSpec(Sizes):
-    """A Kimi text model (DeepSeek-V3 shape) and its surroundings. Fields have the names of config.json."""
+    """A Kimi text model (DeepSeek-V3 shape) and its surroundings.
+
+    Fields have the names of config.json.
+    """
 
     family: Family
     model_type: str
@@ -267,7 +298,10 @@ class ModelSpec(Sizes):
 
     @property
     def default_aux_layers(self) -> tuple[int, ...]:
-        """Layer outputs (0-based) that TensorRT-LLM and ModelOpt capture by default: 1, L//2-1, L-4."""
+        """Layer outputs that TensorRT-LLM and ModelOpt capture by default: 1, L//2-1, L-4.
+
+        They count from 0.
+        """
         last = self.num_hidden_layers
         return tuple(sorted({1, max(0, last // 2 - 1), max(0, last - 4)}))
 
@@ -283,8 +317,10 @@ class ModelSpec(Sizes):
         *,
         remote_code: bool = False,
     ) -> ModelSpec:
-        """Parses a target's config.json. Raises TrtspecError if no family has its model type, or if a key is missing.
-        `remote_code`: whether the checkpoint brings code."""
+        """Parses a target's config.json. `remote_code`: whether the checkpoint brings code.
+
+        Raises TrtspecError if no family has its model type, or if a key is missing.
+        """
         family = family_of(config)
         top = Values(config)
         text = top
@@ -327,8 +363,9 @@ class ModelSpec(Sizes):
 class HeadSpec(LatentSizes):
     """The canonical record of an Eagle3 head in any dialect.
 
-    `aux_layers` counts layer *outputs* from 0 (TensorRT-LLM's and ModelOpt's convention). None: the checkpoint does not
-    state them, so the target's default triple applies. Width of `fc`: num_aux * target_hidden_size.
+    `aux_layers` counts layer *outputs* from 0 (TensorRT-LLM's and ModelOpt's convention). None: the
+    checkpoint does not state them, so the target's default triple applies. Width of `fc`: num_aux *
+    target_hidden_size.
     """
 
     attention: Attention
@@ -377,8 +414,11 @@ class HeadSpec(LatentSizes):
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """One row of data/gpus.yaml. Memory as the device reports it, bandwidth in bytes/s. A node is one board or tray.
-    NVLink joins `nvlink_gpus` GPUs, which may be in several nodes."""
+    """One row of data/gpus.yaml.
+
+    Memory is as the device reports it, bandwidth in bytes/s. A node is one board or tray. NVLink
+    joins `nvlink_gpus` GPUs, which may be in several nodes.
+    """
 
     name: str
     memory_bytes: int

@@ -1,5 +1,7 @@
-"""The rows that decode together, and prompts on their way there. Sequence i of the batch is row i of the tensors here
-and of every cache."""
+"""The rows that decode together, and prompts on their way there.
+
+Sequence i of the batch is row i of the tensors here and of every cache.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ class DecodeBatch:
 
     block: int64 [rows, 1+k], a row's last token and its drafts.
     start: int64 [rows], the last token's position.
-    uniform: float32 [rows, 2k+1], a round's random numbers: k to draw drafts, k to accept them, 1 for the token after.
-    draft_probs: float32 [rows, k, Vd], the distributions of the drafts, None if the drafter is deterministic.
+    uniform: float32 [rows, 2k+1], a round's random numbers: k to draw drafts, k to accept them, 1
+        for the token after.
+    draft_probs: float32 [rows, k, Vd], the distributions of the drafts. None if the drafter is
+        deterministic.
     """
 
     def __init__(self, rows: int, draft_len: int, device: torch.device) -> None:
@@ -38,22 +42,26 @@ class DecodeBatch:
 
     @property
     def reach(self) -> int:
-        """The end of the longest row, after its last token; known without asking the device."""
+        """The end of the longest row, after its last token. Known without asking the device."""
         return max(sequence.length for sequence in self.sequences)
 
     def append(self, sequence: Sequence, token: int) -> None:
         """Adds a sequence whose prompt is in the caches and whose first token is `token`."""
         row = len(self.sequences)
-        # assigning a number to one element would be a copy from the host that waits
+        # Assigning a number to one element would be a copy from the host that waits.
         self.block[row, 0].fill_(token)
         self.start[row].fill_(len(sequence.request.prompt_ids))
         if sequence.sampled:
             self.uniform[row].copy_(sequence.uniform(self.uniform.shape[1]), non_blocking=True)
         self.sampling = BatchSampling.of([*self.sequences, sequence], self.device)
-        self.sequences.append(sequence)  # last, so that no row is half added
+        # The sequence comes last, so that an error above leaves no row half added.
+        self.sequences.append(sequence)
 
     def remove(self, row: int) -> int:
-        """Takes out a row by putting the last one in its place; returns the row that moved (== row: none did)."""
+        """Removes a row by moving the last row there. Returns the row that moved.
+
+        Returns `row` itself if it was the last one: nothing moved.
+        """
         last = len(self.sequences) - 1
         if row != last:
             self.sequences[row] = self.sequences[last]
@@ -65,9 +73,13 @@ class DecodeBatch:
         return last
 
     def advance(self, tokens: Tensor, accepted: Tensor) -> None:
-        """Moves each row past its accepted drafts: tokens int64 [B, T], of which tokens[b, accepted[b]] is the last.
+        """Moves each row past its accepted drafts, and draws the next round's random numbers.
 
-        Draws the next round's random numbers, the same count per row in any batch.
+        A row gets the same count of random numbers in any batch.
+
+        Args:
+            tokens: int64 [B, T]. tokens[b, accepted[b]] is the last token of row b.
+            accepted: int64 [B].
         """
         rows = len(accepted)
         self.block[:rows, 0] = tokens[self.row_index[:rows], accepted]
@@ -82,7 +94,7 @@ class DecodeBatch:
         self.uniform[self.sampling.rows] = torch.stack(drawn).to(self.device, non_blocking=True)
 
     def store_draft_probs(self, step: int, rows: Tensor, probs: Tensor) -> None:
-        """Keeps the distribution [S, Vd] that draft `step` of these rows was drawn from."""
+        """Keeps the distribution [S, Vd] from which draft `step` of these rows was drawn."""
         if self.draft_probs is None:
             self.draft_probs = probs.new_zeros(len(self.block), self.draft_len, probs.shape[-1])
         self.draft_probs[rows, step] = probs
@@ -90,7 +102,7 @@ class DecodeBatch:
 
 @dataclass
 class Chunk:
-    """A piece of a sequence's prompt; its pass fills in the rest.
+    """A piece of a sequence's prompt, and the results of its pass.
 
     following: the token after the piece.
     logits, margins: [V] and [1], of the piece's last token.

@@ -1,4 +1,7 @@
-"""Request bodies of the OpenAI API as far as the reference server honours them; everything else is refused by name."""
+"""Request bodies of the OpenAI API, as far as the reference server honours them.
+
+Every other field or value is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,9 @@ Item = TypeVar("Item")
 # a long list with many wrong items gives one error, not one for each
 Items = Annotated[list[Item], Field(fail_fast=True)]
 Prompts = Annotated[list[Item], Field(min_length=1, fail_fast=True)]
-# Fields of a message that are taken whatever the template does with them: some of no template's business, some that
-# templates leave out on purpose (the reasoning of earlier turns). Any other must be read by the template.
+# Fields of a message that are taken whether the template reads them or not. Some are of no
+# template's business, some are left out on purpose (the reasoning of earlier turns). Any other
+# field must be read by the template.
 MESSAGE_FIELDS = frozenset(
     {
         "role",
@@ -56,49 +60,60 @@ class ApiError(HTTPException):
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
-        super().__init__(
-            status, message, {"Retry-After": str(retry_after)} if retry_after else None
-        )
-        self.message, self.status, self.param, self.code = message, status, param, code
+        headers = None
+        if retry_after:
+            headers = {"Retry-After": str(retry_after)}
+        super().__init__(status, message, headers)
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code
 
     def to_dict(self) -> dict[str, Any]:
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error_type = "server_error" if self.status >= 500 else "invalid_request_error"
         return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+            "error": {
+                "message": self.message,
+                "type": error_type,
+                "param": self.param,
+                "code": self.code,
+            }
         }
 
 
 @dataclass(frozen=True)
 class Form:
-    """What an answer must look like: `kind` and `text` as `Grammars.compiled` takes them, from the field `param`."""
+    """The form that an answer must have, from the field `param` of a body.
 
-    kind: str
+    `syntax` and `text` are the arguments of `Grammars.compiled`.
+    """
+
+    syntax: str
     text: str
     param: str
 
 
-def parse_body(kind: type[BaseModel], raw: bytes) -> Any:
-    """A validated body. Raises ApiError 400, naming the first field that is wrong, as OpenAI does."""
+def parse_body(model: type[BaseModel], raw: bytes) -> Any:
+    """A validated body. Raises ApiError 400 that names the first wrong field, as OpenAI does."""
     try:
         value = files.parse_json(raw, nan=False)
         if not isinstance(value, dict):
             raise ApiError("the body is not a JSON object")
-        return kind.model_validate(value)
+        return model.model_validate(value)
     except ValidationError as error:
         raise _named(error) from None
     except ValueError as error:
-        raise ApiError(
-            f"the body is not JSON in UTF-8, which has no NaN or Infinity: {error}"
-        ) from None
+        message = f"the body is not JSON in UTF-8, which has no NaN or Infinity: {error}"
+        raise ApiError(message) from None
 
 
 def _named(error: ValidationError) -> ApiError:
-    """The deepest fault: of a value that may be of several types, the one that it comes closest to."""
-    fault = max(
-        error.errors(include_context=False, include_input=False), key=lambda one: len(one["loc"])
-    )
-    *path, last = fault["loc"] or ("body",)
-    # between field names and indices, pydantic names the types that it tried: `str`, `list[TextPart]`, `NamedTool`
+    """The deepest fault. If a value may be of several types, the fault is of the closest type."""
+    faults = error.errors(include_context=False, include_input=False)
+    deepest = max(faults, key=lambda fault: len(fault["loc"]))
+    *path, last = deepest["loc"] or ("body",)
+    # Between field names and indices, pydantic names the types that it tried: `str`,
+    # `list[TextPart]`, `NamedTool`.
     kept = [
         step
         for step in path
@@ -106,16 +121,15 @@ def _named(error: ValidationError) -> ApiError:
     ]
     if (
         isinstance(last, int)
-        or fault["type"] in ("extra_forbidden", "missing")
+        or deepest["type"] in ("extra_forbidden", "missing")
         or last not in ("str", "[key]")
     ):
         kept.append(last)
-    param = "".join(
-        f"[{step}]" if isinstance(step, int) else f".{step}" for step in kept
-    ).removeprefix(".")
-    if fault["type"] == "extra_forbidden":
+    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in kept]
+    param = "".join(steps).removeprefix(".")
+    if deepest["type"] == "extra_forbidden":
         return ApiError(f"Unrecognized request argument supplied: {param}", param=param)
-    return ApiError(f"{param}: {fault['msg']}", param=param)
+    return ApiError(f"{param}: {deepest['msg']}", param=param)
 
 
 class StreamOptions(StrictModel):
@@ -132,7 +146,7 @@ class JsonSchema(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    """What an answer looks like: any text, any JSON object, JSON of a schema, or text of a regular expression."""
+    """The format of an answer: any text, a JSON object, JSON of a schema, a regular expression."""
 
     type: Literal["text", "json_object", "json_schema", "regex"]
     json_schema: JsonSchema | None = None
@@ -144,9 +158,8 @@ class ResponseFormat(StrictModel):
             given = getattr(self, name) is not None
             if given != (self.type == name):
                 verb = "has a" if given else "lacks its"
-                raise ApiError(
-                    f"response_format of type {self.type} {verb} {name}", param="response_format"
-                )
+                message = f"response_format of type {self.type} {verb} {name}"
+                raise ApiError(message, param="response_format")
         return self
 
 
@@ -157,8 +170,10 @@ def _null_is_absent(schema: dict[str, Any]) -> None:
 
 
 class GenerationBody(Sampling):
-    """What both endpoints share. The last fields have no effect on what is generated; they are taken so that ordinary
-    clients work."""
+    """The fields that both endpoints share.
+
+    The last fields have no effect on the answer. They are taken so that ordinary clients work.
+    """
 
     chat: ClassVar[bool]
     model_config = ConfigDict(json_schema_extra=_null_is_absent)
@@ -183,32 +198,28 @@ class GenerationBody(Sampling):
     @model_validator(mode="before")
     @classmethod
     def _drop_null(cls, body: Any) -> Any:
-        # null means "not given" in the API, whatever standard default is
-        return (
-            {key: value for key, value in body.items() if value is not None}
-            if isinstance(body, dict)
-            else body
-        )
+        # In the API null means "not given", whatever the default is.
+        if isinstance(body, dict):
+            body = {key: value for key, value in body.items() if value is not None}
+        return body
 
     @model_validator(mode="after")
     def _streams_only(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ApiError("stream_options are for streams", param="stream_options")
-        # the form is made here, beside the event loop
+        # The form is made here, beside the event loop.
         if self.form is not None and self.ignore_eos:
-            raise ApiError(
-                "an answer with a form ends when that is complete: omit ignore_eos",
-                param="ignore_eos",
-            )
+            message = "an answer with a form ends when that is complete: omit ignore_eos"
+            raise ApiError(message, param="ignore_eos")
         return self
 
     @property
     def usage_wanted(self) -> Literal["no", "last", "each"]:
         """Which chunks of a stream have the token counts."""
         options = self.stream_options or StreamOptions()
-        return (
-            "each" if options.continuous_usage_stats else "last" if options.include_usage else "no"
-        )
+        if options.continuous_usage_stats:
+            return "each"
+        return "last" if options.include_usage else "no"
 
     @property
     def choices(self) -> int:
@@ -218,27 +229,30 @@ class GenerationBody(Sampling):
     @property
     def stops(self) -> list[str]:
         """Stop strings, without empty ones."""
-        return [
-            word
-            for word in ([self.stop] if isinstance(self.stop, str) else self.stop or [])
-            if word
-        ]
+        stops = self.stop or []
+        if isinstance(stops, str):
+            stops = [stops]
+        return [stop for stop in stops if stop]
 
     @cached_property
     def form(self) -> Form | None:
-        """None for any text."""
+        """The form of `response_format`. None if any text may be answered."""
         form = self.response_format
         if form is None or form.type == "text":
             return None
         if form.regex is not None:
             return Form("regex", form.regex, "response_format")
-        schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
+        schema: dict[str, Any] = {"type": "object"}
+        if form.json_schema is not None:
+            schema = form.json_schema.schema_
         return Form("json", json.dumps(schema), "response_format")
 
 
 class CompletionBody(GenerationBody):
-    """POST /v1/completions. `prompt` is text or token ids, one or several. The names of special tokens in a text are
-    ordinary text."""
+    """POST /v1/completions. `prompt` is text or token ids, one or several.
+
+    The names of special tokens in a text are ordinary text.
+    """
 
     chat: ClassVar[bool] = False
     prompt: str | Prompts[TokenId] | Prompts[str] | Prompts[Prompts[TokenId]]
@@ -251,9 +265,8 @@ class CompletionBody(GenerationBody):
     @model_validator(mode="after")
     def _answers_something(self) -> Self:
         if not self.max_tokens and not self.echo:
-            raise ApiError(
-                "max_tokens is 0 and echo is off: nothing would be answered", param="max_tokens"
-            )
+            message = "max_tokens is 0 and echo is off: nothing would be answered"
+            raise ApiError(message, param="max_tokens")
         return self
 
     @property
@@ -262,7 +275,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def top(self) -> int | None:
-        """Alternatives that each log-probability comes with; None without log-probabilities."""
+        """Alternatives that each log-probability comes with. None without log-probabilities."""
         return self.logprobs
 
     @property
@@ -272,8 +285,8 @@ class CompletionBody(GenerationBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if one else list(self.prompt)  # type: ignore[list-item,arg-type]
+        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if single else list(self.prompt)  # type: ignore[list-item,arg-type]
 
 
 class TextPart(StrictModel):
@@ -287,14 +300,15 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[TextPart] | None = None
-    partial: Literal[False] | None = (
-        None  # with these two, other servers continue where the message ends
-    )
+    # With these two, other servers continue where the message ends.
+    partial: Literal[False] | None = None
     prefix: Literal[False] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As templates expect it: text parts joined, no null fields, and a developer's message is the system's, since
-        OpenAI renamed that role."""
+        """The message for templates: text parts are joined, and null fields left out.
+
+        A developer's message becomes the system's, since OpenAI renamed that role.
+        """
         given = {
             key: value
             for key, value in self
@@ -331,7 +345,10 @@ class NamedTool(StrictModel):
 
 
 class ChatBody(GenerationBody):
-    """POST /v1/chat/completions. Kimi has no levels of reasoning: any `reasoning_effort` but "none" is thinking."""
+    """POST /v1/chat/completions.
+
+    Kimi has no levels of reasoning: any `reasoning_effort` but "none" is thinking.
+    """
 
     chat: ClassVar[bool] = True
     echo: ClassVar[bool] = False
@@ -357,14 +374,11 @@ class ChatBody(GenerationBody):
             None not in (self.max_tokens, self.max_completion_tokens)
             and self.max_tokens != self.max_completion_tokens
         ):
-            raise ApiError(
-                "max_tokens and max_completion_tokens differ: leave one of them out",
-                param="max_tokens",
-            )
+            message = "max_tokens and max_completion_tokens differ: leave one of them out"
+            raise ApiError(message, param="max_tokens")
         if self.reasoning_effort and "thinking" in self.chat_template_kwargs:
-            raise ApiError(
-                "reasoning_effort and thinking are two names of one thing", param="reasoning_effort"
-            )
+            message = "reasoning_effort and thinking are two names of one thing"
+            raise ApiError(message, param="reasoning_effort")
         return self
 
     @property
@@ -380,28 +394,31 @@ class ChatBody(GenerationBody):
 
     @property
     def demanded_tools(self) -> list[Function]:
-        """The tools of which one must be called: all with `required`, one where it is named, else none."""
+        """The functions that the answer must choose from. [] if it need not call one.
+
+        With `required` these are all functions. If one is named, it is that one alone.
+        """
         functions = [tool.function for tool in self.tools]
         if self.tool_choice == "required":
             if not functions:
-                raise ApiError(
-                    "tool_choice is required and there are no tools", param="tool_choice"
-                )
+                message = "tool_choice is required and there are no tools"
+                raise ApiError(message, param="tool_choice")
             return functions
         if not isinstance(self.tool_choice, NamedTool):
             return []
         name = self.tool_choice.function.name
         named = [function for function in functions if function.name == name]
         if not named:
-            raise ApiError(
-                f"tool_choice names {name!r}, which is not among the tools", param="tool_choice"
-            )
+            message = f"tool_choice names {name!r}, which is not among the tools"
+            raise ApiError(message, param="tool_choice")
         return named[:1]
 
     @property
     def strict_tools(self) -> list[Function]:
-        """The offered tools, where a call is left to the model and its arguments must follow the schema of at least
-        one; those that are not strict take any object."""
+        """The offered functions, if the model chooses whether to call and one of them is strict.
+
+        Else []. A function that is not strict takes any object.
+        """
         functions = [tool.function for tool in self.tools]
         if self.tool_choice != "auto" or not any(function.strict for function in functions):
             return []
@@ -411,15 +428,15 @@ class ChatBody(GenerationBody):
 
     @cached_property
     def form(self) -> Form | None:
-        """The asked response format, or a call of the demanded tools."""
-        asked, functions = super().form, self.demanded_tools or self.strict_tools
+        """The form of `response_format`, or of a call of the demanded or strict functions."""
+        asked = super().form
+        functions = self.demanded_tools or self.strict_tools
         if not functions:
             return asked
         if asked is not None:
             named = "a demanded tool call" if self.demanded_tools else "a strict function"
-            raise ApiError(
-                f"{named} and response_format exclude each other", param="response_format"
-            )
+            message = f"{named} and response_format exclude each other"
+            raise ApiError(message, param="response_format")
         several = self.parallel_tool_calls and isinstance(self.tool_choice, str)
         try:
             text = tool_call_grammar(functions, several, opened=not self.demanded_tools)
@@ -429,20 +446,28 @@ class ChatBody(GenerationBody):
 
 
 def tool_call_grammar(functions: Sequence[Function], several: bool, opened: bool = False) -> str:
-    """Lark grammar of a Kimi tool-call section that calls these functions, one or several times; of what follows its
-    first mark where that is already there (`opened`).
+    """Lark grammar of a Kimi tool-call section that calls these functions.
 
-    Its marks are special tokens; a call's id is `functions.NAME:NUMBER`; arguments follow the function's own schema.
+    Its marks are special tokens. A call's id is `functions.NAME:NUMBER`. Arguments follow the
+    function's own schema.
+
+    Args:
+        several: allow more than one call.
+        opened: the section's first mark is already there, and the grammar begins after it.
     """
     lines = []
     for index, function in enumerate(functions):
         schema = compact_schema(json.dumps(function.parameters or {"type": "object"}))
         lines += [
-            f"call{index}: <|tool_call_begin|> name{index} <|tool_call_argument_begin|> args{index} <|tool_call_end|>",
+            f"call{index}: <|tool_call_begin|> name{index} "
+            f"<|tool_call_argument_begin|> args{index} <|tool_call_end|>",
             f"name{index}: {json.dumps('functions.' + function.name + ':')} /[0-9]{{1,3}}/",
             f"args{index}: %json {schema}",
         ]
     calls = " | ".join(f"call{index}" for index in range(len(functions)))
-    begin = "" if opened else "<|tool_calls_section_begin|> "
-    start = f"start: {begin}call{'+' if several else ''} <|tool_calls_section_end|>"
+    begin = "<|tool_calls_section_begin|> "
+    if opened:
+        begin = ""
+    call = "call+" if several else "call"
+    start = f"start: {begin}{call} <|tool_calls_section_end|>"
     return "\n".join([start, f"call: {calls}", *lines])

@@ -1,6 +1,6 @@
-"""What every request passes on its way in: its id, the key, the limits of its body; and what no answer ever shows.
+"""The outside of the server: ids, the API key and body limits of requests, and errors of answers.
 
-Clients that are slow to send or to read are a proxy's business (docs/reference-engine.md names one).
+Clients that are slow to send or read are a proxy's business: docs/reference-engine.md names one.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ PARSERS = ThreadPoolExecutor(2, "body")  # large bodies wait for each other, and
 
 
 class BodyRoute(APIRoute):
-    """An endpoint that gets its body read within the limits, and validated beside the event loop."""
+    """An endpoint whose body is read within the limits, and validated beside the event loop."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:
-            # whatever a client calls it: curl says that JSON is a form
+            # The client's content type is replaced: curl says that JSON is a form.
             headers = [pair for pair in request.scope["headers"] if pair[0] != b"content-type"]
             scope = {**request.scope, "headers": [*headers, (b"content-type", b"application/json")]}
             return await handle(BodyRequest(scope, request.receive))
@@ -56,16 +56,19 @@ class BodyRequest(Request):
     async def body(self) -> bytes:
         """At most `app.state.body_limit` bytes. Raises ApiError 413."""
         if not hasattr(self, "_body"):
-            self._body = await self._read(self.app.state.body_limit) or b" "  # nothing is no JSON
+            # An empty body becomes white space, which is not JSON either.
+            self._body = await self._read(self.app.state.body_limit) or b" "
         return self._body
 
     async def json(self) -> Any:
         """The validated body. Raises ApiError 400."""
-        raw, kind = await self.body(), BODIES[self.scope["path"]]
-        return await asyncio.get_running_loop().run_in_executor(PARSERS, parse_body, kind, raw)
+        raw = await self.body()
+        model = BODIES[self.scope["path"]]
+        return await asyncio.get_running_loop().run_in_executor(PARSERS, parse_body, model, raw)
 
     async def _read(self, limit: int) -> bytes:
-        parts, size = [], 0
+        parts = []
+        size = 0
         async for part in self.stream():
             parts.append(part)
             size += len(part)
@@ -76,15 +79,19 @@ class BodyRequest(Request):
 
 
 def body_limit(max_seq_len: int) -> int:
-    """Bytes that a body may have: more than the longest prompt that fits needs, written with JSON's escapes."""
+    """Bytes that a body may have. The longest prompt fits, also with JSON's escapes."""
     return BODY_BYTES + BYTES_PER_TOKEN * max_seq_len
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """ASGI middleware. It gives every answer an `X-Request-Id`, the client's own if it sent one. It asks for the API
-    key everywhere but at /health. An exception becomes status 500 without its text, which goes to the log. An answer
-    to a body that was not read to its end closes the connection, on which a client could send for ever."""
+    """ASGI middleware around all endpoints.
+
+    It gives every answer an `X-Request-Id`, the client's own if it sent one. It asks for the API
+    key everywhere but at /health. An exception becomes status 500 without its text, which goes to
+    the log. An answer to a body that was not read to its end closes the connection: a client could
+    send on it for ever.
+    """
 
     app: ASGIApp
     api_key: str | None = None
@@ -118,7 +125,7 @@ class Boundary:
         if (
             self.api_key is not None
             and scope["path"] != "/health"
-            and not _has_key(scope, self.api_key)
+            and not _has_key(headers, self.api_key)
         ):
             refusal = ApiError(
                 "the API key is missing or wrong", status=401, code="invalid_api_key"
@@ -130,32 +137,35 @@ class Boundary:
         except ClientDisconnect:
             return
         except asyncio.CancelledError:
-            # a stop whose grace is over; raised on, it would be logged as a fault
+            # The server stops and its grace is over. Raised on, it would be logged as a fault.
             if not started:
-                await error_response(ApiError("the server was stopped", status=503))(
-                    scope, receive, send_named
-                )
+                stopped = ApiError("the server was stopped", status=503)
+                await error_response(stopped)(scope, receive, send_named)
         except Exception as error:
             log_exception(f"request {name}", error)
             if not started:
-                await error_response(ApiError("internal error", status=500))(
-                    scope, receive, send_named
-                )
+                fault = ApiError("internal error", status=500)
+                await error_response(fault)(scope, receive, send_named)
 
 
 def error_response(error: ApiError) -> JSONResponse:
-    """The answer to a request that is refused. What may be tried again says when."""
+    """The answer to a refused request. If a client may try again, a header says when."""
     return JSONResponse(error.to_dict(), status_code=error.status, headers=error.headers)
 
 
 def log_exception(what: str, error: BaseException) -> None:
-    """One line on stderr; the traceback only with TRTSPEC_DEBUG=1, since it shows paths and texts."""
+    """Writes one line to stderr.
+
+    TRTSPEC_DEBUG=1 adds the traceback, which shows paths and texts.
+    """
     sys.stderr.write(f"trtspec: {what}: {type(error).__name__}: {str(error)[:500]}\n")
     if os.environ.get("TRTSPEC_DEBUG") == "1":
         traceback.print_exception(error, file=sys.stderr)
     sys.stderr.flush()
 
 
-def _has_key(scope: Scope, key: str) -> bool:
-    kind, _, sent = Headers(scope=scope).get("authorization", "").partition(" ")
-    return kind.lower() == "bearer" and hmac.compare_digest(sent.strip().encode(), key.encode())
+def _has_key(headers: Headers, key: str) -> bool:
+    scheme, _, credentials = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        return False
+    return hmac.compare_digest(credentials.strip().encode(), key.encode())

@@ -1,7 +1,8 @@
-"""The reference engine: continuous batching and speculative decoding around one target forward per round.
+"""The reference engine: continuous batching and speculative decoding, one target pass per round.
 
-`Engine._round` is the whole method on one screen: draft, verify, accept, commit, emit (docs/reference-engine.md walks
-through it). A pass never changes what cannot be overwritten: models/state.py has the rule for what layers remember.
+`Engine._round` is the whole method on one screen: draft, verify, accept, commit, emit.
+docs/reference-engine.md walks through it. A pass changes no state that cannot be overwritten:
+models/state.py has the rule for the memory of layers.
 """
 
 from __future__ import annotations
@@ -43,14 +44,17 @@ OVERTAKEN_BY = 256  # later requests, by a request that may keep others waiting
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """
-    draft_len: drafts that a round verifies, with a head.
-    max_seq_len: tokens of a prompt and its output together.
-    record_gaps: keep, per emitted token, the lead of the best logit and of the chosen experts.
-    draft_sampling: how the drafts of sampled requests are chosen.
-    prefill_tokens: of prompts in one pass, and in one step unless `max_num_tokens` is given.
-    max_num_tokens: of a step, prompts and rounds together.
-    prefix_bytes: of computed texts that are kept and reused in blocks of `block_tokens` (prefix.py); 0: none.
+    """Limits of an engine, and how it drafts.
+
+    Args:
+        draft_len: drafts that a round verifies, with a head.
+        max_seq_len: tokens of a prompt and its output together.
+        record_gaps: keep, per emitted token, the lead of the best logit and of the chosen experts.
+        draft_sampling: how the drafts of sampled requests are chosen.
+        prefill_tokens: of prompts in one pass, and in one step unless `max_num_tokens` is given.
+        max_num_tokens: of a step, prompts and rounds together.
+        prefix_bytes: size of the prefix cache (prefix.py). 0: no prefix is reused.
+        block_tokens: tokens of a block of the prefix cache.
     """
 
     draft_len: int = 3
@@ -66,9 +70,12 @@ class EngineOptions:
 
 
 class Engine:
-    """Generates for many requests at once; not thread-safe: one thread submits, cancels and steps. A `tokenizer` gives
-    the outputs their text and is needed for stop strings. What fails in one request ends that request, with finish
-    reason "error"; an exception that `step` raises concerns them all, and the engine is dead."""
+    """Generates for many requests at once.
+
+    Not thread-safe: one thread submits, cancels and steps. A `tokenizer` gives the outputs their
+    text and is needed for stop strings. A failure in one request ends that request, with finish
+    reason "error". An exception that `step` raises concerns all requests, and the engine is dead.
+    """
 
     def __init__(
         self,
@@ -79,10 +86,12 @@ class Engine:
     ) -> None:
         self.options = options = options or EngineOptions()
         prepare_for_decoding(target)
-        self.target, self.tokenizer = target, tokenizer
+        self.target = target
+        self.tokenizer = tokenizer
         if options.record_gaps:
             target.record_margins()
-        self.max_seq_len, self.max_batch_size = options.max_seq_len, options.max_batch_size
+        self.max_seq_len = options.max_seq_len
+        self.max_batch_size = options.max_batch_size
         self.draft_len = options.draft_len if head is not None else 0
         self.eos_ids = tokenizer.eos_ids if tokenizer else target.spec.eos_token_ids
         self.device = target.embed.weight.device
@@ -119,19 +128,25 @@ class Engine:
             self.prefix.stats = PrefixStats()
 
     def submit(self, request: GenerationRequest) -> None:
-        """Checks and queues a request. Raises RequestRefused for one that can never run."""
+        """Checks and queues a request. Raises RequestRefused if it can never run."""
         self.check(request)
         self.enqueue(request)
 
     def check(self, request: GenerationRequest) -> None:
-        """Raises RequestRefused for a request that can never run; reads nothing that a step changes."""
+        """Raises RequestRefused for a request that can never run.
+
+        Reads nothing that a step changes.
+        """
         check_request(
             request, self.max_seq_len, self.target.spec.vocab_size, self.tokenizer is not None
         )
 
     def enqueue(self, request: GenerationRequest, earlier: int = 0) -> None:
-        """Queues a request that `check` took, after `earlier` ones of the same call. For each of those, and for its own
-        grammar, OVERTAKEN_BY later requests go first, so that neither keeps others waiting."""
+        """Queues a request that passed `check`, after `earlier` requests of the same call.
+
+        Each of these, and the request's own grammar, lets OVERTAKEN_BY later requests go first, so
+        that neither keeps others waiting.
+        """
         sequence = Sequence(
             request,
             draft_len=self.draft_len,
@@ -140,8 +155,8 @@ class Engine:
             tokenizer=self.tokenizer,
             seed=self.options.seed + self.submitted + 1,
         )
-        own_grammar = request.grammar is not None and request.grammar.size > 0
-        sequence.turn = self.submitted + (earlier + own_grammar) * OVERTAKEN_BY
+        has_grammar = request.grammar is not None and request.grammar.size > 0
+        sequence.turn = self.submitted + (earlier + has_grammar) * OVERTAKEN_BY
         self.submitted += 1
         insort(self.waiting, sequence, key=lambda sequence: sequence.turn)
 
@@ -151,8 +166,10 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
-        """One iteration: prompt tokens within the step's budget, then one round for all decoding rows."""
-        outputs = self._drop_cancelled() if self.cancelled else []
+        """Computes prompt tokens within the step's budget, then one round for all decoding rows."""
+        outputs: list[Output] = []
+        if self.cancelled:
+            outputs = self._drop_cancelled()
         prompt_tokens = self._prefill(outputs)
         if len(self.batch):
             self._round(outputs)
@@ -197,31 +214,47 @@ class Engine:
         outputs += results
 
     def _accept(self, logits: Tensor, drafts: Tensor, offered: list[int]) -> tuple[Tensor, Tensor]:
-        """(tokens int64 [B, T], accepted int64 [B]) of logits [B, T, V] after the last token and the T-1 drafts."""
-        batch, width = self.batch, drafts.shape[1]
+        """Returns (tokens int64 [B, T], accepted int64 [B]).
+
+        `logits` [B, T, V] are those after the last token and after each of the T-1 drafts.
+        """
+        batch = self.batch
+        width = drafts.shape[1]
         logits = steered(batch.sequences, logits, drafts)
-        counts = None if min(offered) == width else on_device(offered, self.device)
+        counts = None  # every row offers all drafts
+        if min(offered) != width:
+            counts = on_device(offered, self.device)
         tokens = logits.argmax(-1)
         accepted = leading(tokens[:, :-1] == drafts, counts)
         sampling = batch.sampling
         if sampling is not None:
             rows = sampling.rows
             uniform = batch.uniform[rows][:, batch.draft_len :]
+            draft_probs = batch.draft_probs
+            if draft_probs is not None:
+                draft_probs = draft_probs[rows, :width]
+            if counts is not None:
+                counts = counts[rows]
             tokens[rows], accepted[rows] = accept_sampled(
                 sampling.probabilities(logits[rows]),
                 drafts[rows],
-                None if batch.draft_probs is None else batch.draft_probs[rows, :width],
+                draft_probs,
                 torch.cat((uniform[:, :width], uniform[:, -1:]), 1),
                 draft_ids=self.drafter.draft_ids,
-                counts=None if counts is None else counts[rows],
+                counts=counts,
             )
         return tokens, accepted
 
     def _emit(
         self, row: int, tokens: list[int], offered: int | None, logits: Tensor, margins: Tensor
     ) -> Output:
-        """Hands a row its tokens, as `Sequence.emit` takes them; row j of logits [T, V] predicted token j, with the
-        experts' margin j of [T]."""
+        """Hands a row its tokens, and returns the output. An error ends the request.
+
+        Args:
+            offered: as in `Sequence.emit`.
+            logits: [T, V], row j predicted token j.
+            margins: [T], the experts' margin at each row of `logits`.
+        """
         sequence = self.batch.sequences[row]
         try:
             output = sequence.emit(tokens, offered)
@@ -242,7 +275,10 @@ class Engine:
             return sequence.fail(error)
 
     def generate(self, requests: list[GenerationRequest]) -> dict[str, Output]:
-        """Runs the requests to their end, in slots that are refilled as they become free. Raises what one raised."""
+        """Runs the requests to their end. Raises the error of the first request that fails.
+
+        A request begins as soon as a row of the batch is free.
+        """
         completions = {request.id: Output(request.id) for request in requests}
         for request in requests:
             self.submit(request)
@@ -254,20 +290,26 @@ class Engine:
         return completions
 
     def _prefill(self, outputs: list[Output]) -> int:
-        """Advances prompts, several in a pass, in the cache rows after the batch; returns the tokens done."""
+        """Advances prompts, several in a pass. Returns how many of their tokens were computed.
+
+        The prompts use the cache rows after the batch.
+        """
         options = self.options
-        room = options.prefill_tokens
+        budget = options.prefill_tokens
         if options.max_num_tokens is not None:
-            room = options.max_num_tokens - len(self.batch) * (1 + self.draft_len)
-        budget = room
-        while chunks := self._next_chunks(budget):
-            budget -= sum(map(len, chunks))
+            budget = options.max_num_tokens - len(self.batch) * (1 + self.draft_len)
+        unspent = budget
+        while chunks := self._next_chunks(unspent):
+            unspent -= sum(map(len, chunks))
             self._prefill_pass(chunks, outputs)
-        return room - budget
+        return budget - unspent
 
     def _next_chunks(self, budget: int) -> list[Chunk]:
-        """The next pass: the rest of the prompt that was begun, then waiting prompts, while there is room. Only the
-        last chunk may end within its prompt. `budget`: tokens that are left of the step."""
+        """Returns the chunks of the next pass. [] if nothing waits or nothing fits.
+
+        The prompt that was begun goes first, then waiting prompts while there is room. Only the
+        last chunk may end within its prompt. `budget`: tokens that are left of the step.
+        """
         room = min(budget, self.options.prefill_tokens)
         chunks: list[Chunk] = []
         if self.prefilling is not None:
@@ -285,24 +327,29 @@ class Engine:
         return chunks
 
     def _next_prompt(self, row: int, beside: list[Chunk]) -> Sequence | None:
-        """Takes the next prompt from the queue and loads the known prefix of it; None if none may begin now. A prompt
-        waits if a chunk `beside` it computes more of its prefix."""
+        """Takes the next prompt from the queue and loads its known prefix into `row`.
+
+        None if no prompt may begin now. A prompt waits if a chunk `beside` it computes more of its
+        prefix.
+        """
         if not self.waiting or row >= self.max_batch_size:
             return None
         request = self.waiting[0].request
+        prompt = request.prompt_ids
         prefix = None if request.prompt_logprobs else self.prefix
-        if prefix is not None and any(
-            prefix.worth_waiting(request.prompt_ids, chunk.prompt, chunk.sequence.cached_tokens)
-            for chunk in beside
-        ):
-            return None
+        if prefix is not None:
+            for chunk in beside:
+                if prefix.worth_waiting(prompt, chunk.prompt, chunk.sequence.cached_tokens):
+                    return None
         sequence = self.waiting.popleft()
         if prefix is not None:
-            sequence.prefilled = sequence.cached_tokens = prefix.load(request.prompt_ids, row)
+            cached_tokens = prefix.load(prompt, row)
+            sequence.prefilled = cached_tokens
+            sequence.cached_tokens = cached_tokens
         return sequence
 
     def _prefill_pass(self, chunks: list[Chunk], outputs: list[Output]) -> None:
-        """One pass over the chunks. If it fails, each is tried alone, so that only the one at fault fails."""
+        """Runs one pass over the chunks. If it fails, runs each alone: only faulty ones fail."""
         try:
             aux, following = self._compute(chunks)
             self.drafter.prompts(aux, following, [chunk.piece for chunk in chunks])
@@ -318,11 +365,13 @@ class Engine:
             outputs += self._advance_prompt(chunk)
 
     def _compute(self, chunks: list[Chunk]) -> tuple[Tensor | None, Tensor]:
-        """Fills the cache's rows of the chunks; returns the captured states [1, T, n_aux*H] and the token that follows
-        each position, int64 [1, T].
+        """Fills the cache's rows of the chunks.
 
-        The chunks are one after the other in a single row of tokens, without padding. Every product takes them all
-        at once, so that a weight is read once; only attention goes from text to text."""
+        Returns the captured states [1, T, n_aux*H] and the token that follows each position, int64
+        [1, T]. The chunks follow each other in a single row of tokens, without padding. Every
+        product takes all of them at once, so that a weight is read once. Only attention goes from
+        text to text.
+        """
         tokens: list[int] = []
         scored: list[int] = []  # positions in `tokens` whose logits are needed
         for chunk in chunks:
@@ -336,7 +385,8 @@ class Engine:
             chunks, out.logits[0].split(counts), out.margins[0].split(counts), strict=True
         )
         for chunk, logits, margins in by_chunk:
-            chunk.logits, chunk.margins = logits[-1], margins[-1:]
+            chunk.logits = logits[-1]
+            chunk.margins = margins[-1:]
             if chunk.sequence.request.prompt_logprobs:
                 following = chunk.prompt[chunk.piece.begin + 1 : chunk.piece.end + 1]
                 scores = logits[: len(following)].log_softmax(-1)
@@ -346,19 +396,26 @@ class Engine:
         shifted: list[int] = []
         for chunk in chunks:
             chunk.following = next(first_tokens) if chunk.done else chunk.prompt[chunk.piece.end]
-            shifted += [*chunk.prompt[chunk.piece.begin + 1 : chunk.piece.end], chunk.following]
+            shifted += chunk.prompt[chunk.piece.begin + 1 : chunk.piece.end]
+            shifted.append(chunk.following)
         return out.aux, on_device([shifted], self.device)
 
     def _advance_prompt(self, chunk: Chunk) -> list[Output]:
-        """Takes the chunk's result: inside a prompt there is no output, at its end the first token of a new row."""
-        sequence, piece, row = chunk.sequence, chunk.piece, len(self.batch)
+        """Takes the chunk's result. Returns [] inside a prompt.
+
+        At its end: the output with the first token of a new row. If the request fails: its error.
+        """
+        sequence = chunk.sequence
+        piece = chunk.piece
+        row = len(self.batch)
         sequence.prompt_logprobs += chunk.logprobs
         sequence.prefilled = piece.end
         try:
             if self.prefix is not None:
                 self.prefix.save(chunk.prompt[: piece.end], piece.row)
             if not chunk.done:
-                self.prefilling, self.prefill_row = sequence, piece.row
+                self.prefilling = sequence
+                self.prefill_row = piece.row
                 return []
             self._move(piece.row, row, len(chunk.prompt))
             self.batch.append(sequence, chunk.following)
@@ -372,7 +429,7 @@ class Engine:
         return [output]
 
     def _first_tokens(self, done: list[Chunk]) -> list[int]:
-        """The tokens after whole prompts."""
+        """Chooses the token after each prompt that is computed to its end."""
         if not done:
             return []
         sequences = [chunk.sequence for chunk in done]
@@ -400,7 +457,9 @@ class Engine:
         self.drafter.move(source, target, length)
 
     def _drop_cancelled(self) -> list[Output]:
-        ids, self.cancelled = self.cancelled, set()
+        """Ends the cancelled requests. Returns their last outputs."""
+        ids = self.cancelled
+        self.cancelled = set()
         dropped = [sequence for sequence in self.waiting if sequence.id in ids]
         self.waiting = deque(sequence for sequence in self.waiting if sequence.id not in ids)
         if self.prefilling and self.prefilling.id in ids:
@@ -411,6 +470,11 @@ class Engine:
                 dropped.append(self.batch.sequences[row])
                 self._remove(row)
         return [
-            Output(s.id, text=s.text.finish(), finish_reason="cancelled", stats=s.stats)
-            for s in dropped
+            Output(
+                sequence.id,
+                text=sequence.text.finish(),
+                finish_reason="cancelled",
+                stats=sequence.stats,
+            )
+            for sequence in dropped
         ]

@@ -1,5 +1,7 @@
-"""The HTTP surface of the reference engine: OpenAI-compatible generation, and what the server says about itself
-(health, version, models, counters). FastAPI writes the document."""
+"""The HTTP surface of the reference engine: OpenAI-compatible generation, and the server's status.
+
+The status is health, version, models and counters. FastAPI writes the OpenAPI document.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ from trtspec.engine.worker import SCORES_IN_FLIGHT, Reservation, Worker
 from trtspec.models.precision import dtype_name
 
 RETRY_SECONDS = 1
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 class ErrorText(BaseModel):
@@ -59,15 +61,21 @@ def create_app(
     api_key: str | None = None,
     max_queue: int = 512,
 ) -> FastAPI:
-    """The server around an engine; its thread lives as long as the app does. `app.state.worker` is the bridge to it.
+    """The server around an engine, whose thread lives as long as the app does.
 
-    `served` is the name of the model. Without an `api_key` everyone is served. `max_queue` requests wait beside those
-    that run."""
+    `app.state.worker` is the bridge to the thread.
+
+    Args:
+        served: the name of the model.
+        api_key: without a key everyone is served.
+        max_queue: requests that wait while others run.
+    """
     worker = Worker(engine, max_queue)
+    ends = set(engine.eos_ids)
     end_of_turn = tokenizer.special_tokens.get(END_OF_TURN)
-    grammars = Grammars(
-        tokenizer, sorted({*engine.eos_ids, *([] if end_of_turn is None else [end_of_turn])})
-    )
+    if end_of_turn is not None:
+        ends.add(end_of_turn)
+    grammars = Grammars(tokenizer, sorted(ends))
     preparation = Preparation(engine, tokenizer, served)
 
     @asynccontextmanager
@@ -81,7 +89,8 @@ def create_app(
         title="trtspec reference server", version=metadata.version("trtspec"), lifespan=lifespan
     )
     app.router.route_class = BodyRoute
-    app.state.worker, app.state.body_limit = worker, body_limit(engine.max_seq_len)
+    app.state.worker = worker
+    app.state.body_limit = body_limit(engine.max_seq_len)
     app.add_middleware(Boundary, api_key=api_key)
     app.add_exception_handler(RoutingError, _refused)
     app.add_exception_handler(RequestRefused, _refused)
@@ -94,10 +103,10 @@ def create_app(
         try:
             grammar = None
             if asked.form is not None:
-                # first: a flood of forms is refused here, and takes no place in the queue
+                # Grammars come first: a flood of forms is refused here, and never queued.
                 grammar = await _unless_disconnected(request, _compiled(asked.form, grammars))
             _require_room(asked.choices, reservation)  # before anything is tokenized
-            # templates and long texts take a while
+            # Templates and long texts take a while, so a thread prepares the job.
             job = await asyncio.to_thread(preparation.call, asked, grammar)
             _require_room_for_scores(job.scores(engine.max_seq_len), reservation)
             if asked.stream:
@@ -124,7 +133,7 @@ def create_app(
 
 
 class Reply(StreamingResponse):
-    """An answer in chunks. What its request held is free when it is sent, or cannot be."""
+    """An answer in chunks. Releases the request's reservation when it is sent, or cannot be."""
 
     def __init__(
         self, reservation: Reservation, chunks: AsyncIterator[str] | list[bytes], **options: Any
@@ -142,7 +151,7 @@ class Reply(StreamingResponse):
 async def _compiled(form: Form, grammars: Grammars) -> Grammar:
     """The grammar of a form. Raises ApiError."""
     try:
-        return await grammars.compiled(form.kind, form.text)
+        return await grammars.compiled(form.syntax, form.text)
     except ValueError as error:
         raise ApiError(f"no answer can have this form: {error}", param=form.param) from None
     except GrammarsBusy:
@@ -150,10 +159,11 @@ async def _compiled(form: Form, grammars: Grammars) -> Grammar:
         raise ApiError(message, status=503, param=form.param, retry_after=RETRY_SECONDS) from None
 
 
-async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Made]) -> Made:
-    """The result of `work`; it is cancelled when the client goes away, with an ApiError that nobody reads."""
-    working, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
-    # asyncio would log an exception that nobody asks for
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`. When the client goes away, cancels it and raises an ApiError."""
+    working = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(request))
+    # Without this, asyncio would log an exception that nobody asked for.
     working.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -171,13 +181,13 @@ async def _disconnected(request: Request) -> None:
 
 
 async def _stream(job: ApiCall, worker: Worker) -> AsyncIterator[str]:
-    """Server-sent events of all choices, in the order in which the engine makes them."""
+    """Yields the server-sent events of all choices, in the order in which the engine makes them."""
     streams = [ChoiceStream(job, index) for index in range(len(job.requests))]
     try:
         async for index, output in worker.run(job.requests):
             push = streams[index].push
             if output.prompt_logprobs:
-                # those of a long prompt are written beside the event loop
+                # A long prompt has many log-probabilities: a thread writes them.
                 chunk = await asyncio.to_thread(push, output)
             else:
                 chunk = push(output)
@@ -198,8 +208,11 @@ def _require_model(asked: str | None, served: str) -> None:
 
 
 def _require_room(wanted: int, reservation: Reservation) -> None:
-    """Reserves so many generations. Raises ApiError 429 while too many requests wait, 503 while the engine is down, 400
-    for what can never run."""
+    """Reserves `wanted` generations.
+
+    Raises ApiError 429 while too many requests wait, 503 while the engine is down, 400 for a
+    request that can never run.
+    """
     worker = reservation.worker
     if not worker.healthy:
         raise ApiError("the engine stopped", status=503)
@@ -214,30 +227,31 @@ def _require_room(wanted: int, reservation: Reservation) -> None:
 
 
 def _require_room_for_scores(wanted: int, reservation: Reservation) -> None:
-    """Reserves so many scores. Raises ApiError 400 for too many, 429 while those of all requests would be too many."""
-    most = (
+    """Reserves `wanted` scores.
+
+    Raises ApiError 400 if the request asks for too many, 429 while all requests together do.
+    """
+    limit = (
         f"this server keeps log-probabilities of {SCORES_IN_FLIGHT} tokens and alternatives at once"
     )
     if wanted > SCORES_IN_FLIGHT:
         remedy = "lower max_tokens, the alternatives, or the number of prompts or choices"
-        raise ApiError(f"{wanted} in one request; {most}: {remedy}", param="logprobs")
+        raise ApiError(f"{wanted} in one request; {limit}: {remedy}", param="logprobs")
     if not reservation.take(scores=wanted):
         raise ApiError(
-            most, status=429, param="logprobs", code="queue_full", retry_after=RETRY_SECONDS
+            limit, status=429, param="logprobs", code="queue_full", retry_after=RETRY_SECONDS
         )
 
 
 def _as_api_error(error: Exception) -> ApiError:
-    """The error that a client gets: our own, one of the engine, or one of the framework."""
+    """The error that a client gets for an error of this server, its engine or the framework."""
     if isinstance(error, RequestRefused):
         code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
         return ApiError(error.message, param=error.param, code=code)
+    if isinstance(error, ApiError):
+        return error
     assert isinstance(error, RoutingError)
-    return (
-        error
-        if isinstance(error, ApiError)
-        else ApiError(str(error.detail), status=error.status_code)
-    )
+    return ApiError(str(error.detail), status=error.status_code)
 
 
 async def _refused(_: Request, error: Exception) -> JSONResponse:
@@ -245,7 +259,7 @@ async def _refused(_: Request, error: Exception) -> JSONResponse:
 
 
 def _add_status(app: FastAPI, worker: Worker, served: str) -> None:
-    """Adds what the server says about itself."""
+    """Adds the endpoints with the server's status."""
     engine = worker.engine
     model = {"id": served, "object": "model", "created": int(time.time()), "owned_by": "trtspec",
              "max_model_len": engine.max_seq_len}  # fmt: skip
@@ -257,9 +271,11 @@ def _add_status(app: FastAPI, worker: Worker, served: str) -> None:
 
     @app.get("/version", responses=ERRORS)
     async def version() -> dict[str, str]:
-        """Version of the server, type that it computes in, and how drafts of sampled requests are chosen."""
+        """Version of the server, its data type, and how drafts of sampled requests are chosen."""
         how = {"version": app.version, "dtype": dtype_name(engine.target.dtype)}
-        return how | ({"draft_sampling": engine.options.draft_sampling} if engine.draft_len else {})
+        if engine.draft_len:
+            how["draft_sampling"] = engine.options.draft_sampling
+        return how
 
     @app.get("/v1/models", responses=ERRORS)
     async def models() -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Prefix reuse: caches of computed texts, kept in blocks, so that a prompt with a known prefix is not computed again.
+"""Prefix reuse: caches of computed texts, kept in blocks. Known prefixes are not computed again.
 
-A block is identified by its tokens and by the block before it, so only equal texts share one. It keeps a snapshot of
-the target's state and one of the head's. The head's input at position t needs the token at t + 1, which the next prompt
-may change. So with a head all snapshots end one position before their block, and that position is computed again.
+A block is identified by its tokens and by the block before it, so only equal texts share one. It
+keeps a snapshot of the target's state and one of the head's. The head's input at position t needs
+the token at t + 1, which the next prompt may change. So with a head all snapshots end one position
+before their block, and that position is computed again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ BlockKey = tuple[int, tuple[int, ...]]  # number of the block before, and the bl
 
 @dataclass
 class PrefixStats:
-    """Since the start. tokens: of all prompts; cached_tokens: of them, those that needed no computation."""
+    """Counts since the start.
+
+    tokens: of all prompts.
+    cached_tokens: prompt tokens that needed no computation.
+    """
 
     tokens: int = 0
     cached_tokens: int = 0
@@ -35,15 +40,20 @@ class PrefixStats:
 
 @dataclass(frozen=True)
 class Block:
-    """snapshots: of the target's state and, with a head, of the head's."""
+    """A block of a text that was computed.
+
+    snapshots: of the target's state and, with a head, of the head's.
+    """
 
     number: int
     snapshots: list[Any]
 
 
 class PrefixCache:
-    """Blocks of computed texts; the least recently used one is evicted first. Raises UsageError if `max_bytes` hold no
-    block."""
+    """Blocks of computed texts. The least recently used block is evicted first.
+
+    Raises UsageError if `max_bytes` hold no block.
+    """
 
     def __init__(
         self, target: State, head: State | None, max_bytes: int, block_tokens: int
@@ -60,14 +70,17 @@ class PrefixCache:
             raise UsageError(
                 message, f"use `prefix_cache_mib` {mib} or more, or 0 to switch the reuse off"
             )
-        # Oldest first. A parent always counts as used after its children, so the oldest block has no child.
+        # Oldest first. A parent always counts as used after its children, so the oldest block has
+        # no child.
         self.blocks: OrderedDict[BlockKey, Block] = OrderedDict()
         self.stats = PrefixStats()
         self._numbers = itertools.count(ROOT + 1)
 
     def load(self, tokens: Sequence[int], row: int) -> int:
-        """Fills a row of the states with the longest known prefix of a prompt; returns its length in tokens, which is
-        never the whole prompt's."""
+        """Fills a row of the states with the longest known prefix of a prompt.
+
+        Returns its length in tokens, which is never the whole prompt's.
+        """
         blocks = self._chain(tokens)
         reused = len(tokens) - 1
         for index, state in enumerate(self.states):
@@ -77,18 +90,25 @@ class PrefixCache:
         return reused
 
     def worth_waiting(self, tokens: list[int], computed: list[int], cached_tokens: int) -> bool:
-        """Whether `tokens` could reuse more after the prompt `computed`, whose first `cached_tokens` are known."""
+        """Whether waiting for the prompt `computed` lets the prompt `tokens` reuse more tokens.
+
+        The first `cached_tokens` of `computed` are known already.
+        """
         shared = len(os.path.commonprefix([tokens, computed]))
-        return shared - shared % self.block_tokens - self.behind > cached_tokens
+        reusable = shared - shared % self.block_tokens - self.behind
+        return reusable > cached_tokens
 
     def save(self, tokens: Sequence[int], row: int) -> None:
-        """Keeps the whole blocks of `tokens`, the text of a row, up to the first block without a snapshot."""
+        """Keeps the whole blocks of a row's text, up to the first block without a snapshot."""
         self._chain(tokens, row)
 
     def _chain(self, tokens: Sequence[int], row: int | None = None) -> list[Block]:
-        """The longest known chain of blocks that `tokens` begin with, which counts as used. With a `row`, new blocks of
-        its text follow."""
-        size, before = self.block_tokens, ROOT
+        """The longest known chain of blocks at the beginning of `tokens`. It counts as used.
+
+        With a `row`, new blocks of its text follow.
+        """
+        size = self.block_tokens
+        before = ROOT
         chain: dict[BlockKey, Block] = {}
         for begin in range(0, len(tokens) - size + 1, size):
             key = before, tuple(tokens[begin : begin + size])
@@ -105,8 +125,10 @@ class PrefixCache:
         return list(chain.values())
 
     def _new_block(self, row: int, begin: int, in_use: int) -> Block | None:
-        """A block of a row's text from `begin` on; evicts the oldest block if all are taken. None if a state has no
-        snapshot, or if all blocks are among the `in_use` of this chain."""
+        """Makes a block of a row's text from `begin` on. Evicts the oldest block if all are taken.
+
+        None if a state has no snapshot, or if all blocks are among the `in_use` of this chain.
+        """
         if in_use == self.capacity:
             return None
         snapshots = [state.snapshot(row, begin, begin + self.block_tokens) for state in self.states]

@@ -1,5 +1,8 @@
-"""From a request body to engine requests: prompts are tokenized, templates rendered and all of it checked, beside the
-event loop and before an answer begins."""
+"""From a request body to engine requests.
+
+Prompts are tokenized, templates rendered and everything checked, beside the event loop and before
+an answer begins.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,12 @@ SEEDS = 2**64
 
 @dataclass(frozen=True)
 class ApiCall:
-    """One API call: what was asked, and the engine request behind each choice, `asked.n` for every prompt.
-    `thinking`: the prompt ends in an open think tag."""
+    """One API call.
+
+    asked: the body of the call.
+    requests: the engine request behind each choice, `asked.n` for every prompt.
+    thinking: whether the prompt ends in an open think tag.
+    """
 
     asked: CompletionBody | ChatBody
     tokenizer: KimiTokenizer
@@ -36,42 +43,45 @@ class ApiCall:
 
     @property
     def id(self) -> str:
-        return f"{'chatcmpl' if self.asked.chat else 'cmpl'}-{self.number}"
+        prefix = "chatcmpl" if self.asked.chat else "cmpl"
+        return f"{prefix}-{self.number}"
 
     @property
     def prompt_tokens(self) -> int:
-        """Each prompt counts once."""
+        """Tokens of all prompts. Each prompt counts once."""
         return sum(len(request.prompt_ids) for request in self.requests[:: self.asked.n])
 
     def scores(self, max_seq_len: int) -> int:
-        """How many log-probabilities the answers may have: of each token, and of its alternatives."""
-        found = 0
+        """How many log-probabilities the answers may have: of each token and its alternatives."""
+        total = 0
         for request in self.requests:
-            prompt = len(request.prompt_ids)
-            tokens = min(request.max_tokens, max_seq_len - prompt) + (
-                prompt if request.prompt_logprobs else 0
-            )
-            found += tokens * (1 + request.logprobs) if request.logprobs else 0
-        return found
+            if request.logprobs:
+                prompt = len(request.prompt_ids)
+                tokens = min(request.max_tokens, max_seq_len - prompt)
+                if request.prompt_logprobs:
+                    tokens += prompt
+                total += tokens * (1 + request.logprobs)
+        return total
 
 
 class Preparation:
-    """Makes the calls of one engine. Its methods raise ApiError or RequestRefused for what cannot be."""
+    """Makes the calls of one engine. Its methods raise ApiError or RequestRefused."""
 
     def __init__(self, engine: Engine, tokenizer: KimiTokenizer, model: str) -> None:
-        self.engine, self.tokenizer, self.model = engine, tokenizer, model
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.model = model
         self.max_bytes = engine.max_seq_len * max(map(len, tokenizer.token_bytes), default=1)
 
     def call(self, asked: CompletionBody | ChatBody, grammar: Grammar | None = None) -> ApiCall:
-        """The call; each choice follows its own copy of the grammar."""
-        return (
-            self.chat(asked, grammar)
-            if isinstance(asked, ChatBody)
-            else self.completion(asked, grammar)
-        )
+        """The call of a body. Each choice follows its own copy of the grammar."""
+        if isinstance(asked, ChatBody):
+            return self.chat(asked, grammar)
+        return self.completion(asked, grammar)
 
     def completion(self, asked: CompletionBody, grammar: Grammar | None) -> ApiCall:
-        for prompt in asked.prompts:  # all of them, before the first is tokenized
+        # Every prompt is measured before the first is tokenized.
+        for prompt in asked.prompts:
             if isinstance(prompt, str):
                 self._require_short(len(prompt.encode()), "prompt")
         requests = []
@@ -79,7 +89,7 @@ class Preparation:
         for prompt in asked.prompts:
             if isinstance(prompt, str):
                 prompt = self.tokenizer.encode(prompt)
-            # of 0 tokens, an echo alone, one is generated and not shown
+            # For an echo alone (0 tokens) one token is generated and not shown.
             length = max(1, asked.max_tokens)
             requests += self._choices(asked, prompt, length, grammar, prompt_logprobs=scored)
         return ApiCall(asked, self.tokenizer, self.model, requests)
@@ -93,19 +103,18 @@ class Preparation:
         )
         thinking = text.rstrip().endswith("<think>")
         special = self.tokenizer.special_tokens
-        marks = [END_OF_TURN] if not asked.ignore_eos else []
+        marks = [END_OF_TURN]
+        if asked.ignore_eos:
+            marks = []
         if asked.offered_tools and not asked.parallel_tool_calls and not asked.demanded_tools:
             marks.append("<|tool_call_end|>")  # a free answer ends after its first call
         stops = [*asked.stop_token_ids, *(special[mark] for mark in marks if mark in special)]
-        mark = (
-            ""
-            if grammar is None
-            else SECTION
-            if asked.strict_tools
-            else "</think>"
-            if thinking
-            else ""
-        )
+        mark = ""
+        if grammar is not None:
+            if asked.strict_tools:
+                mark = SECTION
+            elif thinking:
+                mark = "</think>"
         requests = self._choices(
             asked, prompt, limit, grammar, stop_token_ids=stops, grammar_after=special.get(mark)
         )
@@ -115,7 +124,8 @@ class Preparation:
         """Text and tokens of a conversation."""
         template = self.tokenizer.template
         variables = dict(asked.chat_template_kwargs)
-        if unknown := variables.keys() - template.variables:
+        unknown = variables.keys() - template.variables
+        if unknown:
             names = ", ".join(sorted(unknown))
             raise ApiError(
                 f"the chat template has no {names} that could be set", param="chat_template_kwargs"
@@ -128,7 +138,8 @@ class Preparation:
             variables["thinking"] = asked.reasoning_effort != "none"
         messages = [message.to_dict() for message in asked.messages]
         for index, message in enumerate(messages):
-            if unread := message.keys() - MESSAGE_FIELDS - template.names:
+            unread = message.keys() - MESSAGE_FIELDS - template.names
+            if unread:
                 where = f"messages[{index}].{min(unread)}"
                 raise ApiError(f"the chat template does not read {where}", param=where)
         tools = asked.offered_tools
@@ -140,7 +151,7 @@ class Preparation:
         except PromptTooLong:
             raise
         except TrtspecError as error:
-            # a client does not learn the server's paths
+            # The path is cut off: a client does not learn the server's paths.
             reason = error.message.removeprefix(f"{template.where}: ")
             if reason != error.message:
                 reason = f"the chat template refuses the request: {reason}"
@@ -154,31 +165,34 @@ class Preparation:
         grammar: Grammar | None,
         **more: Any,
     ) -> list[GenerationRequest]:
-        """The checked requests behind the choices for one prompt; a seed that is given is moved on for each."""
+        """The checked requests behind the choices for one prompt. A given seed grows with each."""
         fields = {name: getattr(asked, name) for name in Sampling.model_fields} | more
         fields["logit_bias"] = {int(token): value for token, value in asked.logit_bias.items()}
-        # with 0 alternatives the chosen token's alone
-        fields["logprobs"] = 0 if asked.top is None else max(1, asked.top)
+        logprobs = 0
+        if asked.top is not None:
+            # With 0 alternatives the answer lists the chosen token alone.
+            logprobs = max(1, asked.top)
+        fields["logprobs"] = logprobs
         common = GenerationRequest(
             "", prompt, max_tokens, stop=asked.stops, grammar=grammar, **fields
         )
         self.engine.check(common)
-        # after the check of what the client asked: an answer ends where its grammar does, also with ignore_eos
-        stops = [*common.stop_token_ids, *(grammar.ends if grammar is not None else [])]
+        # An answer ends where its grammar does, also with ignore_eos. These stops come after the
+        # check, which judges the client's own.
+        stops = list(common.stop_token_ids)
+        if grammar is not None:
+            stops += grammar.ends
         requests = []
         for choice in range(asked.n):
             seed = common.seed
             if seed is not None and choice:
-                # stays a signed 64-bit number
+                # The sum wraps, to stay a signed 64-bit number.
                 seed = (seed + choice + SEEDS // 2) % SEEDS - SEEDS // 2
-            requests.append(
-                common.model_copy(
-                    update={"id": uuid.uuid4().hex, "seed": seed, "stop_token_ids": stops}
-                )
-            )
+            update = {"id": uuid.uuid4().hex, "seed": seed, "stop_token_ids": stops}
+            requests.append(common.model_copy(update=update))
         return requests
 
     def _require_short(self, size: int, param: str) -> None:
-        """Raises PromptTooLong, before anything is tokenized, for text that cannot fit whatever its tokens are."""
+        """Raises PromptTooLong if a text of `size` bytes cannot fit, whatever its tokens are."""
         if size > self.max_bytes:
             raise PromptTooLong(f"{size} bytes of text cannot fit into the context", param=param)

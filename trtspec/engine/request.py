@@ -1,4 +1,4 @@
-"""What may be asked of the engine: the ranges of every field, the request itself, and the one check of it."""
+"""Requests to the engine: the range of every field, and the check of a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class RequestRefused(UsageError):
-    """A request that cannot be served as it is; `param` names the field."""
+    """A request that cannot be served as it is. `param` names the field."""
 
     def __init__(self, message: str, remedy: str = "", param: str | None = None) -> None:
         super().__init__(message, remedy)
@@ -26,17 +26,19 @@ class PromptTooLong(RequestRefused):
 
 
 class StrictModel(BaseModel):
-    """Takes its own fields alone, and no value of another type."""
+    """Refuses unknown fields, and values of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Sampling(StrictModel):
-    """How tokens are chosen: the fields that a body and the engine's request share. Names and order are vLLM's: biases,
-    `min_tokens`, then the penalties, which count output tokens (repetition: those of the prompt too).
+    """How tokens are chosen: the fields that a body and the engine's request share.
 
-    `temperature` 0 is greedy; `top_k` 0 and -1 and `top_p` 1 are off. `seed` fixes a sampled request's random numbers
-    whatever else is in the batch. Infinity and NaN are outside of every range."""
+    Names and order are vLLM's: biases, `min_tokens`, then the penalties. Penalties count output
+    tokens, and the repetition penalty counts prompt tokens too. `temperature` 0 is greedy. `top_k`
+    0 and -1 and `top_p` 1 are off. `seed` fixes a sampled request's random numbers whatever else is
+    in the batch. Infinity and NaN are outside of every range.
+    """
 
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -51,11 +53,17 @@ class Sampling(StrictModel):
 
 
 class GenerationRequest(Sampling):
-    """What to generate; greedy unless a temperature is given. Raises RequestRefused for a field outside its range.
+    """A prompt, and how to continue it: greedy unless a temperature is given.
 
-    `stop` strings need an engine with a tokenizer and are not part of the output. `logprobs` is how many alternatives
-    to report per token (0: none), with `prompt_logprobs` for those of the prompt as well, from its second. Each
-    answer follows its own copy of `grammar`, which begins to count after the token `grammar_after` where that is given.
+    Raises RequestRefused for a field outside its range.
+
+    Args:
+        stop: strings that end the output and are not part of it. They need an engine with a
+            tokenizer.
+        logprobs: alternatives to report per token. 0: none.
+        prompt_logprobs: report them for the prompt's tokens too, from the second on.
+        grammar: each answer follows its own copy.
+        grammar_after: the token after which the grammar applies. None: from the first token on.
     """
 
     id: str
@@ -89,8 +97,10 @@ class GenerationRequest(Sampling):
 def check_request(
     request: GenerationRequest, max_seq_len: int, vocab_size: int, has_tokenizer: bool
 ) -> None:
-    """Raises RequestRefused for a request that cannot run in this engine. `max_seq_len` bounds prompt plus output, in
-    tokens."""
+    """Raises RequestRefused for a request that cannot run in this engine.
+
+    `max_seq_len` bounds prompt plus output, in tokens.
+    """
     length = len(request.prompt_ids)
     if not length:
         raise RequestRefused("the prompt has no tokens", "send at least one token", "prompt")

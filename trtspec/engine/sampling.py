@@ -1,9 +1,11 @@
-"""From logits to probabilities to tokens, and which drafts are accepted. Pure functions over whole batches, which take
-their random numbers as arguments.
+"""From logits to probabilities to tokens, and which drafts are accepted.
 
-Sampled verification is Leviathan et al. 2023 (arXiv 2211.17192). Draft x is kept with probability min(1, p(x)/q(x)). At
-the first rejection a token is drawn from max(p - q, 0), normalised. If all are kept, one more is drawn from p. The
-result has exactly the target's distribution p, whatever the drafter's distribution q was.
+All are pure functions over whole batches. They take their random numbers as arguments.
+
+Sampled verification is Leviathan et al. 2023 (arXiv 2211.17192). Draft x is kept with probability
+min(1, p(x)/q(x)). At the first rejection a token is drawn from max(p - q, 0), normalised. If all
+are kept, one more is drawn from p. The result has exactly the target's distribution p, whatever the
+drafter's distribution q was.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ from trtspec.engine.sequence import Sequence, TokenLogprobs
 
 @dataclass(frozen=True)
 class BatchSampling:
-    """Parameters of the S sampled rows of a batch; top_k comes before top_p.
+    """Parameters of the S sampled rows of a batch. top_k comes before top_p.
 
     rows: int64 [S], in the batch.
     temperature: float32 [S], above 0.
-    top_p: float32 [S], keeps the smallest set of likeliest tokens with that mass; 1: off, None: off in all rows.
-    top_k: int64 [S], keeps the k likeliest tokens; 0: off, None: off in all rows.
-    max_top_k: the largest of them; 0 if unknown or if a row has top_k off.
+    top_p: float32 [S], keeps the smallest set of likeliest tokens with that mass. 1: off. None: off
+        in all rows.
+    top_k: int64 [S], keeps the k likeliest tokens. 0: off. None: off in all rows.
+    max_top_k: the largest top_k. 0 if it is unknown or if a row has top_k off.
     """
 
     rows: Tensor
@@ -39,16 +42,19 @@ class BatchSampling:
         """The sampling distribution, float32 [S, ..., V], of these rows' logits [S, ..., V]."""
         shape = (-1, *([1] * (logits.dim() - 1)))
         logits = logits.float()
-        # the best logit becomes 0 first: a tiny temperature then gives -inf to all others, never inf to the best
+        # The best logit becomes 0 first. A tiny temperature then gives -inf to all others, and
+        # never inf to the best.
         scaled = (logits - logits.amax(-1, keepdim=True)) / self.temperature.view(shape)
         if self.top_k is not None:
             scaled = keep_top_k(scaled, self.top_k.view(shape), self.max_top_k)
         probs = scaled.softmax(-1)
-        return probs if self.top_p is None else keep_top_p(probs, self.top_p.view(shape))
+        if self.top_p is not None:
+            probs = keep_top_p(probs, self.top_p.view(shape))
+        return probs
 
     @staticmethod
     def of(sequences: list[Sequence], device: torch.device) -> BatchSampling | None:
-        """None when every sequence is greedy."""
+        """The parameters of a batch. None if every sequence is greedy."""
         rows = [row for row, sequence in enumerate(sequences) if sequence.sampled]
         if not rows:
             return None
@@ -66,8 +72,11 @@ class BatchSampling:
 
 
 def keep_top_k(logits: Tensor, top_k: Tensor, max_top_k: int) -> Tensor:
-    """Sets all but the `top_k` [..., 1] largest logits (and those equal to the last of them) to -inf; 0 keeps all.
-    If `max_top_k` is known, as in BatchSampling, fewer logits are sorted."""
+    """Sets all but the `top_k` [..., 1] largest logits to -inf. 0 keeps all.
+
+    Logits equal to the last one that is kept are kept too. If `max_top_k` is known, as in
+    BatchSampling, fewer logits are sorted.
+    """
     size = logits.shape[-1]
     kept = torch.where(top_k > 0, top_k, size).clamp(max=size)
     ordered = logits.topk(min(max_top_k, size) or size, dim=-1).values
@@ -76,7 +85,10 @@ def keep_top_k(logits: Tensor, top_k: Tensor, max_top_k: int) -> Tensor:
 
 
 def keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
-    """Nucleus sampling (arXiv 1904.09751): the smallest set of likeliest tokens with mass >= top_p, renormalised."""
+    """Nucleus sampling (arXiv 1904.09751).
+
+    Keeps the smallest set of likeliest tokens with mass >= top_p, renormalised.
+    """
     ordered, order = probs.sort(-1, descending=True)
     before = ordered.cumsum(-1) - ordered  # mass of the likelier tokens; the first is always kept
     kept = ordered.masked_fill((before >= top_p) & (top_p < 1) & (before > 0), 0.0)
@@ -85,10 +97,14 @@ def keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
 
 
 def draw(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Token ids int64 [...] by the inverse distribution function: probs [..., V], uniform numbers [...] in [0, 1).
+    """Draws token ids int64 [...] by the inverse distribution function.
 
-    Summed in float64: with a vocabulary of 163840 float32 would shift mass between tokens. Unnormalised probs are fine;
-    a token of probability zero is never drawn.
+    Sums in float64: with a vocabulary of 163840 float32 would shift mass between tokens. A token of
+    probability zero is never drawn.
+
+    Args:
+        probs: [..., V], need not be normalised.
+        uniform: [...] in [0, 1).
     """
     cumulative = probs.double().cumsum(-1)
     threshold = uniform.double().unsqueeze(-1) * cumulative[..., -1:]
@@ -97,14 +113,23 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def leading(matches: Tensor, counts: Tensor | None = None) -> Tensor:
-    """Accepted drafts per row, int64 [B]: how many leading columns of matches bool [B, k] are true. counts int64 [B]:
-    how many of a row's drafts are offered (None: all)."""
-    run = matches.long().cumprod(-1).sum(-1)
-    return run if counts is None else torch.minimum(run, counts)
+    """Accepted drafts per row, int64 [B]: how many leading columns of `matches` are true.
+
+    Args:
+        matches: bool [B, k].
+        counts: int64 [B], how many of a row's drafts are offered. None: all.
+    """
+    accepted = matches.long().cumprod(-1).sum(-1)
+    if counts is not None:
+        accepted = torch.minimum(accepted, counts)
+    return accepted
 
 
 def on_host(tokens: Tensor, accepted: Tensor) -> list[list[int]]:
-    """The tokens that each row emits, in one transfer: of tokens int64 [B, T] the accepted int64 [B], and one more."""
+    """The tokens that each row emits, in one transfer from the device.
+
+    These are the accepted (int64 [B]) first tokens (int64 [B, T]) of the row, and one more.
+    """
     rows = torch.cat((tokens, accepted.unsqueeze(1)), 1).tolist()
     return [row[: row[-1] + 1] for row in rows]
 
@@ -118,28 +143,34 @@ def accept_sampled(
     draft_ids: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(tokens int64 [B, k+1], accepted int64 [B]); row b emits tokens[b, :accepted[b]+1].
+    """Returns (tokens int64 [B, k+1], accepted int64 [B]). Row b emits tokens[b, :accepted[b]+1].
 
-    target: float32 [B, k+1, V], p after the last token and after each draft.
-    drafts: int64 [B, k], in target ids; draft_ids: int64 [Vd], those of the draft vocabulary (None: the same).
-    draft_probs: float32 [B, k, Vd], the q that each draft was drawn from (None: the drafter is deterministic, q = 1).
-    uniform: [B, k+1] in [0, 1), a number for each draft to accept it, and one for the token drawn after them.
-    counts: as in `leading`.
+    Args:
+        target: float32 [B, k+1, V], p after the last token and after each draft.
+        drafts: int64 [B, k], in target ids.
+        draft_probs: float32 [B, k, Vd], the q from which each draft was drawn. None: the drafter is
+            deterministic, q = 1.
+        uniform: [B, k+1] in [0, 1), a number to accept each draft, and one to draw the token after.
+        draft_ids: int64 [Vd], the draft vocabulary in target ids. None: the two are the same.
+        counts: as in `leading`.
     """
     width = drafts.shape[1]
     rows = torch.arange(len(drafts), device=drafts.device)
-    p = target[:, :width].gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
+    columns = drafts.unsqueeze(-1)
+    p = target[:, :width].gather(-1, columns).squeeze(-1)
     q = draft_probs
     if q is not None and draft_ids is not None:
-        # zero for tokens that a pruned draft vocabulary lacks
+        # q is zero for tokens that a pruned draft vocabulary lacks.
         q = q.new_zeros(*q.shape[:-1], target.shape[-1]).index_copy_(-1, draft_ids, q)
-    q_drafted = torch.ones_like(p) if q is None else q.gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
+    q_drafted = torch.ones_like(p) if q is None else q.gather(-1, columns).squeeze(-1)
     accepted = leading(uniform[:, :width] * q_drafted < p, counts)
 
     final = target[rows, accepted]
     if width:
         last = accepted.clamp(max=width - 1)
-        offered = torch.full_like(accepted, width) if counts is None else counts
+        offered = counts
+        if offered is None:
+            offered = torch.full_like(accepted, width)
         if q is None:
             rejected_id = drafts[rows, last].unsqueeze(1)
             rejected = torch.zeros_like(final).scatter_(1, rejected_id, float("inf"))
@@ -152,8 +183,10 @@ def accept_sampled(
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """max(p - q, 0) of [B, V], normalised; p itself if rounding leaves nothing. A deterministic drafter's q is infinite
-    at the draft, which is then never drawn."""
+    """max(p - q, 0) of [B, V], normalised. p itself if rounding leaves nothing.
+
+    A deterministic drafter's q is infinite at the draft, which is then never drawn.
+    """
     left = (p - q).clamp_(min=0)
     mass = left.sum(-1, keepdim=True)
     return torch.where(mass > 0, left / mass, p)
@@ -164,7 +197,8 @@ def token_logprobs(scores: Tensor, tokens: list[int], count: int) -> list[TokenL
     columns = torch.tensor(tokens, device=scores.device).unsqueeze(-1)
     chosen = scores.gather(-1, columns).squeeze(-1).tolist()
     top = scores.topk(min(count, scores.shape[-1]), -1)
-    ids, values = top.indices.tolist(), top.values.tolist()
+    ids = top.indices.tolist()
+    values = top.values.tolist()
     return [
         TokenLogprobs(token, chosen[row], array("i", ids[row]), array("d", values[row]))
         for row, token in enumerate(tokens)
@@ -172,6 +206,9 @@ def token_logprobs(scores: Tensor, tokens: list[int], count: int) -> list[TokenL
 
 
 def on_device(values: list[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """`values` as a tensor of the device. Does not wait for the device, as `torch.tensor` there would. The driver
-    stages a copy from memory that is not pinned (CUDA driver API, "API synchronization behavior")."""
+    """Copies `values` to a tensor of the device, without the wait of `torch.tensor` there.
+
+    The driver stages a copy from memory that is not pinned (CUDA driver API, "API synchronization
+    behavior").
+    """
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)

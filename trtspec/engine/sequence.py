@@ -1,4 +1,4 @@
-"""A request on its way through the engine: its tokens, its text and why it ended; and the sums over all requests."""
+"""A request on its way through the engine: tokens, text and end. Sums over all requests."""
 
 from __future__ import annotations
 
@@ -23,8 +23,13 @@ MIN_TEMPERATURE = 1e-30  # below, a request is greedy: float32 cannot divide by 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities under the model (temperature 1) of the chosen token and of the likeliest ones. A server
-    keeps millions of the latter: 25 bytes each in arrays, 140 in a list of pairs."""
+    """Natural-log probabilities under the model (temperature 1).
+
+    A server keeps millions of alternatives: 25 bytes each in arrays, 140 in a list of pairs.
+
+    token, logprob: the chosen token.
+    ids, values: the likeliest tokens, best first.
+    """
 
     token: int
     logprob: float
@@ -34,7 +39,10 @@ class TokenLogprobs:
 
 @dataclass
 class Stats:
-    """Speculation counters of a request: `histogram[j]` steps accepted j drafts; the prefill is not a step."""
+    """Speculation counters of a request. The prefill is not a step.
+
+    histogram: `histogram[j]` steps accepted j drafts.
+    """
 
     steps: int = 0
     drafted: int = 0
@@ -53,9 +61,10 @@ class Output:
     """The tokens that one engine step added to a request, or all of its steps, joined by `add`.
 
     finish_reason, stats: in the last output of a request.
-    round: drafts offered and accepted in this step, None for a prefill.
-    cached_tokens: of the prompt, those that needed no computation; in the first output.
-    gaps, margins: with record_gaps, for each token, best minus second-best logit and the least lead of its experts.
+    round: drafts offered and accepted in this step. None for a prefill.
+    cached_tokens: prompt tokens that needed no computation. In the first output.
+    gaps: with record_gaps, best minus second-best logit of each token.
+    margins: with record_gaps, the least lead of the experts of each token.
     """
 
     id: str
@@ -80,12 +89,19 @@ class Output:
         self.margins += step.margins
         self.cached_tokens += step.cached_tokens
         if step.finish_reason:
-            self.finish_reason, self.stats, self.error = step.finish_reason, step.stats, step.error
+            self.finish_reason = step.finish_reason
+            self.stats = step.stats
+            self.error = step.error
 
     @property
     def avg_decoded_tokens_per_iter(self) -> float:
-        """Output tokens per engine iteration, the prefill's included (trtllm-serve's name): 1.0 without drafts."""
-        return len(self.token_ids) / (1 + self.stats.steps) if self.token_ids else 0.0
+        """Output tokens per engine iteration, prefill included: 1.0 without drafts.
+
+        The name is trtllm-serve's.
+        """
+        if not self.token_ids:
+            return 0.0
+        return len(self.token_ids) / (1 + self.stats.steps)
 
 
 class Sequence:
@@ -106,18 +122,20 @@ class Sequence:
         self.token_ids: list[int] = []
         self.limit = min(request.max_tokens, max_seq_len - len(request.prompt_ids))
         ends = set(request.stop_token_ids)
-        self.ends = frozenset(ends if request.ignore_eos else ends | set(eos_ids))
+        if not request.ignore_eos:
+            ends |= set(eos_ids)
+        self.ends = frozenset(ends)
         self.text = TextStream(tokenizer, request.stop)
         self.steering = Steering(request, self.ends) if request.constrained else None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.stats = Stats(histogram=[0] * (draft_len + 1))
         self.sampled = request.temperature >= MIN_TEMPERATURE
-        self.generator = torch.Generator().manual_seed(
-            request.seed if request.seed is not None else seed
-        )
+        if request.seed is not None:
+            seed = request.seed
+        self.generator = torch.Generator().manual_seed(seed)
         self.turn = 0  # in the queue
         self.prefilled = 0  # prompt tokens in the caches
-        self.cached_tokens = 0  # of them, those that another request computed
+        self.cached_tokens = 0  # prefilled tokens that another request computed
         self.failure: Exception | None = None  # of its constraints; `emit` raises it
         self.finish_reason: FinishReason | None = None
 
@@ -139,20 +157,25 @@ class Sequence:
         return Output(self.id, finish_reason="error", stats=self.stats, error=error)
 
     def emit(self, tokens: list[int], offered: int | None = None) -> Output:
-        """Takes the tokens of a step, at most `remaining`, and cuts them at the one that ends the request.
+        """Takes the tokens of a step, at most `remaining`, and cuts them at the end of the request.
 
-        offered: how many drafts were verified; None after a prefill, which is not a speculation step.
+        Raises the failure of the request's constraints.
+
+        offered: how many drafts were verified. None after a prefill, which is not a speculation
+            step.
         """
         if self.failure is not None:
             raise self.failure
         accepted = len(tokens) - 1
         reason: FinishReason | None = None
         if not self.ends.isdisjoint(tokens):
-            end = next(i for i, token in enumerate(tokens) if token in self.ends)
-            tokens, reason = tokens[: end + 1], "stop"
+            end = next(index for index, token in enumerate(tokens) if token in self.ends)
+            tokens = tokens[: end + 1]
+            reason = "stop"
         text, used = self.text.push(tokens)
         if self.text.stopped:
-            tokens, reason = tokens[:used], "stop"
+            tokens = tokens[:used]
+            reason = "stop"
         self.token_ids += tokens
         if self.steering is not None:
             self.steering.advance(tokens)
@@ -170,10 +193,16 @@ class Sequence:
 
 
 def steered(sequences: list[Sequence], logits: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
-    """Applies each sequence's constraints to logits [B, T, V] after its last token and its drafts [B, T-1]; without
-    constraints the same tensor. A sequence whose constraints fail keeps the failure until it takes its tokens.
+    """Applies each sequence's constraints to logits [B, T, V].
 
-    After MAX_MASKS_S of this step, sequences whose grammar was slow before are refused: everybody waits.
+    Returns the same tensor if no sequence has constraints.
+
+    A sequence whose constraints fail keeps the failure until it takes its tokens. All sequences
+    wait for the masks of grammars. So after MAX_MASKS_S of a step, sequences whose grammar was slow
+    before are refused.
+
+    logits: after each sequence's last token and each of its drafts.
+    drafts: int64 [B, T-1].
     """
     if all(sequence.steering is None for sequence in sequences):
         return logits
@@ -197,8 +226,8 @@ def steered(sequences: list[Sequence], logits: torch.Tensor, drafts: torch.Tenso
 class TextStream:
     """The growing text of one request.
 
-    With stop strings, tokens are read one by one, so a generation ends at the same token whatever number a step brings.
-    Text that may be the beginning of a stop string is held back.
+    With stop strings, tokens are read one by one, so a generation ends at the same token whatever
+    number a step brings. Text that may be the beginning of a stop string is held back.
     """
 
     def __init__(self, tokenizer: KimiTokenizer | None, stop: Rows[str] = ()) -> None:
@@ -208,7 +237,10 @@ class TextStream:
         self.stopped = False
 
     def push(self, ids: list[int]) -> tuple[str, int]:
-        """(text that is now certain, number of `ids` in the output); a stop string ends the output."""
+        """Returns (text that is now certain, number of `ids` in the output).
+
+        A stop string ends the output.
+        """
         if self._detokenizer is None:
             return "", len(ids)
         if not self.stop:
@@ -218,17 +250,20 @@ class TextStream:
             positions = [self._pending.find(word) for word in self.stop if word in self._pending]
             if positions:
                 self.stopped = True
-                text, self._pending = self._pending[: min(positions)], ""
+                text = self._pending[: min(positions)]
+                self._pending = ""
                 return text, used
         cut = len(self._pending) - held_back(self._pending, self.stop)
-        text, self._pending = self._pending[:cut], self._pending[cut:]
+        text = self._pending[:cut]
+        self._pending = self._pending[cut:]
         return text, len(ids)
 
     def finish(self) -> str:
-        """The held-back text, unless a stop string ended the generation; U+FFFD for half a character."""
+        """The held-back text, "" after a stop string. Half a character becomes U+FFFD."""
         if self.stopped or self._detokenizer is None:
             return ""
-        text, self._pending = self._pending + self._detokenizer.flush(), ""
+        text = self._pending + self._detokenizer.flush()
+        self._pending = ""
         return text
 
 
@@ -242,7 +277,7 @@ class Totals(Stats):
     tokens: int = 0
 
     def record(self, outputs: Iterable[Output], prompt_tokens: int) -> None:
-        """Adds one engine step, which computed so many tokens of prompts."""
+        """Adds one engine step, which computed `prompt_tokens` tokens of prompts."""
         self.iterations += 1
         self.prompt_tokens += prompt_tokens
         for output in outputs:

@@ -1,4 +1,4 @@
-"""Runs the reference server: loads a target and a head, binds the port, serves until a signal ends it."""
+"""Runs the reference server: binds the port, loads target and head, serves until a signal."""
 
 from __future__ import annotations
 
@@ -39,10 +39,16 @@ SHARED_PRODUCTS_HIDDEN = 1024  # below, a step on one thread is faster than on t
 
 @dataclass(frozen=True)
 class ServerOptions(EngineOptions):
-    """`dtype` auto is bfloat16 where the device computes it natively, else float32; the ready line names the choice.
-    `max_seq_len` 0: the target's own maximum, at most 4096. `max_queue` requests wait beside those that run; further
-    ones get status 429. A stop gives requests in flight `grace` seconds. With an `api_key`, requests for all but
-    /health must carry it."""
+    """Options of the engine and of its server.
+
+    Args:
+        dtype: auto is bfloat16 if the device computes it natively, else float32. The ready line
+            names the choice.
+        max_seq_len: 0 is the target's own maximum, at most 4096.
+        max_queue: requests that wait while others run. Further requests get status 429.
+        grace: seconds that a stop gives requests in flight.
+        api_key: if given, requests for all paths but /health must carry it.
+    """
 
     host: str = "localhost"
     port: int = 8000
@@ -57,31 +63,34 @@ class ServerOptions(EngineOptions):
 
 
 def run(target: Path, head: Path | None, options: ServerOptions) -> None:
-    """Serves until SIGTERM (returns) or SIGINT (raises KeyboardInterrupt); requests in flight are finished first.
+    """Serves until SIGTERM (returns) or SIGINT (raises KeyboardInterrupt).
 
-    Raises TrtspecError when something does not load, the port is taken, or the engine dies.
+    Requests in flight are finished first. Raises TrtspecError if a checkpoint does not load, the
+    port is taken, or the engine dies.
     """
-    # before the weights: a taken port should not cost a load
+    # The port comes before the weights: a taken port should not cost a load.
     listener = machine.listen(options.host, options.port)
     engine, tokenizer = build_engine(target, head, options)
     torch.set_num_threads(thread_count(engine.target.spec.hidden_size))
     warm_up(engine)
     name = options.served_model_name or target.resolve().name
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # idle clients should not keep out the others
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # With few files, idle clients would keep out the others.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
     app = create_app(engine, tokenizer, name, options.api_key, options.max_queue)
     worker: Worker = app.state.worker
-    drafting = (
-        f"drafter eagle3, draft length {engine.draft_len}" if engine.draft_len else "no speculation"
-    )
+    drafting = "no speculation"
+    if engine.draft_len:
+        drafting = f"drafter eagle3, draft length {engine.draft_len}"
     reuse = "prefix reuse" if options.prefix_bytes else "no prefix reuse"
     how = f"{dtype_name(engine.target.dtype)}, {drafting}, {reuse}"
     url = f"http://{options.host}:{listener.getsockname()[1]}"
     ready = f"trtspec: serving {name} on {url} ({how}); next: trtspec bench {url}"
     server = AnnouncingServer(app, worker, ready, options.grace)
+    # A collection stops every thread. From here on it skips all objects older than the first
+    # request.
     gc.collect()
-    gc.freeze()  # a collection stops every thread; from here on it leaves out what was made before the first request
+    gc.freeze()
     server.run(sockets=[listener])
     if worker.failure is not None:
         raise TrtspecError(
@@ -95,57 +104,70 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
 def build_engine(
     target: Path, head: Path | None, options: ServerOptions
 ) -> tuple[Engine, KimiTokenizer]:
-    """Loads checkpoint directories into an engine with its tokenizer. Raises MissingDependency, before anything is
-    loaded, where memory or the device lacks."""
-    device, spec = options.device, require_target(target).spec
+    """Loads checkpoint directories into an engine with its tokenizer.
+
+    Raises MissingDependency before it loads a weight if memory or the device is missing.
+    """
+    device = options.device
+    spec = require_target(target).spec
     machine.check_device(device)
     dtype = default_dtype(device) if options.dtype == "auto" else getattr(torch, options.dtype)
     length = options.max_seq_len or min(spec.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
     load = MemoryLoad(
         device, dtype, options.max_batch_size, length, options.draft_len, options.prefix_bytes
     )
-    require_fitting(target, spec, None if head is None else open_head(head, spec), load)
+    head_checkpoint = None
+    if head is not None:
+        head_checkpoint = open_head(head, spec)
+    require_fitting(target, spec, head_checkpoint, load)
     tokenizer = KimiTokenizer(target)
     model = load_target(target, dtype=dtype, device=device)
-    draft_head = None if head is None else load_head(head, model, dtype=dtype, device=device)
+    draft_head = None
+    if head is not None:
+        draft_head = load_head(head, model, dtype=dtype, device=device)
     return Engine(model, draft_head, replace(options, max_seq_len=length), tokenizer), tokenizer
 
 
 def warm_up(engine: Engine) -> None:
-    """One short generation, so that the first request does not pay for tables and lazy initialisation."""
+    """Runs one short generation: the first request then finds all tables initialised.
+
+    Raises TrtspecError if the target computes NaN or infinity.
+    """
     request = GenerationRequest(
         "warm-up", [0] * 8, max_tokens=2 + engine.draft_len, ignore_eos=True, logprobs=1
     )
-    if not all(
-        math.isfinite(token.logprob) for token in engine.generate([request])[request.id].logprobs
-    ):
+    output = engine.generate([request])[request.id]
+    if not all(math.isfinite(token.logprob) for token in output.logprobs):
         message = f"the target computes NaN or infinity in {dtype_name(engine.target.dtype)}"
         raise TrtspecError(message, "use `dtype` float32")
     engine.reset_counters()
 
 
 def thread_count(hidden_size: int) -> int:
-    """The physical cores this process may use; one for a small model."""
+    """The physical cores that this process may use. 1 for a small model."""
     if hidden_size < SHARED_PRODUCTS_HIDDEN:
         return 1
     return machine.physical_cores()
 
 
 class AnnouncingServer(uvicorn.Server):
-    """uvicorn, announcing itself when ready, and remembering which signal ended it instead of raising it again."""
+    """uvicorn that prints a line when it is ready, and remembers which signal ended it."""
 
     def __init__(self, app: FastAPI, worker: Worker, ready: str, grace: int) -> None:
+        # Requests in flight end after the grace. uvicorn's own timeout is only against a hang.
+        timeout = grace + 60
         super().__init__(
             uvicorn.Config(
                 app,
                 http="h11",
                 log_level="error",
-                timeout_graceful_shutdown=grace
-                + 60,  # against a hang: what is in flight ends after the grace
+                timeout_graceful_shutdown=timeout,
                 lifespan="on",
             )
         )
-        self.worker, self.ready, self.grace = worker, ready, grace
+        self.worker = worker
+        self.ready = ready
+        self.grace = grace
         self.ended_by: int | None = None
         worker.on_death = self.end
 
@@ -156,7 +178,7 @@ class AnnouncingServer(uvicorn.Server):
             sys.stderr.flush()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Waits for what runs; after the grace period it ends the rest."""
+        """Waits for requests in flight. After the grace period it ends them."""
         reason = f"the server was stopped, and the answer took more than {self.grace} s"
         late = asyncio.get_running_loop().call_later(self.grace, self.worker.give_up, reason)
         await super().shutdown(sockets)
@@ -168,7 +190,7 @@ class AnnouncingServer(uvicorn.Server):
             yield
 
     def end(self) -> None:
-        """Stops as a signal does; what is in flight is finished, or ends with an error."""
+        """Stops as a signal does: requests in flight are finished, or end with an error."""
         self.should_exit = True
 
     def _end(self, number: int, frame: FrameType | None) -> None:

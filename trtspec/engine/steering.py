@@ -1,7 +1,7 @@
-"""What a request asks of its tokens beyond temperature, top_p and top_k: penalties, biases, a grammar, a length.
+"""Constraints of a request beyond temperature, top_p and top_k: penalties, biases, grammar, length.
 
-All of it changes the target's logits before a token is chosen, so speculation stays exact: each drafted position is
-steered by the text up to it.
+All constraints change the target's logits before a token is chosen. So speculation stays exact:
+each drafted position is steered by the text up to it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trtspec.engine.request import GenerationRequest, RequestRefused
 
 
 class Steering:
-    """The constraints of one request on its way. `ends` are the tokens that end it."""
+    """The constraints of one request on its way. `ends`: the tokens that end it."""
 
     def __init__(self, request: GenerationRequest, ends: Iterable[int]) -> None:
         self.request = request
@@ -31,12 +31,12 @@ class Steering:
         self.prompt = torch.tensor(sorted(set(request.prompt_ids)), dtype=torch.int64)
         self.length = 0
         self.guided = request.grammar is not None and request.grammar_after is None
-        # after so many tokens of the step nothing is allowed, and why
+        # (tokens of the step after which no token is allowed, the reason)
         self.dead_end: tuple[int, str] | None = None
 
     @cached_property
     def grammar(self) -> Grammar:
-        """This sequence's own copy, made with its first token: those that wait share the request's."""
+        """The sequence's own copy, made at its first token. Before, it shares the request's."""
         return self.request.grammar.copy()
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -54,13 +54,19 @@ class Steering:
         self.counts.update(tokens)
 
     def apply(self, logits: Tensor, drafts: Sequence[int]) -> Tensor:
-        """Steers logits [T, V], float32, after the last token and after each of the T-1 drafts, in place; returns them.
+        """Steers logits in place, and returns them.
 
-        Rows after a draft that is forbidden are left as they are: that draft is rejected.
+        Rows after a forbidden draft are left as they are: that draft is rejected.
+
+        Args:
+            logits: float32 [T, V], after the last token and after each of the T-1 drafts.
+            drafts: the T-1 drafts.
         """
         request = self.request
-        counts, length = Counter(self.counts), self.length
-        guided, consumed = self.guided, 0
+        counts = Counter(self.counts)
+        length = self.length
+        guided = self.guided
+        consumed = 0
         self.dead_end = None
         for index, (row, draft) in enumerate(zip(logits, [*drafts, None], strict=True)):
             if guided:
@@ -71,10 +77,12 @@ class Steering:
                 row[self.biased] += self.biases.to(row.device)
             self._penalize(row, counts)
             if row.max() == -math.inf:
-                fault = self.grammar.fault if request.grammar else ""
-                self.dead_end = index, fault or "every token is forbidden"
+                reason = ""
+                if request.grammar:
+                    reason = self.grammar.fault
+                self.dead_end = index, reason or "every token is forbidden"
                 break
-            # positions after a rejected draft are not read
+            # Positions after a rejected draft are not read.
             if draft is None or row[draft] == -math.inf:
                 break
             if guided:
@@ -85,11 +93,12 @@ class Steering:
             length += 1
             counts[draft] += 1
         if consumed:
-            # drafts are only tried: `advance` takes what is emitted
+            # Drafts are only tried: `advance` takes the tokens that are emitted.
             self.grammar.rollback(consumed)
         return logits
 
     def _penalize(self, row: Tensor, counts: Counter[int]) -> None:
+        """Applies the penalties to logits [V]. `counts`: the tokens of the output so far."""
         request = self.request
         seen = torch.tensor(sorted(counts), dtype=torch.int64)
         if request.repetition_penalty != 1:
@@ -99,9 +108,8 @@ class Steering:
             row[known] = torch.where(values > 0, values / factor, values * factor)
         if len(seen) and (request.frequency_penalty or request.presence_penalty):
             times = torch.tensor([counts[token] for token in sorted(counts)], dtype=row.dtype)
-            row[seen] -= (request.frequency_penalty * times + request.presence_penalty).to(
-                row.device
-            )
+            penalties = request.frequency_penalty * times + request.presence_penalty
+            row[seen] -= penalties.to(row.device)
 
     def _keep_allowed(self, row: Tensor) -> None:
         """Sets every token that the grammar forbids here to -inf."""

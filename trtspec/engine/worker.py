@@ -19,24 +19,26 @@ SCORES_IN_FLIGHT = 2_000_000  # 25 bytes each
 
 @dataclass(eq=False)
 class Reservation:
-    """What an API call holds of a worker, from its check until its answer is sent. Generations run or wait; scores are
-    the log-probabilities that are kept for it. Used from the event loop."""
+    """The share of a worker that an API call holds, from its check until its answer is sent.
+
+    Used from the event loop.
+
+    generations: requests that run or wait.
+    scores: log-probabilities that are kept for the call.
+    """
 
     worker: Worker
     generations: int = 0
     scores: int = 0
 
     def take(self, generations: int = 0, scores: int = 0) -> bool:
-        """Holds more, where there is room for it."""
-        held = self.worker.reserved
-        room = self.worker.capacity - sum(one.generations for one in held)
-        if (
-            generations > room
-            or scores
-            and scores > SCORES_IN_FLIGHT - sum(one.scores for one in held)
-        ):
+        """Reserves more. False if there is no room for it: then nothing is reserved."""
+        reserved = self.worker.reserved
+        free_generations = self.worker.capacity - sum(call.generations for call in reserved)
+        free_scores = SCORES_IN_FLIGHT - sum(call.scores for call in reserved)
+        if generations > free_generations or (scores and scores > free_scores):
             return False
-        held.add(self)
+        reserved.add(self)
         self.generations += generations
         self.scores += scores
         return True
@@ -47,10 +49,11 @@ class Reservation:
 
 
 class Worker:
-    """Runs an engine in a thread. All methods but `start` and `stop` are called from the event loop.
+    """Runs an engine in a thread.
 
-    At most `max_queue` requests wait beside those that run, as `reserved` counts them. `on_death` is called in the
-    event loop when the thread has died.
+    All methods but `start` and `stop` are called from the event loop. At most `max_queue` requests
+    wait while others run, as `reserved` counts them. `on_death` is called in the event loop when
+    the thread has died.
     """
 
     def __init__(self, engine: Engine, max_queue: int) -> None:
@@ -66,13 +69,13 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread; outputs go to the event loop that calls this."""
+        """Starts the thread. Outputs go to the event loop that calls this."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def stop(self) -> None:
         """Ends the thread after the current step and waits for it."""
-        self._commands.put(None)  # behind what was asked before
+        self._commands.put(None)  # after all commands that were given before
         if self._thread.is_alive():
             self._thread.join(timeout=60)
 
@@ -86,10 +89,11 @@ class Worker:
         return self.failure is None and self._thread.is_alive()
 
     async def run(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[tuple[int, Output]]:
-        """(index, output) of checked requests as they come. Leaving the loop early cancels them.
+        """Yields (index, output) of checked requests as they come. Leaving early cancels them.
 
-        Raises RequestRefused for what shows to be impossible on the way, and ApiError 500 for any other exception of
-        one of them, which other calls do not notice. Raises ApiError 503 if the engine stopped.
+        Raises RequestRefused if a request turns out to be impossible on the way. Raises ApiError
+        500 for any other exception of a request, which other calls do not notice. Raises ApiError
+        503 if the engine stopped.
         """
         if not self.healthy:
             raise ApiError(self._ending, status=503)
@@ -114,11 +118,11 @@ class Worker:
         finally:
             for name in running:
                 del self._outputs[name]
-            # nothing but the engine's thread touches the engine
+            # Only the engine's thread touches the engine.
             self._commands.put(lambda: self.engine.cancelled.update(running))
 
     async def collect(self, requests: Sequence[GenerationRequest]) -> list[Output]:
-        """The whole answers; raises what `run` raises."""
+        """The whole answers. Raises as `run` does."""
         completions = [Output(request.id) for request in requests]
         async for index, output in self.run(requests):
             completions[index].add(output)
@@ -142,7 +146,7 @@ class Worker:
             self._deliver(None)
 
     def _obey(self) -> bool:
-        """Executes what was asked; waits when there is nothing to compute. False: stop."""
+        """Executes the commands. Waits for one if there is nothing to compute. False: stop."""
         while not (self._commands.empty() and self.engine.has_work):
             command = self._commands.get()
             if command is None:
@@ -151,7 +155,7 @@ class Worker:
         return True
 
     def _deliver(self, outputs: list[Output] | None) -> None:
-        """Hands a step's outputs to the event loop in one call; None ends every waiting request."""
+        """Hands a step's outputs to the event loop in one call. None ends every waiting request."""
         assert self._loop is not None
         if outputs == [] or self._loop.is_closed():
             return

@@ -1,12 +1,12 @@
-"""An Eagle3 draft head: one decoder layer over the target's captured states and the next token's embedding.
+"""An Eagle3 draft head: one decoder layer over captured target states and the next embedding.
 
-EAGLE-3 (arXiv 2503.01840) and EAGLE-3.1 (arXiv 2605.09992), with latent (MLA) or Llama attention. Row t pairs the
-target state of position t with the token of position t+1; its rope index is t.
+EAGLE-3 (arXiv 2503.01840) and EAGLE-3.1 (arXiv 2605.09992), with latent (MLA) or Llama attention.
+Row t pairs the target state of position t with the token of position t+1. Its rope index is t.
 
-    x = W_fc c                      c = captured states, low to high; EAGLE-3.1 norms each one first (fc_norm)
-    y' = x + Attn(concat(LN(E[token]; input_layernorm), LN(x; hidden_norm)))
-    y = y' + MLP(LN(y'; post_attention_layernorm))
-    logits = W_lm LN(y; norm)       next step: x = y, or LN(y; norm) in EAGLE-3.1 (norm_output)
+    x = W_fc c                      c = captured states, low to high (in EAGLE-3.1 after fc_norm)
+    y' = x + Attn(concat(LN(E[token], input_layernorm), LN(x, hidden_norm)))
+    y = y' + MLP(LN(y', post_attention_layernorm))
+    logits = W_lm LN(y, norm)       next step: x = y, or LN(y, norm) in EAGLE-3.1 (norm_output)
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from trtspec.specs import HeadSpec
 
 
 class Eagle3Head(nn.Module):
-    """The function that every server computes for a head of shape `spec`. Build with `head_weights.load_head`."""
+    """A head of shape `spec`, as every server computes it. `head_weights.load_head` builds one."""
 
-    # of each draft id, int64 [Vd], ascending; None when the vocabulary is the target's
+    # target id of each draft id, int64 [Vd], ascending; None if the vocabulary is the target's
     target_ids: Tensor | None
 
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__()
         self.spec = spec
-        hidden, eps = spec.hidden_size, spec.rms_norm_eps
+        hidden = spec.hidden_size
+        eps = spec.rms_norm_eps
         captured = spec.num_aux * spec.target_hidden_size
         self.fc = Linear(captured, hidden)
         if spec.fc_norm:
@@ -44,7 +45,7 @@ class Eagle3Head(nn.Module):
         self.input_layernorm = RMSNorm(hidden, eps)
         self.hidden_norm = RMSNorm(hidden, eps)
         if spec.is_mla:
-            # TensorRT-LLM and vLLM give a head's latent norms the config's eps, not the class's
+            # TensorRT-LLM and vLLM give a head's latent norms the config's eps, not the class's.
             self.self_attn: nn.Module = LatentAttention(spec, 2 * hidden, eps)
             rope_dim = spec.qk_rope_head_dim
         else:
@@ -59,7 +60,10 @@ class Eagle3Head(nn.Module):
         self.register_buffer("target_ids", None, persistent=False)
 
     def fuse(self, aux: Tensor) -> Tensor:
-        """aux [B, T, n_aux * Ht], low layer to high -> x [B, T, H]. Once per row that has a true target state."""
+        """aux [B, T, n_aux * Ht], low layer to high -> x [B, T, H].
+
+        Called once for each position that has a true target state.
+        """
         if self.spec.norm_before_fc:
             aux = self.input_norm(aux)
         if self.spec.fc_norm:
@@ -80,19 +84,24 @@ class Eagle3Head(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """x [B, T, H] with tokens int64 [B, T] -> (feedback, normed), both [B, T, H].
 
-        start, cache, row, length: as in `batch_step`; a row's first state is at position start[b].
-        at: int64 [B], the one position of each row whose outputs are wanted, [B, 1, H].
+        start, cache, row, length: as in `batch_step`. A row's first state is at position start[b].
+        at: int64 [B], the one position of each row whose outputs are wanted. Then the results are
+            [B, 1, H].
         """
         step = batch_step(tokens, self.rope, x.dtype, start, cache, row, length)
         if at is None:
             return self._run(x, tokens, step)
-        return self._run(x, tokens, step, (torch.arange(len(x), device=x.device), at))
+        rows = torch.arange(len(x), device=x.device)
+        return self._run(x, tokens, step, (rows, at))
 
     def prompts(
         self, x: Tensor, tokens: Tensor, pieces: Sequence[TextPiece], cache: State
     ) -> tuple[Tensor, Tensor]:
-        """x [1, T, H] with tokens int64 [1, T], of pieces of texts one after the other -> (feedback, normed) of the
-        last position of each, [1, pieces, H]."""
+        """x [1, T, H] with tokens int64 [1, T] -> (feedback, normed), both [1, pieces, H].
+
+        The tokens are pieces of texts one after the other. The results are at the last position of
+        each piece.
+        """
         step = prompt_step(pieces, self.rope, x.dtype, cache, x.device)
         ends = [span.tokens.stop - 1 for span in step.spans]
         last = torch.tensor(ends).to(x.device, non_blocking=True)
@@ -106,8 +115,14 @@ class Eagle3Head(nn.Module):
         step: AttentionStep,
         wanted: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """wanted: rows and positions, [K] each, whose outputs alone are computed after attention, [K, 1, H]."""
-        inputs = torch.cat((self.input_layernorm(self.embed(tokens)), self.hidden_norm(x)), -1)
+        """Computes (feedback, normed), as `forward` does.
+
+        wanted: (rows, positions), [K] each. After attention only their outputs are computed, and
+            the results are [K, 1, H].
+        """
+        embedded = self.input_layernorm(self.embed(tokens))
+        states = self.hidden_norm(x)
+        inputs = torch.cat((embedded, states), -1)
         y = x + self.self_attn(inputs, step)
         if wanted is not None:
             y = y[wanted].unsqueeze(1)
@@ -122,24 +137,30 @@ class Eagle3Head(nn.Module):
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft ids, any shape -> ids of the target's vocabulary."""
-        return draft_ids if self.target_ids is None else self.target_ids[draft_ids]
+        if self.target_ids is None:
+            return draft_ids
+        return self.target_ids[draft_ids]
 
     def new_cache(self, rows: int, max_len: int) -> State:
-        """A cache for `rows` drafts of up to `max_len` tokens, in the head's dtype: one layer, as wide as the latent
-        and its rope key (MLA) or as K and V together (MHA)."""
-        weight, width = self.fc.weight, self.spec.kv_elements_per_token
+        """A cache for `rows` drafts of up to `max_len` tokens, in the head's dtype.
+
+        It has one layer, as wide as the latent and its rope key (MLA) or K and V together (MHA).
+        """
+        weight = self.fc.weight
+        width = self.spec.kv_elements_per_token
         return LatentCache(1, rows, max_len, width, weight.dtype, weight.device)
 
 
 class LlamaAttention(nn.Module):
-    """Multi-head attention with grouped keys and values (GQA); q, k and v are one matrix. N heads, K kv_heads, D size.
+    """Multi-head attention with grouped keys and values (GQA). q, k and v are one matrix.
 
-    Cached per token: rotated keys, then values, [2 * K * D].
+    Cached per token: rotated keys, then values, [2 * K * D]. Shapes: N heads, K kv_heads, D size.
     """
 
     def __init__(self, spec: HeadSpec, input_size: int) -> None:
         super().__init__()
-        self.heads, self.kv_heads = spec.num_attention_heads, spec.num_key_value_heads
+        self.heads = spec.num_attention_heads
+        self.kv_heads = spec.num_key_value_heads
         self.head_dim = spec.head_dim
         self.qkv_proj = Linear(input_size, (self.heads + 2 * self.kv_heads) * self.head_dim)
         self.o_proj = Linear(self.heads * self.head_dim, spec.hidden_size)
@@ -150,17 +171,22 @@ class LlamaAttention(nn.Module):
         qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), 2)
         q, k = step.rotate(qk).split((self.heads, self.kv_heads), 2)
         entry = torch.cat((k, v), 2).flatten(2)
-        return self.o_proj(step.attend(entry, q, self.attention).flatten(2))
+        attended = step.attend(entry, q, self.attention)
+        return self.o_proj(attended.flatten(2))
 
     def attention(self, queries: Tensor, entries: Tensor, mask: CausalMask) -> Tensor:
-        """Attention of queries [B, T, N, D] over cached entries [B, S, 2 * K * D] -> [B, T, N, D]."""
+        """Attention over cached entries.
+
+        queries [B, T, N, D], entries [B, S, 2 * K * D] -> [B, T, N, D].
+        """
         batch, tokens, *_ = queries.shape
         cached = entries.unflatten(-1, (2 * self.kv_heads, self.head_dim)).transpose(1, 2)
         keys, values = cached.chunk(2, 1)  # [B, K, S, D]
-        # the heads of a group are further tokens of its one key: [B, K, G * T, D]
+        # The heads of a group are further tokens of its one key: [B, K, G * T, D].
         grouped = queries.unflatten(2, (self.kv_heads, -1)).permute(0, 2, 3, 1, 4)
-        scores = torch.matmul(grouped.flatten(2, 3) * self.head_dim**-0.5, keys.mT)
-        scores = scores.unflatten(2, (-1, tokens)) + mask.blocked[:, None, None]  # [B, K, G, T, S]
+        scaled = grouped.flatten(2, 3) * self.head_dim**-0.5
+        scores = torch.matmul(scaled, keys.mT).unflatten(2, (-1, tokens))
+        scores = scores + mask.blocked[:, None, None]  # [B, K, G, T, S]
         weights = scores.softmax(-1, dtype=torch.float32).to(queries.dtype)
         attended = torch.matmul(weights.flatten(2, 3), values).unflatten(2, (-1, tokens))
         return attended.permute(0, 3, 1, 2, 4).flatten(2, 3)  # [B, T, N, D]

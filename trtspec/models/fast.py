@@ -1,19 +1,20 @@
-"""Faster forms of the modules that the other files define, for inference: the same functions and parameters.
+"""Faster forms of the other files' modules, for inference: the same functions and parameters.
 
-`after_loading` and `prepare_for_decoding` put them in the place of the plain forms of a loaded model: StackedMoE on any
-device, the others on a CPU. A form is a subclass of the plain module, which becomes it in place (as torch's fully_shard
-does). So names, hooks and shared modules stay. tests/models/test_fast.py compares each with its plain form and prints
-the difference and the bound on it.
+`after_loading` and `prepare_for_decoding` replace the plain forms in a loaded model: StackedMoE on
+any device, the others on a CPU. A form is a subclass of the plain module, which becomes it in place
+(as torch's fully_shard does). So names, hooks and shared modules stay. tests/models/test_fast.py
+compares each with its plain form and prints the difference and the bound on it.
 
 | plain | here | gain |
 |---|---|---|
-| Linear | PackedLinear | few rows spend their time on reading the weight: half the bytes, 0.3 to 0.9 of the time |
+| Linear | PackedLinear | few rows only read the weight: half the bytes, 0.3 to 0.9 of the time |
 | RMSNorm | FoldedRMSNorm | four operators for nine |
 | LatentAttention | FoldedLatentAttention | two products for four, one rotation for two |
-| Experts | GroupedExperts | one activation over all experts, weights of the experts before the second product |
-| MoE | StackedMoE | two products for all experts, where they are small |
+| Experts | GroupedExperts | one activation for all experts, weights before the second product |
+| MoE | StackedMoE | two products for all experts, if these are small |
 
-Gradients need the plain forms, and so do weights that change: packed, folded and stacked copies would not follow.
+Gradients need the plain forms, and so do weights that change: packed, folded and stacked copies
+would not follow.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ MIN_PACKED_ELEMENTS = 2**17  # of a float32 weight; below, the operator's own ov
 # above so many rows, a float32 product is bound by arithmetic and the packed weight gains nothing
 MAX_PACKED_ROWS = 64
 FP16_TOP_EXPONENT = 14  # scaled weights stay below 2^15; FP16 ends at 65504
-# Up to this many weights per layer and this many tokens, one product over all experts beats grouping the tokens.
+# Up to this many weights per layer and this many tokens, one product over all experts beats
+# grouping the tokens.
 MAX_STACKED_WEIGHTS = 2**21
 MAX_STACKED_TOKENS = 32
 
 
 def after_loading(model: nn.Module) -> None:
-    """Puts in the forms that need no copy of a weight: experts on a CPU."""
+    """Installs the forms that need no copy of a weight: experts on a CPU."""
     for module in model.modules():
         if type(module) is Experts and module.down.is_cpu:
             turn_into(GroupedExperts, module)
@@ -51,10 +53,10 @@ def after_loading(model: nn.Module) -> None:
 
 @torch.no_grad()
 def prepare_for_decoding(model: nn.Module) -> None:
-    """Puts in the forms for products of few rows; does nothing the second time.
+    """Installs the forms for products of few rows. A second call does nothing.
 
-    Weights that are not packed and have at least as many outputs as inputs are laid out in memory as [in, out], which
-    takes up to a third off a product of one to sixteen rows.
+    Weights that are not packed and have at least as many outputs as inputs are laid out in memory
+    as [in, out]. This takes up to a third off a product of one to sixteen rows.
     """
     modules = list(model.modules())
     absorbed = {module.kv_b_proj for module in modules if isinstance(module, LatentAttention)}
@@ -112,10 +114,10 @@ class PackedLinear(Linear):
 
 
 class PackedWeight:
-    """`product(x)` = x W^T, summed in float32, for W [out, in] that FP16 times a power of two holds exactly.
+    """A weight [out, in] for FBGEMM's kernels. FP16 times a power of two must hold it exactly.
 
-    FBGEMM's kernels read it. A CPU without bfloat16 instructions computes bfloat16 this way too, its results rounded to
-    bfloat16 as hardware does: torch's own product takes up to ten times as long there.
+    A CPU without bfloat16 instructions computes bfloat16 this way too, its results rounded to
+    bfloat16 as hardware does. torch's own product takes up to ten times as long there.
     """
 
     def __init__(self, packed: Any, unscale: float) -> None:
@@ -123,16 +125,16 @@ class PackedWeight:
         self.unscale = torch.tensor(unscale)  # a Python number would be made a tensor at every call
 
     def product(self, x: Tensor) -> Tensor:
-        """x float32 or bfloat16 [..., in] -> [..., out] of x's type."""
+        """x W^T, summed in float32: x float32 or bfloat16 [..., in] -> [..., out] of x's type."""
         product = torch.ops.quantized.linear_dynamic_fp16.default(x.float(), self.packed)
         return product.mul_(self.unscale).to(x.dtype)
 
 
 def pack(weight: Tensor) -> PackedWeight | None:
-    """`weight` [out, in] packed; None where that does not pay (small float32, native bfloat16, not on x86) or would not
-    be exact.
+    """Packs a weight [out, in]. None if packing does not pay or is not exact.
 
-    BF16 weights have 8 significant bits: FP16 with its 11 holds all that are within a factor of 2^31 of the largest.
+    It does not pay for small float32 weights, with native bfloat16, and off x86. BF16 weights have
+    8 significant bits: FP16 with its 11 holds all within a factor of 2^31 of the largest.
     """
     large = weight.dtype == torch.float32 and weight.numel() >= MIN_PACKED_ELEMENTS
     if not (large or through_float32(weight.dtype)) or not weight.is_cpu:
@@ -158,8 +160,10 @@ def through_float32(dtype: torch.dtype) -> bool:
 
 
 class FoldedRMSNorm(RMSNorm):
-    """With n the size, rms(x) = |x| / sqrt(n), and sqrt(|x|^2 + n eps) is a hypotenuse: a third of the time of torch's
-    own norm for few rows of float32."""
+    """RMSNorm by a hypotenuse: a third of the time of torch's own norm for few rows of float32.
+
+    With n the size, rms(x) = |x| / sqrt(n), and sqrt(|x|^2 + n eps) is the hypotenuse.
+    """
 
     root: Tensor  # sqrt(n eps)
     gain: Tensor  # weight * sqrt(n)
@@ -176,7 +180,10 @@ class FoldedRMSNorm(RMSNorm):
 
 
 class FoldedLatentAttention(LatentAttention):
-    """W_UK is multiplied into q_b_proj and W_UV into o_proj, in float64, where that takes no more weights."""
+    """Latent attention with W_UK multiplied into q_b_proj and W_UV into o_proj, in float64.
+
+    Only if that takes no more weights.
+    """
 
     q_folded: Tensor  # [N * (C + R), q_lora]
     o_folded: Tensor  # [H, N * C]
@@ -192,15 +199,18 @@ class FoldedLatentAttention(LatentAttention):
         w_uq = mla.q_b_proj.weight.double().unflatten(0, (mla.heads, -1))
         w_nope, w_rope = w_uq.split((mla.nope_dim, mla.rope_dim), 1)
         w_o = mla.o_proj.weight.double().unflatten(1, (mla.heads, -1)).transpose(0, 1)  # [N, H, v]
-        q_folded = by_input(torch.cat((w_uk.mT @ w_nope, w_rope), 1).flatten(0, 1).to(dtype))
-        o_folded = by_input((w_o @ w_uv).transpose(0, 1).flatten(1).to(dtype))
+        w_q = torch.cat((w_uk.mT @ w_nope, w_rope), 1).flatten(0, 1)
+        q_folded = by_input(w_q.to(dtype))
+        w_out = (w_o @ w_uv).transpose(0, 1).flatten(1)
+        o_folded = by_input(w_out.to(dtype))
         turn_into(FoldedLatentAttention, mla, q_folded=q_folded, o_folded=o_folded)
 
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
         q_lora, kv_lora, k_rope = self.qkv_a_proj(x).split(self.a_sizes, -1)
         queries = F.linear(self.q_a_layernorm(q_lora), self.q_folded)
-        # the query heads and the one shared key are rotated together, in place
-        vectors = torch.cat((queries, self.kv_a_layernorm(kv_lora), k_rope), -1)
+        # The query heads and the one shared key are rotated together, in place.
+        latent = self.kv_a_layernorm(kv_lora)
+        vectors = torch.cat((queries, latent, k_rope), -1)
         vectors = vectors.unflatten(-1, (self.heads + 1, -1))
         pairs = vectors[..., self.kv_lora_rank :].unflatten(-1, (-1, 2))
         torch.view_as_complex(pairs).mul_(step.rotation)
@@ -220,10 +230,13 @@ class GroupedExperts(Experts):
         dtype = torch.float32 if wide else x.dtype
         inputs = x.index_select(0, tokens).to(dtype)
         scales = weights.flatten().index_select(0, order).unsqueeze(-1).to(dtype)
-        gate, up = grouped_product(inputs, self.gate_up.to(dtype), sizes).chunk(2, -1)
-        outputs = grouped_product(F.silu(gate) * up * scales, self.down.to(dtype), sizes)
+        gate_up = grouped_product(inputs, self.gate_up.to(dtype), sizes)
+        gate, up = gate_up.chunk(2, -1)
+        activated = F.silu(gate) * up * scales
+        outputs = grouped_product(activated, self.down.to(dtype), sizes)
         summed = x.new_zeros(x.shape, dtype=torch.promote_types(dtype, torch.float32))
-        return summed.index_add(0, tokens, outputs.to(summed.dtype)).to(x.dtype)
+        summed = summed.index_add(0, tokens, outputs.to(summed.dtype))
+        return summed.to(x.dtype)
 
 
 def grouped_product(x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
@@ -237,9 +250,9 @@ def grouped_product(x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
 
 
 class StackedMoE(MoE):
-    """Small routed experts and the shared ones as two products over every expert, unrouted ones weighted by zero.
+    """Small experts as two products over every expert. Experts that are not chosen have weight 0.
 
-    A shared expert is one more expert of the same width that every token takes with weight one.
+    A shared expert is one more expert of the same width, and every token takes it with weight 1.
     """
 
     up_product: Callable[[Tensor], Tensor]  # by [2 * (E + S) * I, H]: all gates, then all ups
@@ -248,7 +261,8 @@ class StackedMoE(MoE):
 
     @staticmethod
     def replace(moe: MoE) -> None:
-        routed, shared = moe.experts, moe.shared_experts
+        routed = moe.experts
+        shared = moe.shared_experts
         if not isinstance(routed, Experts) or not isinstance(shared, MLP) or not is_small(routed):
             return
         if not isinstance(shared.gate_up_proj, Linear) or not isinstance(shared.down_proj, Linear):
@@ -276,10 +290,16 @@ class StackedMoE(MoE):
         factors = self.shared.expand(len(flat), -1).scatter(1, ids, weights.to(flat.dtype))
         gate, up = self.up_product(flat).chunk(2, -1)
         active = F.silu(gate).mul_(up).view(len(flat), len(self.shared), -1)
-        return self.down_product(active.mul_(factors.unsqueeze(-1)).flatten(1)).view_as(x)
+        weighted = active.mul_(factors.unsqueeze(-1)).flatten(1)
+        return self.down_product(weighted).view_as(x)
 
 
 def product_with(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """x [tokens, in] -> x W^T [tokens, out] of weight [out, in], from a packed copy where there can be one."""
+    """The function x [tokens, in] -> x W^T [tokens, out] of a weight [out, in].
+
+    It uses a packed copy if `pack` makes one.
+    """
     packed = pack(weight)
-    return packed.product if packed is not None else lambda x: F.linear(x, weight)
+    if packed is not None:
+        return packed.product
+    return lambda x: F.linear(x, weight)

@@ -1,4 +1,4 @@
-"""Bytes of a target, a head and their caches on a device, and whether a server's requests fit: from headers alone."""
+"""Memory of a target, a head and their caches, and whether requests fit: from headers alone."""
 
 from __future__ import annotations
 
@@ -24,15 +24,21 @@ MIN_LENGTH = 64  # a context below it is not worth proposing
 
 
 def free_bytes(device: str) -> int:
-    """Bytes that this process may still take on `device`: cgroup limits count, and so do other processes of a GPU."""
+    """Bytes that this process may still take on `device`.
+
+    cgroup limits count, and so do other processes of a GPU.
+    """
     if device == "cpu":
         return machine.free_memory()
     return int(torch.cuda.mem_get_info(device)[0])
 
 
 def target_bytes(path: Path, spec: ModelSpec, dtype: torch.dtype, device: str) -> int:
-    """Bytes of a loaded target, every weight in `dtype`: NVFP4 weights are stored as the products of their codes and
-    block scales (`NVFP4Linear`). Includes the packed copies of a CPU, which NVFP4 weights do not have."""
+    """Bytes of a loaded target, every weight in `dtype`.
+
+    NVFP4 weights are stored as the products of their codes and block scales (`NVFP4Linear`). The
+    packed copies of a CPU are included. NVFP4 weights have none.
+    """
     with torch.device("meta"):
         model = KimiModel(spec)
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -42,7 +48,8 @@ def target_bytes(path: Path, spec: ModelSpec, dtype: torch.dtype, device: str) -
         mappings = [mapping for mapping in layout(spec) if is_nvfp4(stored, mapping.names[0])]
         fp4 = {mapping.parameter for mapping in mappings}
         packed = sum(count for name, count in elements.items() if name not in fp4)
-    return int(sum(elements.values()) * dtype.itemsize + packed * 4 * PACKED_SHARE)
+    weight_bytes = sum(elements.values()) * dtype.itemsize
+    return int(weight_bytes + packed * 4 * PACKED_SHARE)
 
 
 def head_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
@@ -52,7 +59,7 @@ def head_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class MemoryLoad:
-    """`rows` concurrent requests of up to `length` tokens."""
+    """A server's load: `rows` concurrent requests of up to `length` tokens."""
 
     device: str
     dtype: torch.dtype
@@ -64,10 +71,11 @@ class MemoryLoad:
 
 @dataclass(frozen=True)
 class Footprint:
-    """In bytes, with length in tokens.
+    """Memory of a server, in bytes. `length` is in tokens.
 
     kept: weights, reused prefixes and a margin.
-    row: one request of `length` tokens, with `logits`, which do not grow with its length.
+    row: one request of `length` tokens, `logits` included.
+    logits: of one request. They do not grow with its length.
     """
 
     weights: int
@@ -84,43 +92,51 @@ class Footprint:
         return max(0, free - self.kept) // self.row
 
     def length_in(self, free: int) -> int:
-        """Tokens that a single request may have; 0 where they are not worth proposing."""
+        """Tokens that a single request may have. 0 if they are not worth proposing."""
         tokens = (free - self.kept - self.logits) * self.length // self.row
-        return min(tokens, self.length) if tokens >= MIN_LENGTH else 0
+        if tokens < MIN_LENGTH:
+            return 0
+        return min(tokens, self.length)
 
 
 def footprint(
     path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpec] | None, load: MemoryLoad
 ) -> Footprint:
-    """Footprint of a target and a head; reads only the headers of the target."""
+    """Footprint of a target and a head. Reads only the headers of the target."""
     weights = target_bytes(path, spec, load.dtype, load.device)
     logits = LOGITS_COPIES * (1 + load.draft_len) * spec.vocab_size * 4
-    # an entry in each layer of the target (FP8 if the checkpoint asks for it), and the head's
+    # A token has an entry in each layer of the target (FP8 if the checkpoint asks for it) and one
+    # in the head.
     token = spec.kv_elements_per_token * (1 if spec.quant.kv_cache else load.dtype.itemsize)
     if head is not None:
         weights += head_bytes(head[0], load.dtype)
         token += head[1].kv_elements_per_token * load.dtype.itemsize
     row = token * (load.length + load.draft_len) + logits
-    return Footprint(weights, int(SPARE * weights) + load.prefix_bytes, row, logits, load.length)
+    kept = int(SPARE * weights) + load.prefix_bytes
+    return Footprint(weights, kept, row, logits, load.length)
 
 
 def require_fitting(
     path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpec] | None, load: MemoryLoad
 ) -> None:
     """Raises MissingDependency with the bytes needed and free, and the sizes that fit."""
-    total, free = footprint(path, spec, head, load), free_bytes(load.device)
+    total = footprint(path, spec, head, load)
+    free = free_bytes(load.device)
     needed = total.needed(load.rows)
     if needed <= free:
         return
-    if rows := total.rows_in(free):
+    rows = total.rows_in(free)
+    length = total.length_in(free)
+    if rows:
         remedy = f"use `max_batch_size` {rows}, or a `max_seq_len` below {load.length}"
-    elif length := total.length_in(free):
+    elif length:
         remedy = f"use `max_batch_size` 1 `max_seq_len` {length}"
     else:
         remedy = "use a machine with more memory, or a smaller target: its weights alone do not fit"
-    raise MissingDependency(
-        f"{path} takes {needed / 2**30:.2f} GiB on {load.device} ({total.weights / 2**30:.2f} of weights in "
-        f"{dtype_name(load.dtype)}, {load.rows} requests of {load.length} tokens, "
-        f"{load.prefix_bytes / 2**30:.2f} for reused prefixes), {free / 2**30:.2f} are free",
-        remedy,
+    message = (
+        f"{path} takes {needed / 2**30:.2f} GiB on {load.device} "
+        f"({total.weights / 2**30:.2f} of weights in {dtype_name(load.dtype)}, "
+        f"{load.rows} requests of {load.length} tokens, "
+        f"{load.prefix_bytes / 2**30:.2f} for reused prefixes), {free / 2**30:.2f} are free"
     )
+    raise MissingDependency(message, remedy)

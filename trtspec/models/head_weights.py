@@ -29,10 +29,10 @@ Tensors = LazyTensors | dict[str, Tensor]  # by their checkpoint names
 def load_head(
     path: Path | str, target: KimiModel, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
 ) -> Eagle3Head:
-    """Builds the head for `target`, which lends its embedding, and its lm_head when the file has none.
+    """Builds the head for `target`, which lends its embedding and lm_head if the file has none.
 
-    Reads ModelOpt's names (`layers.0.`) and `midlayer.`. Raises TrtspecError with every misfit at once, and refuses a
-    head whose function the servers do not compute (norm_before_residual).
+    Reads ModelOpt's names (`layers.0.`) and `midlayer.`. Raises TrtspecError with every misfit at
+    once, also for a head that the servers do not compute (norm_before_residual).
     """
     checkpoint, spec = open_head(path, target.spec)
     _refuse(path, _embedding(checkpoint, target))
@@ -41,10 +41,14 @@ def load_head(
 
 
 def open_head(path: Path | str, target: ModelSpec) -> tuple[Checkpoint, HeadSpec]:
-    """A head that can draft for `target`, unread. Raises as `load_head` does, except for its embedding."""
+    """Opens a head that can draft for `target`, and reads its headers.
+
+    Raises as `load_head` does, but does not check the embedding.
+    """
     checkpoint = Checkpoint.open(Path(path))
     spec, problems = read_head(checkpoint)
-    errors = errors_in(problems + pair_problems(spec, target)) + uncomputed(checkpoint.config)
+    problems = problems + pair_problems(spec, target)
+    errors = errors_in(problems) + uncomputed(checkpoint.config)
     _refuse(path, errors or head_value_problems(checkpoint, checkpoint.tensors))
     return checkpoint, spec
 
@@ -76,7 +80,7 @@ def assemble(
     dtype: torch.dtype = torch.bfloat16,
     device: str = "cpu",
 ) -> Eagle3Head:
-    """The head of shape `spec` from its tensors; the target lends its embedding and lm_head where there are none."""
+    """The head of shape `spec` from tensors. The target lends a missing embedding or lm_head."""
     with torch.device("meta"):
         head = Eagle3Head(spec)
     for parameter, names in layout(spec).items():
@@ -94,17 +98,20 @@ def assemble(
         head.lm_head = target.lm_head
     head.embed = target.embed
     if "embed_tokens.weight" in tensors:
-        own = tensors["embed_tokens.weight"].to(device=device, dtype=dtype)
-        head.embed = nn.Embedding.from_pretrained(own)
+        weight = tensors["embed_tokens.weight"].to(device=device, dtype=dtype)
+        head.embed = nn.Embedding.from_pretrained(weight)
     if "d2t" in tensors and spec.is_pruned:
-        # an offset in every Eagle3 format: target id = draft id + d2t[draft id]
+        # d2t is an offset in every Eagle3 format: target id = draft id + d2t[draft id].
         offsets = tensors["d2t"].long().to(device)
         head.target_ids = offsets + torch.arange(len(offsets), device=device)
     return head.eval().requires_grad_(False)
 
 
 def layout(spec: HeadSpec) -> dict[str, tuple[str, ...]]:
-    """Parameter of `Eagle3Head` -> the checkpoint tensors stacked into it along dimension 0; all are required."""
+    """The checkpoint tensors of each parameter of `Eagle3Head`. All are required.
+
+    They are stacked along dimension 0.
+    """
     table: dict[str, tuple[str, ...]] = {}
     for name in tensor_names(spec):
         plain = name.removeprefix("layer.")

@@ -1,8 +1,8 @@
 """The text model of Kimi-K2, K2-Thinking, K2.5, K2.6 and K2.7-Code in plain PyTorch.
 
-The architecture is DeepSeek-V3's (arXiv 2412.19437): latent attention (mla.py) and, after a first dense layer,
-mixtures of experts (moe.py). attention.py says where a call's tokens are, state.py what the layers remember of them.
-fast.py has the forms that the engine puts in the place of some of these modules.
+The architecture is DeepSeek-V3's (arXiv 2412.19437): latent attention (mla.py) and, after a first
+dense layer, mixtures of experts (moe.py). attention.py has the positions of a call's tokens,
+state.py the memory of the layers. fast.py has faster forms of some of these modules for the engine.
 
 Shapes: B rows, T tokens of the call, H hidden size, V vocabulary.
 """
@@ -27,11 +27,13 @@ from trtspec.specs import ModelSpec
 
 @dataclass
 class TargetOutput:
-    """logits: float32 [B, T, V], of the positions that were asked for.
+    """The result of a forward call.
+
+    logits: float32 [B, T, V], of the positions that were asked for.
     hidden: [B, T, H], after the final norm.
-    aux: [B, T, n_aux * H], the outputs of the captured layers side by side; None without any.
-    margins: of the same positions as the logits, the least lead of the chosen experts over the others in all layers;
-    infinite unless recorded.
+    aux: [B, T, n_aux * H], the outputs of the captured layers side by side. None without any.
+    margins: of the positions of the logits, the least lead of the chosen experts over the others in
+        all layers. Infinite unless recorded.
     """
 
     logits: Tensor
@@ -41,7 +43,10 @@ class TargetOutput:
 
 
 class KimiModel(nn.Module):
-    """Logits, final hidden states and, on request, the outputs of given decoder layers (an Eagle3 head's input)."""
+    """Computes logits, final hidden states and, on request, the outputs of given decoder layers.
+
+    An Eagle3 head reads the outputs of layers.
+    """
 
     def __init__(
         self, spec: ModelSpec, kv_dtype: torch.dtype | None = None, *, layers: int | None = None
@@ -51,8 +56,9 @@ class KimiModel(nn.Module):
         self.spec = spec
         self.kv_dtype = kv_dtype
         self.embed = embedding(spec.vocab_size, spec.hidden_size)
-        count = spec.num_hidden_layers if layers is None else layers
-        self.layers = nn.ModuleList(DecoderLayer(spec, index) for index in range(count))
+        if layers is None:
+            layers = spec.num_hidden_layers
+        self.layers = nn.ModuleList(DecoderLayer(spec, index) for index in range(layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.lm_head = Linear(spec.hidden_size, spec.vocab_size)
         self.rope = RotaryEmbedding(spec.rope, spec.qk_rope_head_dim, interleaved=True)
@@ -74,7 +80,8 @@ class KimiModel(nn.Module):
         last_only: logits of the last position alone.
         """
         step = batch_step(tokens, self.rope, self.dtype, start, cache, row, length)
-        return self._run(tokens, step, aux_layers, slice(-1, None) if last_only else slice(None))
+        scored = slice(-1, None) if last_only else slice(None)
+        return self._run(tokens, step, aux_layers, scored)
 
     def prompts(
         self,
@@ -84,8 +91,10 @@ class KimiModel(nn.Module):
         aux_layers: tuple[int, ...],
         scored: Sequence[int],
     ) -> TargetOutput:
-        """Runs tokens int64 [1, T]: pieces of texts one after the other, each in its cache row and seeing its own
-        text only. `scored`: the positions that need logits."""
+        """Runs tokens int64 [1, T]: pieces of texts one after the other, each in its own cache row.
+
+        A piece sees its own text only. `scored`: the positions that need logits.
+        """
         step = prompt_step(pieces, self.rope, self.dtype, cache, tokens.device)
         positions = torch.tensor(scored).to(tokens.device, non_blocking=True)
         return self._run(tokens, step, aux_layers, positions)
@@ -97,6 +106,7 @@ class KimiModel(nn.Module):
         aux_layers: tuple[int, ...],
         scored: slice | Tensor,
     ) -> TargetOutput:
+        """Runs tokens int64 [B, T]. `scored`: the positions that need logits."""
         x = self.embed(tokens)
         margins = x.new_full(tokens.shape, math.inf)
         captured = []
@@ -107,18 +117,23 @@ class KimiModel(nn.Module):
             if isinstance(layer.mlp, MoE) and layer.mlp.gate.recording:
                 margins = margins.minimum(layer.mlp.gate.margin.view_as(margins))
         hidden = self.norm(x)
-        aux = torch.cat(captured, -1) if captured else None
+        aux = None
+        if captured:
+            aux = torch.cat(captured, -1)
         logits = self.lm_head(hidden[:, scored]).float()
         return TargetOutput(logits, hidden, aux, margins[:, scored])
 
     def new_cache(self, rows: int, max_len: int) -> State:
-        """A cache for `rows` sequences of up to `max_len` tokens, in the model's dtype or FP8 (`kv_dtype`)."""
+        """A cache for `rows` sequences of up to `max_len` tokens.
+
+        Its dtype is `kv_dtype` if that is given, else the model's.
+        """
         width = self.spec.kv_lora_rank + self.spec.qk_rope_head_dim
         dtype = self.kv_dtype or self.dtype
         return LatentCache(len(self.layers), rows, max_len, width, dtype, self.embed.weight.device)
 
     def record_margins(self) -> None:
-        """From now on outputs have margins."""
+        """Switches the margins of outputs on."""
         for module in self.modules():
             if isinstance(module, Router):
                 module.recording = True
@@ -129,7 +144,10 @@ class KimiModel(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each after a norm and added to its input. The MLP of later layers is a mixture of experts."""
+    """Attention and MLP, each after a norm and added to its input.
+
+    The MLP of later layers is a mixture of experts.
+    """
 
     def __init__(self, spec: ModelSpec, index: int) -> None:
         super().__init__()

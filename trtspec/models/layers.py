@@ -1,4 +1,4 @@
-"""Linear, RMSNorm and the SwiGLU MLP, which the Kimi target and the Eagle3 heads share. Shapes: H hidden size."""
+"""Linear, RMSNorm and the SwiGLU MLP of the Kimi target and the Eagle3 heads. H: hidden size."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)). gate_proj and up_proj read the same input and are one matrix here."""
+    """SwiGLU: down(silu(gate(x)) * up(x)).
+
+    gate_proj and up_proj read the same input and are one matrix here.
+    """
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
@@ -48,6 +51,7 @@ class MLP(nn.Module):
 
 def embedding(vocab_size: int, hidden_size: int) -> nn.Embedding:
     if torch.empty(0).is_meta:
-        # torch's random values for a meta tensor would import torch._dynamo: over a second of every start
+        # torch's random values for a meta tensor would import torch._dynamo: over a second of every
+        # start.
         return nn.Embedding.from_pretrained(torch.empty(vocab_size, hidden_size), freeze=False)
     return nn.Embedding(vocab_size, hidden_size)

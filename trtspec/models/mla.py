@@ -1,14 +1,17 @@
-"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1), absorbed into the latent space.
+"""Multi-head latent attention (MLA), absorbed into the latent space.
 
-    c_q = RMSNorm(W_DQ x)      q_nope, q_rope = W_UQ c_q         (q_a_proj, q_a_layernorm, q_b_proj)
-    c = RMSNorm(W_DKV x)       k_nope = W_UK c,  v = W_UV c      (kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj)
-    k_rope = RoPE(W_KR x)      one key, shared by all heads      (kv_a_proj_with_mqa, its last rows)
+It is section 2.1 of DeepSeek-V2 (arXiv 2405.04434).
+
+    c_q = RMSNorm(W_DQ x) q_nope, q_rope = W_UQ c_q    q_a_proj, q_a_layernorm, q_b_proj
+    c = RMSNorm(W_DKV x)  k_nope = W_UK c, v = W_UV c  kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj
+    k_rope = RoPE(W_KR x) one key, shared by all heads kv_a_proj_with_mqa, its last rows
     o = W_O concat over heads of softmax((q_nope . k_nope + RoPE(q_rope) . k_rope) * scale) v
 
-Only c and k_rope are cached. As q . (W_UK c) = (W_UK^T q) . c, queries meet the latents themselves, and W_UV lifts what
-attention reads of them: multi-query attention with keys [c, k_rope] and values c.
+Only c and k_rope are cached. As q . (W_UK c) = (W_UK^T q) . c, queries meet the latents themselves,
+and W_UV lifts the result: multi-query attention with keys [c, k_rope] and values c.
 
-Shapes: B rows, T tokens of this call, S cached positions, N heads, C kv_lora_rank, R rope dims of a head.
+Shapes: B rows, T tokens of this call, S cached positions, N heads, C kv_lora_rank, R rope
+dimensions of a head.
 """
 
 from __future__ import annotations
@@ -21,21 +24,28 @@ from trtspec.models.layers import Linear, RMSNorm
 from trtspec.models.rope import yarn_mscale
 from trtspec.specs import HeadSpec, ModelSpec
 
-# The published DeepSeek-V3 / Kimi definition gives its two latent norms this epsilon, not config.rms_norm_eps.
+# The published DeepSeek-V3 / Kimi definition gives its two latent norms this epsilon, not
+# config.rms_norm_eps.
 LATENT_NORM_EPS = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """q_a_proj and kv_a_proj_with_mqa read the same input and are one matrix here, `qkv_a_proj`."""
+    """Latent attention of one layer.
+
+    q_a_proj and kv_a_proj_with_mqa read the same input and are one matrix here, `qkv_a_proj`.
+    """
 
     def __init__(
         self, spec: ModelSpec | HeadSpec, input_size: int, norm_eps: float = LATENT_NORM_EPS
     ) -> None:
-        """`input_size` may be more than the output's hidden_size: a head reads embedding and state side by side."""
+        """`input_size` may exceed hidden_size: a head reads embedding and state side by side."""
         super().__init__()
-        self.heads = heads = spec.num_attention_heads
-        self.q_lora_rank, self.kv_lora_rank = spec.q_lora_rank, spec.kv_lora_rank
-        self.nope_dim, self.rope_dim = spec.qk_nope_head_dim, spec.qk_rope_head_dim
+        heads = spec.num_attention_heads
+        self.heads = heads
+        self.q_lora_rank = spec.q_lora_rank
+        self.kv_lora_rank = spec.kv_lora_rank
+        self.nope_dim = spec.qk_nope_head_dim
+        self.rope_dim = spec.qk_rope_head_dim
         self.v_dim = spec.v_head_dim
         self.a_sizes = self.q_lora_rank, self.kv_lora_rank, self.rope_dim
         self.qkv_a_proj = Linear(input_size, sum(self.a_sizes))
@@ -51,7 +61,8 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
         """x [B, T, input] -> [B, T, H]."""
         q_lora, kv_lora, k_rope = self.qkv_a_proj(x).split(self.a_sizes, -1)
-        q = self.q_b_proj(self.q_a_layernorm(q_lora)).unflatten(-1, (self.heads, -1))
+        c_q = self.q_a_layernorm(q_lora)
+        q = self.q_b_proj(c_q).unflatten(-1, (self.heads, -1))
         q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), -1)  # [B, T, N, nope or R]
         w_uk, w_uv = self.up_projections()
 
@@ -65,11 +76,14 @@ class LatentAttention(nn.Module):
         return self.o_proj(values.flatten(-2))
 
     def attention(self, queries: Tensor, entries: Tensor, mask: CausalMask) -> Tensor:
-        """Multi-query attention of queries [B, T, N, C + R] over cached entries [B, S, C + R] -> [B, T, N, C]."""
+        """Multi-query attention over cached entries.
+
+        queries [B, T, N, C + R], entries [B, S, C + R] -> [B, T, N, C].
+        """
         flat = queries.flatten(1, 2)
         scores = torch.baddbmm(mask.by_head(self.heads), flat, entries.mT, alpha=self.scale)
-        # softmax accumulates in float32
-        attended = torch.bmm(scores.softmax(-1), entries[..., : self.kv_lora_rank])
+        weights = scores.softmax(-1)  # accumulates in float32
+        attended = torch.bmm(weights, entries[..., : self.kv_lora_rank])
         return attended.unflatten(1, (-1, self.heads))
 
     def up_projections(self) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,11 @@
 """Mixture of experts of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) and Kimi-K2.
 
-    s = sigmoid(W_router x)            the k experts with the largest s + bias are chosen; the bias only chooses
+    s = sigmoid(W_router x)            the k experts with the largest s + bias (used only here)
     g_i = factor * s_i / sum of s      over the chosen ones
     y = FFN_shared(x) + sum of g_i FFN_i(x)
 
-Shapes: `tokens` are flat here, without rows; k num_experts_per_tok, E routed experts, I their inner size, H hidden.
+Shapes: `tokens` are flat here, without rows. k num_experts_per_tok, E routed experts, I their inner
+size, H hidden.
 """
 
 from __future__ import annotations
@@ -33,27 +34,34 @@ class MoE(nn.Module):
         """x [..., H] -> [..., H]."""
         flat = x.flatten(0, -2)
         ids, weights = self.gate(flat)
-        return (self.experts(flat, ids, weights) + self.shared_experts(flat)).view_as(x)
+        output = self.experts(flat, ids, weights) + self.shared_experts(flat)
+        return output.view_as(x)
 
 
 class Router(nn.Module):
-    """Scores in float32 at least. Every Kimi has one group of experts, and weights that sum to 1 times the factor;
-    `target_config` refuses other values."""
+    """Chooses experts by scores in float32 at least.
+
+    Every Kimi has one group of experts, and weights that sum to 1 times the factor. `target_config`
+    refuses other values.
+    """
 
     recording = False  # of `margin`; see KimiModel.record_margins
-    margin: Tensor  # of the last call, [tokens]: how far the last chosen expert was ahead of the best other one
+    # of the last call, [tokens]: the lead of the last chosen expert over the best other one
+    margin: Tensor
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.top_k, self.factor = spec.num_experts_per_tok, spec.routed_scaling_factor
+        self.top_k = spec.num_experts_per_tok
+        self.factor = spec.routed_scaling_factor
         self.weight = nn.Parameter(torch.empty(spec.n_routed_experts, spec.hidden_size))
         bias = torch.zeros(spec.n_routed_experts, dtype=torch.float32)
         self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [tokens, H] -> expert ids int64 [tokens, k] and weights float32 or wider [tokens, k]."""
+        """x [tokens, H] -> expert ids int64 and weights float32 or wider, both [tokens, k]."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        scores = F.linear(x.to(wide), self.weight.to(wide)).sigmoid()
+        logits = F.linear(x.to(wide), self.weight.to(wide))
+        scores = logits.sigmoid()
         choice = scores + self.e_score_correction_bias
         ids = choice.topk(self.top_k, dim=-1, sorted=False).indices
         weights = scores.gather(-1, ids)
@@ -65,16 +73,18 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts of one layer, stacked: gate_up [E, 2I, H], gate rows first, and down [E, H, I]."""
+    """The routed experts of a layer: gate_up [E, 2I, H] (gate rows first) and down [E, H, I]."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        count, hidden, inner = spec.n_routed_experts, spec.hidden_size, spec.moe_intermediate_size
+        count = spec.n_routed_experts
+        hidden = spec.hidden_size
+        inner = spec.moe_intermediate_size
         self.gate_up = nn.Parameter(torch.empty(count, 2 * inner, hidden))
         self.down = nn.Parameter(torch.empty(count, hidden, inner))
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x [tokens, H], ids and weights [tokens, k] -> weighted sum over each token's experts [tokens, H]."""
+        """x [tokens, H], ids and weights [tokens, k] -> weighted sum over experts [tokens, H]."""
         return dispatch(x, ids, weights, len(self.down), self.one_expert)
 
     def one_expert(self, expert: int, x: Tensor) -> Tensor:
@@ -86,9 +96,10 @@ class Experts(nn.Module):
 def dispatch(
     x: Tensor, ids: Tensor, weights: Tensor, count: int, one_expert: Callable[[int, Tensor], Tensor]
 ) -> Tensor:
-    """Groups tokens by expert, runs each touched expert once on its tokens, and adds the weighted results.
+    """Groups tokens by expert, runs each expert once on its tokens, and adds the weighted results.
 
-    Reads the sizes of the groups back from the device, once per layer. Sums are in the order of `ids`, on every device.
+    Reads the sizes of the groups back from the device, once per layer. Sums are in the order of
+    `ids`, on every device.
     """
     expert_ids, order = ids.flatten().sort(stable=True)  # pairs of token and expert, [tokens * k]
     numbers = torch.arange(count, device=ids.device)
@@ -97,6 +108,8 @@ def dispatch(
     outputs = torch.cat(
         [one_expert(expert, group) for expert, group in enumerate(groups) if len(group)]
     )
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    by_token = outputs[back].unflatten(0, weights.shape)  # [tokens, k, H]
-    return (by_token * weights.unsqueeze(-1).to(outputs.dtype)).sum(1)
+    indices = torch.arange(len(order), device=order.device)
+    inverse = torch.empty_like(order).scatter_(0, order, indices)
+    by_token = outputs[inverse].unflatten(0, weights.shape)  # [tokens, k, H]
+    weighted = by_token * weights.unsqueeze(-1).to(outputs.dtype)
+    return weighted.sum(1)

@@ -1,35 +1,37 @@
-"""Which type to compute in where nobody asked for one: bfloat16 where the hardware multiplies it, else float32."""
+"""The default compute type: bfloat16 if the hardware multiplies it, else float32."""
 
 from __future__ import annotations
 
 import torch
 
-# Names in torch.cpu.get_capabilities(): AVX-512 BF16 or AMX on x86, the bf16 or SVE bf16 extension on Arm.
+# Names in torch.cpu.get_capabilities(): AVX-512 BF16 or AMX on x86, the bf16 or SVE bf16 extension
+# on Arm.
 NATIVE_BF16 = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 
 
 def has_native_bf16(device: str | torch.device = "cpu") -> bool:
     """Whether `device` multiplies bfloat16 matrices in hardware.
 
-    A CPU without such instructions (AVX2 only, say) still computes bfloat16, but through a generic kernel: on one, a
-    product of 256 x 2048 weights took 1.5 times float32's time for one token, 9 times for 64 and 12 times for 384.
+    A CPU without such instructions (AVX2 only, say) still computes bfloat16, but through a generic
+    kernel. On one, a product of 256 x 2048 weights took 1.5 times float32's time for one token, 9
+    times for 64 and 12 times for 384.
     """
-    kind = torch.device(device).type
-    if kind == "cpu":
+    device_type = torch.device(device).type
+    if device_type == "cpu":
         if hasattr(torch.cpu, "get_capabilities"):
-            found = torch.cpu.get_capabilities()
-            return any(bool(found.get(name)) for name in NATIVE_BF16)
+            capabilities = torch.cpu.get_capabilities()
+            return any(bool(capabilities.get(name)) for name in NATIVE_BF16)
         return bool(torch.cpu._is_avx512_bf16_supported())  # torch before 2.10
-    if kind == "cuda":
+    if device_type == "cuda":
         return torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 0)
     return False
 
 
 def default_dtype(device: str | torch.device = "cpu") -> torch.dtype:
-    """bfloat16 where `device` has it natively, else float32."""
+    """bfloat16 if `device` has it natively, else float32."""
     return torch.bfloat16 if has_native_bf16(device) else torch.float32
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` of torch.float32."""
+    """The name without its module: `float32` for torch.float32."""
     return str(dtype).removeprefix("torch.")

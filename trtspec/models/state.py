@@ -1,8 +1,9 @@
-"""The memory of a model's layers: rows, each with what the layers keep of one text.
+"""The memory of a model's layers: each row keeps one text.
 
-A forward never changes what cannot be overwritten: it appends what it computes, and `commit` says how many of its
-tokens became text. Rejected drafts, failed passes, snapshots and reuse need no other rule, for any type of memory.
-Here is the memory of latent attention, a cache of latents by position.
+A forward changes no memory that cannot be overwritten. It appends its entries, and `commit` says
+how many of its tokens became text. Rejected drafts, failed passes, snapshots and reuse need no
+other rule, for any type of memory. Here is the memory of latent attention, a cache of latents by
+position.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ class TextPiece(NamedTuple):
 class Span(NamedTuple):
     """Tokens of a call that read the same rows.
 
-    tokens: slice of the call's width; rows: slice of the memory's rows.
-    start: position of their first token, int64 [rows] or one for all; None without a cache.
-    end: where the longest row ends, after these tokens.
+    tokens: slice of the call's width.
+    rows: slice of the memory's rows.
+    start: position of the first token, int64 [rows] or one for all. None without a cache.
+    end: the end of the longest row, after these tokens.
     """
 
     tokens: slice
@@ -39,7 +41,7 @@ class Span(NamedTuple):
 class State(Protocol):
     """Memory of some layers for a number of rows of up to `max_len` tokens.
 
-    A row's valid length is the position at which the next call begins; at 0 the row is empty.
+    A row's valid length is the position at which the next call begins. At 0 the row is empty.
     """
 
     max_len: int
@@ -51,29 +53,33 @@ class State(Protocol):
         """Returns a layer's memory of the rows of a span."""
 
     def commit(self, counts: Tensor | Sequence[int]) -> None:
-        """Makes the first `counts` tokens of each row's last call text. Later ones never happened."""
+        """Makes the first `counts` tokens of each row's last call text, and drops the others."""
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copies the memory of a row of `length` tokens over another row."""
 
     def snapshot(self, row: int, begin: int, end: int) -> Any:
-        """A copy from which `restore` resumes after token `end`; None if the row has moved too far past it.
+        """A copy from which `restore` resumes after token `end`.
 
-        begin: the end of the snapshot before.
+        None if the row has moved too far past `end`. begin: the end of the snapshot before.
         """
 
     def restore(self, row: int, snapshots: Sequence[Any], length: int) -> int:
-        """Fills a row from the snapshots of a text, with at most `length` tokens; returns how many."""
+        """Fills a row from the snapshots of a text, with at most `length` tokens.
+
+        Returns the number of tokens.
+        """
 
     def bytes(self, tokens: int) -> int:
-        """Size of a snapshot of so many tokens."""
+        """Size of a snapshot of `tokens` tokens."""
 
 
 class LatentCache:
-    """Entries by position [layers, rows, max_len, width]; for MLA the width is kv_lora_rank + qk_rope_head_dim.
+    """Entries by position, [layers, rows, max_len, width].
 
-    The entry of a rejected draft is overwritten before it can be seen, so there is nothing to commit.
-    `dtype=torch.float8_e4m3fn` keeps the entries as the scale-free FP8 cast.
+    For MLA the width is kv_lora_rank + qk_rope_head_dim. The entry of a rejected draft is
+    overwritten before it can be seen, so there is nothing to commit. `dtype=torch.float8_e4m3fn`
+    keeps the entries as the scale-free FP8 cast.
     """
 
     def __init__(
@@ -95,13 +101,13 @@ class LatentCache:
         stored = entries.flatten(0, 1)
         target = self.entries[layer]
         if target.dtype == torch.float8_e4m3fn:
-            # the cast saturates in the engines but gives NaN in torch
+            # The cast saturates in the engines but gives NaN in torch.
             stored = stored.clamp(-448, 448).to(target.dtype).view(torch.uint8)
             target = target.view(torch.uint8)
         target.index_copy_(0, slots, stored)
 
     def seen(self, layer: int, span: Span) -> Tensor:
-        """[rows, end, width]"""
+        """The entries of a span's rows, [rows, end, width]."""
         return self.data[layer, span.rows, : span.end]
 
     def commit(self, counts: Tensor | Sequence[int]) -> None:

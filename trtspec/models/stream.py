@@ -1,8 +1,9 @@
-"""A target run one decoder layer at a time, for its hidden states on a machine that cannot hold its weights.
+"""A target run one decoder layer at a time: hidden states on machines that cannot hold its weights.
 
-Layers come from the checkpoint one after the other, and every batch passes a layer before the next one. Memory holds
-one layer, the next one if it fits, and the hidden states, which go to files beyond a budget. The arithmetic is
-`KimiModel`'s own: for the same batches all outputs equal the whole model's bit for bit.
+Layers come from the checkpoint one after the other, and every batch passes a layer before the next
+one. Memory holds one layer, the next one if it fits, and the hidden states, which go to files
+beyond a budget. The arithmetic is `KimiModel`'s own: for the same batches all outputs equal the
+whole model's bit for bit.
 """
 
 from __future__ import annotations
@@ -31,18 +32,23 @@ from trtspec.models.weights import Activation, install, layer_layout, layout
 from trtspec.report import create, file_sha256, fsync, writing
 
 OUTER_WEIGHTS = ("embed.weight", "norm.weight", "lm_head.weight")
-# memory in layers to decode one ahead: two of weights, what is being decoded, and as much again for the rest
+# Decoding one layer ahead takes the memory of two layers of weights, of the tensors in work, and as
+# much again for everything else.
 PREFETCH_MEMORY_LAYERS = 4
 FORWARD_TOKENS = 2048  # per forward of the target: large enough for full matrix multiplications
 
 
 class LayerStream:
-    """The layers of a checkpoint in any published format, loaded on demand, run over batches of token ids.
+    """The layers of a checkpoint in any published format, loaded on demand, run over batches.
 
-    `dtype` is the compute type. NVFP4 linears compute as `activation` says; "decoded" treats them as plain weights.
-    `threads` decode the parts of a layer side by side. `load_ahead`: the next layer is decoded while one computes, if
-    PREFETCH_MEMORY_LAYERS fit into the free memory. Raises TrtspecError for a checkpoint in which `trtspec inspect`
-    finds an error.
+    With `load_ahead` the next layer is decoded while one computes. It is on if
+    PREFETCH_MEMORY_LAYERS fit into the free memory. Raises TrtspecError for a checkpoint in which
+    `trtspec inspect` finds an error.
+
+    Args:
+        dtype: the compute type.
+        activation: how NVFP4 linears compute. "decoded": as plain weights.
+        threads: how many decode the parts of a layer side by side.
     """
 
     def __init__(
@@ -55,13 +61,16 @@ class LayerStream:
         threads: int = 1,
     ) -> None:
         target = require_target(path)
-        self.checkpoint, self.spec = target.checkpoint, target.spec
-        self.dtype, self.device = dtype, device
-        self.activation, self.threads = activation, threads
+        self.checkpoint = target.checkpoint
+        self.spec = target.spec
+        self.dtype = dtype
+        self.device = device
+        self.activation = activation
+        self.threads = threads
         self._tensors = LazyTensors(self.checkpoint)
-        self.load_ahead = machine.free_memory() > PREFETCH_MEMORY_LAYERS * self.layer_bytes(
-            self.num_layers - 1
-        )
+        free_bytes = machine.free_memory()
+        last_layer_bytes = self.layer_bytes(self.num_layers - 1)
+        self.load_ahead = free_bytes > PREFETCH_MEMORY_LAYERS * last_layer_bytes
         self._rope = RotaryEmbedding(self.spec.rope, self.spec.qk_rope_head_dim, interleaved=True)
         self._step: tuple[torch.Size, AttentionStep] | None = None
 
@@ -82,7 +91,8 @@ class LayerStream:
         """Bytes of decoder layer `index` in the compute type."""
         with torch.device("meta"):
             layer = DecoderLayer(self.spec, index)
-        return sum(parameter.numel() for parameter in layer.parameters()) * self.dtype.itemsize
+        elements = sum(parameter.numel() for parameter in layer.parameters())
+        return elements * self.dtype.itemsize
 
     def load(self, index: int) -> DecoderLayer:
         """Decoder layer `index` with its weights, on the CPU."""
@@ -101,8 +111,10 @@ class LayerStream:
         return layer.eval().requires_grad_(False)
 
     def model_without_layers(self, *parameters: str) -> KimiModel:
-        """Embeddings, final norm and lm_head on the device; with `parameters` those alone, the others on the meta
-        device. `spec` is the whole model's."""
+        """Embeddings, final norm and lm_head on the device. `spec` is the whole model's.
+
+        With `parameters`: these alone on the device, the others on the meta device.
+        """
         with torch.device("meta"):
             model = KimiModel(self.spec, layers=0)
         for mapping in layout(self.spec):
@@ -119,7 +131,10 @@ class LayerStream:
 
     @torch.inference_mode()
     def embed(self, batches: Sequence[Tensor], states: States) -> None:
-        """Puts the embeddings of all batches (int64 [B, T]) into `states`; the table is held for this call only."""
+        """Puts the embeddings of all batches (int64 [B, T]) into `states`.
+
+        The table is held for this call only.
+        """
         embed = self.model_without_layers("embed.weight").embed
         states.begin(0)
         for number, tokens in enumerate(batches):
@@ -136,15 +151,18 @@ class LayerStream:
         on_output: Callable[[int, int, Tensor], None] = lambda _, __, ___: None,
         after_layer: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Takes `states` (inputs of layer `first`) through the remaining layers, one layer at a time.
+        """Takes `states` (inputs of layer `first`) through all further layers, one at a time.
 
-        `on_layer(index, layer)` is called before the first batch, `on_output(index, batch, x)` with each layer output
-        [B, T, H] on the device, `after_layer(index)` when all batches have passed.
+        Args:
+            on_layer: called with (index, layer) before the first batch.
+            on_output: called with (index, batch, x), each layer output [B, T, H] on the device.
+            after_layer: called with (index) after the last batch.
         """
         with ThreadPoolExecutor(1, thread_name_prefix="next-layer") as ahead:
             pending: Future[DecoderLayer] | None = None
             for index in range(first, self.num_layers):
-                layer = (self.load(index) if pending is None else pending.result()).to(self.device)
+                layer = self.load(index) if pending is None else pending.result()
+                layer = layer.to(self.device)
                 fast.after_loading(layer)
                 pending = None
                 if self.load_ahead and index + 1 < self.num_layers:
@@ -158,12 +176,15 @@ class LayerStream:
                         states.put(number, output)
                         on_output(index, number, output)
                     states.seal()
-                del layer  # before another one is loaded
+                # The layer is freed before another one is loaded.
+                del layer
                 after_layer(index)
 
     def attention_step(self, tokens: Tensor) -> AttentionStep:
-        """Positions and mask of a plain causal forward over tokens [B, T]; the last shape's are kept, for runs of equal
-        batches."""
+        """Positions and mask of a plain causal forward over tokens [B, T].
+
+        The step of the last shape is kept, for runs of equal batches.
+        """
         if self._step is None or self._step[0] != tokens.shape:
             step = batch_step(tokens.to(self.device), self._rope, self.dtype)
             self._step = tokens.shape, step
@@ -171,10 +192,11 @@ class LayerStream:
 
 
 class States:
-    """The hidden states [B, T, H] of all batches between two layers: one generation is read, the next one written.
+    """The hidden states [B, T, H] of all batches between two layers.
 
-    They stay in memory while all of them fit `budget` bytes, else in a file of `directory`. `durable` keeps every
-    finished generation as a file too, so that a killed run can `restore` it.
+    One generation is read while the next one is written. The states stay in memory if all of them
+    fit `budget` bytes, else in a file of `directory`. `durable` keeps every finished generation as
+    a file too, so that a killed run can `restore` it.
     """
 
     def __init__(
@@ -188,7 +210,9 @@ class States:
         durable: bool = False,
     ) -> None:
         self.shapes = [(*batch.shape, width) for batch in batches]
-        self.dtype, self.directory, self.durable = dtype, directory, durable
+        self.dtype = dtype
+        self.directory = directory
+        self.durable = durable
         sizes = [math.prod(shape) * dtype.itemsize for shape in self.shapes]
         self.offsets = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
         self.in_memory = self.bytes <= budget
@@ -221,7 +245,7 @@ class States:
         self._generation = generation
 
     def put(self, number: int, states: Tensor) -> None:
-        """Writes batch `number` of the new generation; batches come in order."""
+        """Writes batch `number` of the new generation. Batches come in order."""
         states = states.detach().to("cpu", self.dtype)
         if self.in_memory:
             self._memory[number] = states
@@ -239,9 +263,10 @@ class States:
         return self._read(self._source, number)
 
     def seal(self) -> None:
-        """Makes the written generation the one that is read; `restore` takes its `record`.
+        """Makes the written generation the one that is read. `restore` takes its `record`.
 
-        A durable file is fsynced and stays until `drop_older`. Without `durable` the older file is removed at once.
+        A durable file is fsynced and stays until `drop_older`. Without `durable` the older file is
+        removed at once.
         """
         if self._target is None:
             return
@@ -253,7 +278,8 @@ class States:
             path.with_suffix(".partial").replace(path)
         if self._source is not None:
             self._source.close()
-        self._source, self._target = self._target, None
+        self._source = self._target
+        self._target = None
         self.record = {
             "generation": self._generation,
             "bytes": self.bytes,
@@ -265,7 +291,7 @@ class States:
             self.drop_older()
 
     def restore(self, record: dict[str, Any]) -> bool:
-        """Reads from a sealed generation; False if its file does not match the record."""
+        """Reads from a sealed generation. False if its file does not match the record."""
         path = self.path(record["generation"])
         if not path.is_file():
             return False
@@ -276,9 +302,8 @@ class States:
         self._source = path.open("rb")
         self._generation = record["generation"]
         if self.in_memory:
-            self._memory = {
-                number: self._read(self._source, number) for number in range(len(self.shapes))
-            }
+            numbers = range(len(self.shapes))
+            self._memory = {number: self._read(self._source, number) for number in numbers}
         return True
 
     def drop_older(self) -> None:
@@ -289,10 +314,10 @@ class States:
                     path.unlink()
 
     def close(self) -> None:
-        """Closes the files; leaves them in place."""
+        """Closes the files and leaves them in place."""
         for file in (self._source, self._target):
             if file is not None:
-                # `put` has reported bytes that could not be written
+                # `put` has reported bytes that could not be written.
                 with suppress(OSError):
                     file.close()
         self._source = self._target = None
@@ -304,18 +329,21 @@ class States:
         self.close()
 
     def _read(self, file: BinaryIO, number: int) -> Tensor:
-        begin, end = self.offsets[number], self.offsets[number + 1]
+        begin = self.offsets[number]
+        end = self.offsets[number + 1]
         raw = torch.empty(end - begin, dtype=torch.uint8)
         file.seek(begin)
         if file.readinto(raw.numpy().data) < len(raw):  # type: ignore[attr-defined]
-            raise TrtspecError(
-                f"{self.directory}: the states end early", "run again with `restart`"
-            )
+            message = f"{self.directory}: the states end early"
+            raise TrtspecError(message, "run again with `restart`")
         return raw.view(self.dtype).view(self.shapes[number])
 
 
 def similar_length(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Indices of `lengths` in batches, short ones first, at most FORWARD_TOKENS padded tokens each."""
+    """Yields batches of indices of `lengths`, short ones first.
+
+    A batch has at most FORWARD_TOKENS padded tokens.
+    """
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
         if batch and (len(batch) + 1) * lengths[index] > FORWARD_TOKENS:
@@ -327,7 +355,7 @@ def similar_length(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 def padded(sequences: Sequence[Sequence[int]]) -> Tensor:
-    """int64 [B, longest], zeros on the right."""
+    """The sequences as int64 [B, longest], zeros on the right."""
     tokens = torch.zeros(len(sequences), max(map(len, sequences)), dtype=torch.int64)
     for row, sequence in enumerate(sequences):
         tokens[row, : len(sequence)] = torch.tensor(sequence)

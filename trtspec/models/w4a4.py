@@ -1,7 +1,7 @@
-"""NVFP4 linears as an FP4 tensor core computes them: 4-bit weights, and activations that are quantized to 4 bits.
+"""NVFP4 linears as an FP4 tensor core computes them: 4-bit weights and 4-bit activations.
 
-Both operands enter the product as E2M1 value times FP8 block scale, which bf16 holds exactly. The two per-tensor scales
-multiply the accumulated result.
+Both operands enter the product as E2M1 value times FP8 block scale, which bf16 holds exactly. The
+two per-tensor scales multiply the accumulated result.
 """
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ class NVFP4Linear(nn.Module):
         self.out_features, self.in_features = self.values.shape
 
     def forward(self, x: Tensor) -> Tensor:
-        values, scale = x, self.scale_2
+        values = x
+        scale = self.scale_2
         if self.activation == "w4a4":
             quantized, input_scale = nvfp4.fake_quantize_activation(x, self.input_scale)
-            values, scale = quantized.to(x.dtype), self.scale_2 * input_scale
-        return (F.linear(values, self.values) * scale).to(x.dtype)
+            values = quantized.to(x.dtype)
+            scale = self.scale_2 * input_scale
+        product = F.linear(values, self.values)
+        return (product * scale).to(x.dtype)
 
 
 class NVFP4Experts(nn.Module):
-    """Routed experts in NVFP4; each expert is a pair of NVFP4 products with its own scales."""
+    """Routed experts in NVFP4. Each expert is a pair of NVFP4 products with its own scales."""
 
     def __init__(self, gate_up: Iterable[nn.Module], down: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -49,7 +52,7 @@ class NVFP4Experts(nn.Module):
         self.down = nn.ModuleList(down)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """As `Experts.forward`."""
+        """Computes as `Experts.forward` does."""
         return dispatch(x, ids, weights, len(self.down), self.one_expert)
 
     def one_expert(self, expert: int, x: Tensor) -> Tensor:

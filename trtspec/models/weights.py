@@ -1,4 +1,4 @@
-"""From a Kimi checkpoint of any published format to a `KimiModel`: the names of its weights, and loading them."""
+"""From a Kimi checkpoint of any published format to a `KimiModel`: names and loading of weights."""
 
 from __future__ import annotations
 
@@ -35,16 +35,18 @@ def load_target(
     device: str = "cpu",
     activation: Activation = "w4a4",
 ) -> KimiModel:
-    """Builds the model of a checkpoint in any format (bf16, int4, fp8-block: decoded; nvfp4: computed as NVFP4).
+    """Builds the model of a checkpoint in any format.
 
-    `dtype` is the compute type. Latents are kept as FP8 when the checkpoint asks for it.
-    Raises TrtspecError for a checkpoint in which `trtspec inspect` finds an error.
+    bf16, int4 and fp8-block weights are decoded, and nvfp4 weights computed as NVFP4. `dtype` is
+    the compute type. Latents are kept as FP8 if the checkpoint asks for it. Raises TrtspecError for
+    a checkpoint in which `trtspec inspect` finds an error.
     """
     target = require_target(path)
-    checkpoint, spec = target.checkpoint, target.spec
+    spec = target.spec
+    kv_dtype = torch.float8_e4m3fn if spec.quant.kv_cache else None
     with torch.device("meta"):
-        model = KimiModel(spec, torch.float8_e4m3fn if spec.quant.kv_cache else None)
-    with LazyTensors(checkpoint) as tensors:
+        model = KimiModel(spec, kv_dtype)
+    with LazyTensors(target.checkpoint) as tensors:
         for mapping in layout(spec):
             install(model, mapping, tensors, dtype=dtype, device=device, activation=activation)
     fast.after_loading(model)
@@ -68,8 +70,8 @@ def install(
 ) -> None:
     """Decodes a parameter of `module`, tensor by tensor, in the threads of `pool` if there is one.
 
-    NVFP4 weights become modules that compute with `activation`, unless it is "decoded". Memory holds the parameter and
-    the tensors in work.
+    NVFP4 weights become modules that compute with `activation`, unless it is "decoded". Memory
+    holds the parameter and the tensors in work.
     """
     if activation != "decoded" and is_nvfp4(tensors.checkpoint, mapping.names[0]):
         linear = partial(
@@ -79,13 +81,13 @@ def install(
         return
     owner, _, leaf = mapping.parameter.rpartition(".")
     plain = module.get_submodule(owner)
-    # the router computes in float32
+    # The router computes in float32.
     stored_dtype = torch.float32 if owner.endswith("mlp.gate") else dtype
     value = torch.empty(getattr(plain, leaf).shape, dtype=stored_dtype)
     rows = value.flatten(0, 1) if value.dim() == 3 else value
-    for _ in (pool.map if pool else map)(
-        partial(_decode_into, tensors=tensors), rows.split(mapping.rows), mapping.names
-    ):
+    decode = partial(_decode_into, tensors=tensors)
+    run = pool.map if pool else map
+    for _ in run(decode, rows.split(mapping.rows), mapping.names):
         pass
     setattr(plain, leaf, nn.Parameter(value.to(device), requires_grad=False))
 
@@ -95,7 +97,7 @@ def _install_nvfp4(
     mapping: ParameterMapping,
     linear: Callable[[Sequence[str]], NVFP4Linear],
 ) -> None:
-    """Puts an NVFP4 module in the place of the parameter's owner; experts come as gate_up, then as down."""
+    """Replaces the parameter's owner by an NVFP4 module. Experts come as gate_up, then as down."""
     owner, _, leaf = mapping.parameter.rpartition(".")
     if not owner.endswith(".experts"):
         module.set_submodule(owner, linear(mapping.names))
@@ -115,7 +117,10 @@ def _decode_into(target: torch.Tensor, name: str, tensors: LazyTensors) -> None:
 
 @dataclass(frozen=True)
 class ParameterMapping:
-    """One parameter and the checkpoint tensors whose rows, so many of each, concatenated in order are its value."""
+    """One parameter, and the checkpoint tensors whose rows in order are its value.
+
+    rows: number of rows of each tensor.
+    """
 
     parameter: str
     role: Role
@@ -124,7 +129,7 @@ class ParameterMapping:
 
 
 def layout(spec: ModelSpec) -> Iterator[ParameterMapping]:
-    """Every parameter of `KimiModel(spec)` with its names in a published checkpoint."""
+    """Yields every parameter of `KimiModel(spec)` with its names in a published checkpoint."""
     yield from _mappings(spec.family.ends(spec), spec.family.prefix)
     for index in range(spec.num_hidden_layers):
         for mapping in layer_layout(spec, index):
@@ -132,12 +137,12 @@ def layout(spec: ModelSpec) -> Iterator[ParameterMapping]:
 
 
 def layer_layout(spec: ModelSpec, index: int) -> Iterator[ParameterMapping]:
-    """Every parameter of decoder layer `index`, named as in its `DecoderLayer` (without `layers.N.`)."""
+    """Every parameter of decoder layer `index`, named as in `DecoderLayer`: no `layers.N.`."""
     return _mappings(spec.family.layer(spec, index), spec.family.stem(index))
 
 
 def _mappings(parts: Iterable[Part], stem: str) -> Iterator[ParameterMapping]:
-    """Parts of one parameter follow each other, expert after expert."""
+    """Yields the parameters. Parts of one parameter follow each other, expert after expert."""
     members: dict[str, list[Part]] = {}
     for part in parts:
         members.setdefault(part.parameter, []).append(part)
@@ -151,19 +156,23 @@ def _mappings(parts: Iterable[Part], stem: str) -> Iterator[ParameterMapping]:
 def nvfp4_linear(
     names: Sequence[str], tensors: LazyTensors, activation: str, dtype: torch.dtype, device: str
 ) -> NVFP4Linear:
-    """One NVFP4 linear out of one weight, or of gate and up stacked; stacked weights must share both tensor scales."""
+    """One NVFP4 linear from one weight, or from gate and up stacked.
+
+    Raises TrtspecError if stacked weights do not share both tensor scales.
+    """
     stems = [name.removesuffix("weight") for name in names]
     scales = [(tensors[f"{stem}weight_scale_2"], tensors[f"{stem}input_scale"]) for stem in stems]
-    for stem, (scale_2, input_scale) in zip(stems, scales, strict=True):
-        if not (torch.equal(scale_2, scales[0][0]) and torch.equal(input_scale, scales[0][1])):
-            raise TrtspecError(
-                f"{stem}weight_scale_2 or input_scale differs from that of {stems[0]}; fused kernels share one scale",
-                "requantize the checkpoint: trtspec quantize SRC -o OUT",
-            )
+    scale_2, input_scale = scales[0]
+    for stem, (stem_scale_2, stem_input_scale) in zip(stems, scales, strict=True):
+        is_shared = torch.equal(stem_scale_2, scale_2)
+        if not (is_shared and torch.equal(stem_input_scale, input_scale)):
+            message = f"{stem}weight_scale_2 or input_scale differs from that of {stems[0]}; "
+            message += "fused kernels share one scale"
+            remedy = "requantize the checkpoint: trtspec quantize SRC -o OUT"
+            raise TrtspecError(message, remedy)
     packed = torch.cat([tensors[f"{stem}weight"] for stem in stems])
-    scale = torch.cat([tensors[f"{stem}weight_scale"].view(torch.uint8) for stem in stems]).view(
-        torch.float8_e4m3fn
-    )
-    weight = nvfp4.NVFP4Tensor(packed, scale, scales[0][0])
+    block_scales = [tensors[f"{stem}weight_scale"].view(torch.uint8) for stem in stems]
+    scale = torch.cat(block_scales).view(torch.float8_e4m3fn)
+    weight = nvfp4.NVFP4Tensor(packed, scale, scale_2)
     values = nvfp4.codes_times_scale(weight).to(dtype)
-    return NVFP4Linear(values, weight.scale_2, scales[0][1], activation).to(device)
+    return NVFP4Linear(values, weight.scale_2, input_scale, activation).to(device)
