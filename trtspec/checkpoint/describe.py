@@ -47,7 +47,7 @@ def describe(
     """Returns the report of a checkpoint.
 
     Reads a checkpoint on disk. A published one that is not here is answered from data/models.yaml,
-    whose `unverified` fields are repeated. Raises UsageError for `sample` or `hashes` without files.
+    whose `unverified` fields are repeated. Raises UsageError for `sample` or `hashes` of those.
 
     Args:
         all_values: read a head's tensors whole, not in a sample.
