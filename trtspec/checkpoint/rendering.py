@@ -34,7 +34,6 @@ class Rendering:
     `prompt`: number of tokens before the last answer. `repeated`: number of tokens that an earlier
     rendering of the same messages has.
     """
-    the last answer, `repeated` those that an earlier rendering of the same messages has."""
 
     tokens: list[int]
     answer: list[int]

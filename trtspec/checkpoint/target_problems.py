@@ -1,4 +1,4 @@
-"""Whether a checkpoint is a target or a head, and what is wrong with a target, without reading a weight.
+"""Detects a target or a head, and finds the problems of a target without reading a weight.
 
 `trtspec inspect` prints these findings. Every command that is about to spend time on a target asks
 for them first (`require_target`), and refuses a target with an error.
@@ -103,7 +103,6 @@ def _noted(path: Path) -> Iterator[Problem]:
     for entry in recorded(path).get("problems") or ():
         code, where, message, remedy = (
             str(entry.get(key, "")) for key in ("code", "where", "message", "remedy")
-        )
         )
         severity: Severity = "error" if entry.get("severity") == "error" else "warning"
         message = f"noted when this checkpoint was quantized: {message}"
