@@ -83,7 +83,7 @@ def tokenizer_problems(path: Path, config: dict[str, Any], vocab_size: int) -> l
 
 
 def family_tokens(vocab_size: int) -> dict[str, int]:
-    """Ids of the family's special tokens by name: the last ids of the vocabulary, as in kimi-nano."""
+    """Ids of the family's special tokens by name: the vocabulary's last ids, as in kimi-nano."""
     names = dict(_declared(read_optional(DATA / "kimi-nano" / CONFIG)))
     shift = vocab_size - 1 - names[LAST_TOKEN]
     return {name: token + shift for name, token in names.items() if "reserved" not in name}
