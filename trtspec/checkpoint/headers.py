@@ -27,7 +27,7 @@ from trtspec.specs import check_kinds
 INDEX_NAME = "model.safetensors.index.json"
 HF_QUANT_NAME = "hf_quant_config.json"
 MAX_SHARDS = 100_000
-CHUNK_BYTES = 1 << 20  # read at a time, so that they stay in the cache while they are compared
+PIECE = 1 << 20  # bytes read at a time, so that they stay in the cache while they are compared
 DOWNLOAD_AGAIN = "download the checkpoint again, or check the disk it lies on"
 POINTER = b"version https://git-lfs"
 DOWNLOAD_SUFFIXES = (".incomplete", ".part", ".partial", ".aria2", ".crdownload", ".tmp")
@@ -390,7 +390,7 @@ def same_bytes(
     if (info.dtype, info.shape) != (other_info.dtype, other_info.shape):
         return False
     with ShardReader(checkpoint.path) as reader, ShardReader(other.path) as other_reader:
-        chunks = reader.pieces(info, CHUNK_BYTES)
-        other_chunks = other_reader.pieces(other_info, CHUNK_BYTES)
+        chunks = reader.pieces(info, PIECE)
+        other_chunks = other_reader.pieces(other_info, PIECE)
         pairs = zip(chunks, other_chunks, strict=True)
         return all(bytes(chunk) == bytes(other_chunk) for chunk, other_chunk in pairs)
