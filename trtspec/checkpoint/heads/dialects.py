@@ -1,9 +1,12 @@
-"""The dialects that Eagle3 heads are stored in and the engines that serve them, each a row of data/dialects.yaml. All
-that differs between them is asked of the row; no file knows a dialect by its name.
+"""The dialects that Eagle3 heads are stored in and the engines that serve them.
 
-Layer ids have two conventions. One counts layer outputs from 0 (ModelOpt, TensorRT-LLM, SpecForge, TorchSpec); the
-other counts the layers that already ran, one more (SafeAILab, vLLM, speculators). SGLang takes ids that start with 1
-for the first and all others for the second. `HeadSpec.aux_layers` always holds outputs.
+Each is a row of data/dialects.yaml. All that differs between them is asked of the row. No file
+knows a dialect by its name.
+
+Layer ids have two conventions. One counts layer outputs from 0 (ModelOpt, TensorRT-LLM, SpecForge,
+TorchSpec). The other counts the layers that already ran, one more (SafeAILab, vLLM, speculators).
+SGLang takes ids that start with 1 for the first and all others for the second.
+`HeadSpec.aux_layers` always holds outputs.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from trtspec.specs import HeadSpec, ModelSpec
 
 @dataclass(frozen=True)
 class HeadEngine:
-    """An engine that serves heads; data/dialects.yaml says what the fields mean."""
+    """An engine that serves heads. data/dialects.yaml says what the fields mean."""
 
     name: str
     title: str
@@ -43,12 +46,15 @@ class HeadEngine:
     flags: dict[str, list[str]] = field(default_factory=dict)
 
     def cannot_load(self, spec: HeadSpec) -> str:
-        """Why this engine fails on such a head, whatever its layout; "" where it does not."""
+        """Why this engine fails on such a head, whatever its layout. "" if it does not."""
         return self.pruned_mla if spec.is_mla and spec.is_pruned else ""
 
     def start(self, head: str, target: str, capture: list[int] | None) -> str:
-        """The shell command that serves a pair. `capture`: the layer outputs that TensorRT-LLM needs in its
-        configuration, since it never reads them from the head; None where its default is right or unknown."""
+        """The shell command that serves a pair.
+
+        `capture`: the layer outputs that TensorRT-LLM needs in its configuration, since it never
+        reads them from the head. None if its default is right or unknown.
+        """
         return self.command.format(
             head=_quoted(head),
             head_in_yaml=json.dumps(head) if _quoted(head) != head else head,
@@ -62,18 +68,18 @@ class HeadEngine:
 
 
 def _quoted(name: str) -> str:
-    """For a shell, a placeholder as it is."""
+    """The name quoted for a shell, or a placeholder as it is."""
     return name if name.startswith("<") else shlex.quote(name)
 
 
 def vllm_speculation(head: str, draft_len: int | None = None) -> dict[str, Any]:
-    """What vLLM's --speculative-config says of a head."""
+    """The value of vLLM's --speculative-config for a head."""
     return {"model": head, "method": "eagle3", "num_speculative_tokens": draft_len or DRAFT_LEN}
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one project writes, reads and trains heads; data/dialects.yaml says what the fields mean."""
+    """How one project writes, reads and trains heads. data/dialects.yaml explains the fields."""
 
     name: str
     title: str
@@ -107,10 +113,12 @@ class Dialect:
         return tuple(number - 1 for number in ids) if ran else ids
 
     def capture(self, config: dict[str, Any]) -> tuple[tuple[int, ...] | None, str]:
-        """(layer outputs that the head was trained on, None where config.json does not say; how two statements of
-        them contradict each other, "" where they do not, which `inspect` makes an error).
+        """(layer outputs that the head was trained on, how two statements of them differ).
 
-        Ids at the top level count the layers that ran. Nested ids that differ from them are outputs already."""
+        None if config.json does not state outputs. "" if no statements differ. `inspect` makes a
+        difference an error. Ids at the top level count the layers that ran. Nested ids that differ
+        from them are outputs already.
+        """
         nested, top = stated_ids(config)
         if not top:
             return self.outputs(nested) if nested else None, ""
@@ -120,12 +128,13 @@ class Dialect:
             return by_top, ""
         where = "eagle_config" if nested else f"{self.title} layout"
         return by_dialect, (
-            f"config.json states layer ids twice: {list(top)} at the top level are the outputs {list(by_top)} (ids "
-            f"there count the layers that ran), {list(nested or top)} in {where} are the outputs {list(by_dialect)}"
+            f"config.json states layer ids twice: {list(top)} at the top level are the outputs "
+            f"{list(by_top)} (ids there count the layers that ran), {list(nested or top)} in "
+            f"{where} are the outputs {list(by_dialect)}"
         )
 
     def ids(self, outputs: tuple[int, ...] | None) -> list[int] | None:
-        """Layer outputs as this dialect stores them; None when they are not known."""
+        """Layer outputs as this dialect stores them. None if they are not known."""
         if outputs is None:
             return None
         ran = self.counts == "layers run" or (self.counts == "by first id" and outputs[0] != 1)
@@ -139,13 +148,13 @@ class Dialect:
 
 
 def _rows(section: str) -> dict[str, dict[str, Any]]:
-    """Rows of data/dialects.yaml by name; their lists as tuples."""
-    return {
-        name: {
+    """Rows of data/dialects.yaml by name, with their lists as tuples."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, row in DIALECT_TABLE[section].items():
+        rows[name] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in row.items()
         }
-        for name, row in DIALECT_TABLE[section].items()
-    }
+    return rows
 
 
 ENGINES = {name: HeadEngine(name, **row) for name, row in _rows("engines").items()}
@@ -160,25 +169,32 @@ DEFAULT = DIALECTS["modelopt"]  # what names and keys do not tell, and what `trt
 
 
 def detect_dialect(config: dict[str, Any], names: set[str]) -> Dialect:
-    """The dialect by the tensor names (unprefixed by `model.`) and the keys that only one writer leaves behind."""
+    """The dialect by tensor names (without `model.`) and by keys that only one writer leaves."""
     nested, top = stated_ids(config)
     ids = top or nested
     shown = {*config, *(f"eagle_config.{key}" for key in config.get("eagle_config") or ())}
     shown |= {*(config.get("architectures") or ()), str(config.get("model_type"))}
-    shown |= {name.split(".")[0] for name in names} | ({"ids"} if ids else set())
-    shown |= {"ids from 1"} if ids and min(ids) == 1 else set()
+    shown |= {name.split(".")[0] for name in names}
+    if ids:
+        shown.add("ids")
+        if min(ids) == 1:
+            shown.add("ids from 1")
     for row in sorted(DIALECTS.values(), key=lambda row: row.rank):
-        if any(
-            all((word.removeprefix("!") in shown) != word.startswith("!") for word in way)
-            for way in row.wrote
-        ):
+        if any(_is_shown(words, shown) for words in row.wrote):
             return row
     return DEFAULT
 
 
+def _is_shown(words: list[str], shown: set[str]) -> bool:
+    """Whether `shown` has every word, and none of the words behind a `!`."""
+    return all((word.removeprefix("!") in shown) != word.startswith("!") for word in words)
+
+
 def training_record(path: Path) -> dict[str, Any]:
-    """The provenance of the `trtspec train` that made a head, also when `trtspec convert` rewrote it since; {} for
-    another's head."""
+    """The provenance of the `trtspec train` that made a head, also if `trtspec convert` rewrote it.
+
+    {} for a head of another trainer.
+    """
     record = recorded(path)
     while record.get("command") == "convert":
         record = (record.get("source") or {}).get("provenance") or {}
@@ -186,27 +202,30 @@ def training_record(path: Path) -> dict[str, Any]:
 
 
 def dialect_of(checkpoint: Checkpoint) -> Dialect:
-    """The dialect that `trtspec convert` noted, as long as the tensor names fit it; else the detected one.
+    """The dialect that `trtspec convert` noted, if the tensor names fit it, else the detected one.
 
     Some dialects have the same names and keys, and count layers differently.
     """
     noted = DIALECTS.get(str(recorded(checkpoint.path).get("dialect")))
     if noted is not None and noted.prefix == layer_prefix(checkpoint.tensors):
         return noted
-    return detect_dialect(
-        checkpoint.config, {name.removeprefix("model.") for name in checkpoint.tensors}
-    )
+    names = {name.removeprefix("model.") for name in checkpoint.tensors}
+    return detect_dialect(checkpoint.config, names)
 
 
 def head_config(spec: HeadSpec, target: ModelSpec) -> dict[str, Any]:
     """config.json of a new head as `trtspec train` writes it."""
-    eos = target.eos_token_ids
+    stop_ids = list(target.eos_token_ids)
+    eos: list[int] | int | None = stop_ids
+    if len(stop_ids) < 2:
+        eos = stop_ids[0] if stop_ids else None
     carried = {
         "bos_token_id": target.bos_token_id,
-        "eos_token_id": list(eos) if len(eos) > 1 else eos[0] if eos else None,
+        "eos_token_id": eos,
         "pad_token_id": target.pad_token_id,
         "initializer_range": 0.02,
         "use_cache": True,
     }
     ids = DEFAULT.ids(spec.aux_layers or target.default_aux_layers)
-    return write_config(DEFAULT.config, shared_config(carried, spec, "BF16"), spec, ids, Verifier())
+    shared = shared_config(carried, spec, "BF16")
+    return write_config(DEFAULT.config, shared, spec, ids, Verifier())
