@@ -1,4 +1,4 @@
-"""The one reader of conversations, for calibrate, synthesize, train and bench. A row may have any of these fields:
+"""Reads conversations for calibrate, synthesize, train and bench. A row may have these fields:
 
     messages, conversations, conversation   a list of {role, content} or ShareGPT's {from, value}
     turns                                   a list of questions (MT-Bench), or of {text} (AIPerf)
@@ -6,9 +6,10 @@
       with response | answer | output | completion    ... and its answer
     text                                    raw text, without a chat template
 
-`system` or `system_prompt` precedes a conversation. `tools` is a field of its own, a list or JSON text of one, or
-inside `metadata`. The reader counts fields that it does not know and names them in one note. It refuses, with file and
-line, an unknown role and a field that would change what is learned.
+`system` or `system_prompt` precedes a conversation. `tools` is a field of its own, a list or JSON
+text of one, or inside `metadata`. The reader counts fields that it does not know and names them in
+one note. It refuses, with file and line, an unknown role and a field that would change what is
+learned.
 """
 
 from __future__ import annotations
@@ -49,38 +50,25 @@ IDS = ("conversation_id", "question_id", "id", "prompt_id", "task_id", "uuid", "
 PICTURES = ("image_url", "video_url")  # types of a part of a message
 REASONING = ("reasoning_content", "reasoning", "thinking", "reasoning_details")
 FAILED = ("error", "failed", "failure", "timeout", "cancelled")  # of a row's `status`
-# what describes a row and changes nothing that is made of it
-METADATA = (*IDS, "category", "finish_reason", "metadata", "source", "dataset", "split", "language", "license",
-            "reference", "tools", "status", "error")  # fmt: skip
-# what a trainer should leave out of the loss, and OpenAI's older form of calls; 1 leaves nothing out
+# These describe a row and change nothing that is made of it.
+METADATA = (
+    *IDS, "category", "finish_reason", "metadata", "source", "dataset", "split", "language",
+    "license", "reference", "tools", "status", "error",
+)  # fmt: skip
+# A trainer should leave parts out of the loss by these, or they are OpenAI's older form of calls.
+# The value 1 leaves nothing out.
 ROW_REFUSED = ("weight", "loss_weight", "loss_mask", "functions")
 MESSAGE_REFUSED = ("weight", "train", "loss", "loss_weight", "loss_mask", "function_call")
-REMEDY = "each row has messages, conversations, turns, prompt with or without completion or response, or text"
+MAX_FIELDS_NAMED = 12
+REMEDY = (
+    "each row has messages, conversations, turns, prompt with or without completion or response, "
+    "or text"
+)
 Message = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """One row in OpenAI's words. Either `messages` ({role, content}, and where set reasoning_content, tool_calls,
-    tool_call_id, name), or raw `text`. Content is text, or with pictures a list of parts."""
-
-    file: str
-    line: int
-    messages: tuple[Message, ...] = ()
-    text: str = ""
-    tools: tuple[dict[str, Any], ...] = ()
-    id: str = ""
-    category: str = ""
-    finish_reason: str = ""
-    failure: str = ""  # why a server gave no answer, where the row says so
-
-    @property
-    def where(self) -> str:
-        return f"{self.file}:{self.line}"
-
-
 def read_conversations(source: Path | str, split: str | None = None) -> Iterator[Conversation]:
-    """The conversations of a file, a directory or a hub data set (see `rows.read_rows`), in order.
+    """Yields the conversations of a file, a directory or a hub data set in order.
 
     Raises UsageError (TS-DATA-ROW) with file and line for an invalid row. Fields that
     are not read are named in one note when the reading ends.
@@ -93,19 +81,36 @@ def read_conversations(source: Path | str, split: str | None = None) -> Iterator
         note_unread(source, unread)
 
 
-def note_unread(source: Path | str, unread: Counter[str]) -> None:
-    """One note for the fields that a data set has and nothing honours, with the number of rows."""
-    if unread and not Path(source).is_relative_to(
-        DATA
-    ):  # what ships with trtspec is known to be read right
-        named = ", ".join(f"{name} ({count:,})" for name, count in sorted(unread.items())[:12])
-        more = f" and {len(unread) - 12} more" if len(unread) > 12 else ""
-        note(f"{source} has fields that are not read, with the number of rows: {named}{more}")
+@dataclass(frozen=True)
+class Conversation:
+    """One row in OpenAI's words: either `messages` or raw `text`.
+
+    A message is {role, content}, and where set reasoning_content, tool_calls, tool_call_id, name.
+    Content is text, or with pictures a list of parts.
+    """
+
+    file: str
+    line: int
+    messages: tuple[Message, ...] = ()
+    text: str = ""
+    tools: tuple[dict[str, Any], ...] = ()
+    id: str = ""
+    category: str = ""
+    finish_reason: str = ""
+    failure: str = ""  # why a server gave no answer, if the row says so
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}:{self.line}"
 
 
 def conversation(row: DataRow, unread: Counter[str], pictures: bool = False) -> Conversation:
-    """One row read. Counts in `unread` the fields that it has and nothing honours. With `pictures` the content of a
-    message may be a list of parts; without, such a row is refused."""
+    """Returns the conversation of one row. Raises UsageError if the row is invalid.
+
+    Args:
+        unread: counts the fields that the row has and nothing reads.
+        pictures: the content of a message may be a list of parts. Otherwise such a row is refused.
+    """
     try:
         if not isinstance(row.value, dict):
             raise ValueError("is not an object")
@@ -120,17 +125,19 @@ def _conversation(
 ) -> Conversation:
     _refuse(fields, ROW_REFUSED)
     status = str(fields.get("status", "")).lower()
+    failed_status = status if status in FAILED else ""
     read = {*METADATA, *ROW_REFUSED}
     text, messages = _body(fields, read, unread)
     if messages:
         messages = _with_system(fields, messages)
         read.update(SYSTEM)
-    # Nemotron's sets keep tools inside `metadata`, which may also be a remark
+    tools = fields.get("tools")
     metadata = _parsed(fields.get("metadata"))
-    inner = metadata.get("tools") if isinstance(metadata, dict) else None
-    tools = fields.get("tools") or inner or []
-    shown = [message for message in messages if not isinstance(message["content"], str)]
-    if shown and not pictures:
+    if not tools and isinstance(metadata, dict):
+        # Nemotron's sets keep tools inside `metadata`, which may also be a remark.
+        tools = metadata.get("tools")
+    with_parts = [message for message in messages if not isinstance(message["content"], str)]
+    if with_parts and not pictures:
         raise ValueError(f"has content with {' or '.join(PICTURES)}, and only text is read")
     unread.update(key for key in fields if key not in read and fields[key] not in ("", [], {}))
     return Conversation(
@@ -138,18 +145,26 @@ def _conversation(
         row.line,
         tuple(with_call_ids(messages)),
         text,
-        tools=tuple(_objects(tools, "tools")),
+        tools=tuple(_objects(tools or [], "tools")),
         id=next((str(fields[key]) for key in IDS if key in fields), ""),
         category=str(fields.get("category", "")),
         finish_reason=str(fields.get("finish_reason", "")),
-        failure=str(fields.get("error") or (status if status in FAILED else "")),
+        failure=str(fields.get("error") or failed_status),
     )
+
+
+def _refuse(fields: dict[str, Any], keys: tuple[str, ...]) -> None:
+    """Raises ValueError for a key that would change what is learned."""
+    for key in keys:
+        if fields.get(key, 1) != 1:
+            value = str(fields[key])[:40]
+            raise ValueError(f"has {key}: {value}, which is not read: leave it out, or the row")
 
 
 def _body(
     fields: dict[str, Any], read: set[str], unread: Counter[str]
 ) -> tuple[str, list[Message]]:
-    """(raw text or "", the messages or []). Adds the keys that made them to `read`."""
+    """(raw text or "", messages or []). Adds the keys that they were read from to `read`."""
     names = [key for key in BODIES if key in fields]
     if not names:
         raise ValueError(f"has none of {', '.join(BODIES)}, only {sorted(fields)}")
@@ -179,81 +194,118 @@ def _body(
     return "", [question, *replies]
 
 
-def _question(value: Any, unread: Counter[str]) -> Message:
-    """Text, or {text} with fields that are not read."""
-    item = value if isinstance(value, dict) else {"text": value}
-    text = item.get("text")
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError("has an empty or non-text prompt")
-    unread.update(f"turns[].{key}" for key in item.keys() - {"text"})
-    return {"role": "user", "content": text}
-
-
 def _text(value: Any, key: str) -> str:
+    """The value. Raises ValueError if it is not text."""
     if not isinstance(value, str):
         raise ValueError(f"has {key} that is {type(value).__name__}, not text")
     return value
 
 
 def _items(value: Any, key: str) -> list[Any]:
+    """The items of a list, or of JSON text of one. Raises ValueError if there are none."""
     items = _parsed(value)
     if not isinstance(items, list) or not items:
         raise ValueError(f"has {key} that are no list, or an empty one")
     return items
 
 
+def _parsed(value: Any) -> Any:
+    """The value of JSON text, None for other text. A value of another type is returned as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return files.parse_json(value)
+    except ValueError:
+        return None
+
+
+def _question(value: Any, unread: Counter[str]) -> Message:
+    """The message of a question: text, or {text} with fields that are not read."""
+    fields = value if isinstance(value, dict) else {"text": value}
+    text = fields.get("text")
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError("has an empty or non-text prompt")
+    unread.update(f"turns[].{key}" for key in fields.keys() - {"text"})
+    return {"role": "user", "content": text}
+
+
 def _messages(items: list[Any], unread: Counter[str]) -> list[Message]:
-    odd: set[str] = set()
-    messages = [_message(item, odd) for item in items]
-    unread.update(f"messages[].{key}" for key in odd)
+    unknown: set[str] = set()
+    messages = [_message(item, unknown) for item in items]
+    unread.update(f"messages[].{key}" for key in unknown)
     return messages
 
 
-def _message(value: Any, odd: set[str]) -> Message:
-    """A message in OpenAI's keys, whichever of the two namings it has. Adds the keys that it does not know to `odd`."""
+def _message(value: Any, unknown: set[str]) -> Message:
+    """A message in OpenAI's keys, whichever of the two namings it has.
+
+    Adds the keys that it does not know to `unknown`.
+    """
     if not isinstance(value, dict):
         raise ValueError("has a message that is no object")
     fields = {key: item for key, item in value.items() if item is not None}
     _refuse(fields, MESSAGE_REFUSED)
-    named = "role" if "role" in fields else "from"
-    role = ROLES.get(str(fields.get(named, "")))
+    role_key = "role" if "role" in fields else "from"
+    stated_role = fields.get(role_key, "")
+    role = ROLES.get(str(stated_role))
     if role is None:
         known = ", ".join(ROLES)
-        raise ValueError(
-            f"has a message of the role {fields.get(named, '')!r}, which is none of {known}"
-        )
-    content = "content" if "content" in fields else "value"
-    read = {named, content, "tool_call_id", "name", *MESSAGE_REFUSED}
-    message: Message = {"role": role, "content": _joined(fields.get(content, ""), "content")}
+        raise ValueError(f"has a message of the role {stated_role!r}, which is none of {known}")
+    content_key = "content" if "content" in fields else "value"
+    read = {role_key, content_key, "tool_call_id", "name", *MESSAGE_REFUSED}
+    content = _joined(fields.get(content_key, ""), "content")
+    message: Message = {"role": role, "content": content}
     if role == "assistant":
         message = answer_of({**fields, **message})
         read |= {*REASONING, "tool_calls"}
-    if content not in fields and message.keys() <= {"role", "content"}:
+    if content_key not in fields and message.keys() <= {"role", "content"}:
         raise ValueError(f"has a message of the role {role} without content")
     for key in ("tool_call_id", "name"):
         if fields.get(key):
             message[key] = _text(fields[key], key)
-    odd |= {key for key, item in fields.items() if item not in ("", [], {})} - read
+    stated = {key for key, item in fields.items() if item not in ("", [], {})}
+    unknown |= stated - read
     return message
+
+
+def _joined(value: Any, key: str) -> str | list[dict[str, Any]]:
+    """Text, or a list of parts if some are pictures.
+
+    A list of text parts is joined, as the templates of the family print it.
+    """
+    if not isinstance(value, list):
+        return _text(value, key)
+    parts: list[dict[str, Any]] = []
+    texts = []
+    for item in value:
+        fields = item if isinstance(item, dict) else {"text": item}
+        part = {"type": "text", **fields}
+        parts.append(part)
+        part_type = part["type"]
+        if part_type not in PICTURES:
+            where = f"{key} with a part of the type {part_type!r}"
+            texts.append(_text(part.get("text"), where))
+    return "".join(texts) if len(texts) == len(parts) else parts
 
 
 def answer_of(fields: dict[str, Any]) -> Message:
     """Returns an assistant's message in one form, wherever its reasoning and its calls are.
 
-    Raises ValueError with the reason if two places differ, or the text is not one that a model writes.
+    Raises ValueError with the reason if two places differ, or if no model writes such text.
     """
     content = _text(fields.get("content") or "", "content")
     calls = _calls(fields.get("tool_calls") or [])
     reasoning = {key: _text(_joined(fields[key], key), key) for key in REASONING if fields.get(key)}
     if any(mark in content for mark in MARKS):
-        head, end, _ = content.partition(THINK_END)
-        opened = bool(end) and THINK not in head
+        before, tag, _ = content.partition(THINK_END)
+        tags = bool(tag)
+        opened = tags and THINK not in before
         parsed = parse_reply(content, opened)
-        if calls or reply_text(parsed, opened, bool(end)) != content:
-            raise ValueError(
-                "has marks of reasoning or tool calls in its content that are no answer's"
-            )
-        content, calls = parsed["content"] or "", parsed.get("tool_calls", [])
+        if calls or reply_text(parsed, opened, tags) != content:
+            reason = "has marks of reasoning or tool calls in its content that are no answer's"
+            raise ValueError(reason)
+        content = parsed["content"] or ""
+        calls = parsed.get("tool_calls", [])
         if "reasoning_content" in parsed:
             reasoning["content"] = parsed["reasoning_content"]
     if len(set(reasoning.values())) > 1:
@@ -261,7 +313,9 @@ def answer_of(fields: dict[str, Any]) -> Message:
     message: Message = {"role": "assistant", "content": content}
     if reasoning:
         message["reasoning_content"] = next(iter(reasoning.values()))
-    return message | ({"tool_calls": calls} if calls else {})
+    if calls:
+        message["tool_calls"] = calls
+    return message
 
 
 def _calls(value: Any) -> list[dict[str, Any]]:
@@ -279,15 +333,30 @@ def _calls(value: Any) -> list[dict[str, Any]]:
     return calls
 
 
-def with_call_ids(messages: list[Message]) -> list[Message]:
-    """Returns the messages with call ids as the family writes them, unless all are; results with those of their calls.
+def _with_system(fields: dict[str, Any], messages: list[Message]) -> list[Message]:
+    """The messages behind the row's own system prompt, unless they begin with it."""
+    for key in SYSTEM:
+        text = _text(fields.get(key, ""), key)
+        if text and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": text}, *messages]
+        elif text and messages[0]["content"] != text:
+            raise ValueError(f"has {key} and another system message: leave one of them")
+    return messages
 
-    INDEX counts the calls of the whole conversation (vLLM's `get_history_tool_calls_cnt`).
+
+def with_call_ids(messages: list[Message]) -> list[Message]:
+    """Returns the messages with call ids as the family writes them, unless all are.
+
+    Results get the ids of their calls. INDEX counts the calls of the whole conversation (vLLM's
+    `get_history_tool_calls_cnt`).
     """
-    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    calls: list[dict[str, Any]] = []
+    for message in messages:
+        calls += message.get("tool_calls", ())
     ids = [call_id(call["function"]["name"], index) for index, call in enumerate(calls)]
     stems = [identity.rpartition(":")[0] for identity in ids]
-    if [str(call.get("id")).rpartition(":")[0] for call in calls] == stems:
+    stated_stems = [str(call.get("id")).rpartition(":")[0] for call in calls]
+    if stated_stems == stems:
         return messages
     unused = iter(ids)
     waiting: dict[str, str] = {}  # id of the row -> id of the family, of calls without a result
@@ -299,54 +368,28 @@ def with_call_ids(messages: list[Message]) -> list[Message]:
             waiting = {str(old.get("id") or new["id"]): new["id"] for old, new in pairs}
             message = {**message, "tool_calls": named}
         if message["role"] == "tool" and waiting:
-            old = message.get("tool_call_id") or next(iter(waiting))
-            message = {**message, "tool_call_id": waiting.pop(old, old)}
+            old_id = message.get("tool_call_id") or next(iter(waiting))
+            message = {**message, "tool_call_id": waiting.pop(old_id, old_id)}
         renamed.append(message)
     return renamed
 
 
-def _joined(value: Any, key: str) -> str | list[dict[str, Any]]:
-    """Text; a list of text parts is joined, as the templates of the family print it. A list with pictures stays."""
-    if not isinstance(value, list):
-        return _text(value, key)
-    parts = [
-        {"type": "text", **part} if isinstance(part, dict) else {"type": "text", "text": part}
-        for part in value
-    ]
-    texts = [_text(part.get("text"), f"{key} with a part of the type {part['type']!r}") for part in parts
-             if part["type"] not in PICTURES]  # fmt: skip
-    return "".join(texts) if len(texts) == len(parts) else parts
-
-
 def _objects(value: Any, key: str) -> list[dict[str, Any]]:
+    """A list of objects, or JSON text of one. Raises ValueError for every other value."""
     items = _parsed(value)
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise ValueError(f"has {key} that are no list of objects, or JSON text of one")
     return items
 
 
-def _parsed(value: Any) -> Any:
-    """The value of JSON text; None for other text. What is no text stays."""
-    try:
-        return files.parse_json(value) if isinstance(value, str) else value
-    except ValueError:
-        return None
+def note_unread(source: Path | str, unread: Counter[str]) -> None:
+    """Prints one note of the fields that are not read, with the number of rows of each.
 
-
-def _with_system(fields: dict[str, Any], messages: list[Message]) -> list[Message]:
-    """The messages behind the row's own system prompt, where it has one that they do not begin with."""
-    for key in SYSTEM:
-        text = _text(fields.get(key, ""), key)
-        if text and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": text}, *messages]
-        elif text and messages[0]["content"] != text:
-            raise ValueError(f"has {key} and another system message: leave one of them")
-    return messages
-
-
-def _refuse(fields: dict[str, Any], keys: tuple[str, ...]) -> None:
-    for key in keys:
-        if fields.get(key, 1) != 1:
-            raise ValueError(
-                f"has {key}: {str(fields[key])[:40]}, which is not read: leave it out, or the row"
-            )
+    Data that ships with trtspec is known to be read right.
+    """
+    if unread and not Path(source).is_relative_to(DATA):
+        counts = sorted(unread.items())
+        named = ", ".join(f"{name} ({count:,})" for name, count in counts[:MAX_FIELDS_NAMED])
+        if len(unread) > MAX_FIELDS_NAMED:
+            named += f" and {len(unread) - MAX_FIELDS_NAMED} more"
+        note(f"{source} has fields that are not read, with the number of rows: {named}")

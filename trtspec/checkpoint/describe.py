@@ -1,7 +1,7 @@
-"""The report of `trtspec inspect`: what a checkpoint is, how big, how stored, and what is wrong with it.
+"""The report of `trtspec inspect`: type, size, storage and problems of a checkpoint.
 
-A directory is read, and on request every byte compared with the SHA-256 that its maker or the hub recorded. A
-checkpoint on the hub is read by its headers (remote.py).
+A directory is read, and on request every byte compared with the SHA-256 that its maker or the hub
+recorded. A checkpoint on the hub is read by its headers (remote.py).
 """
 
 from __future__ import annotations
@@ -28,18 +28,58 @@ from trtspec.errors import Problem, UsageError
 from trtspec.report import file_sha256
 from trtspec.specs import HeadSpec, ModelSpec
 
-HEAD_KEYS = ("family", "model_type", "architecture", "format", "eagle", "attention", "dialect", "aux_layers",
-             "draft_vocab_size")  # fmt: skip
+HEAD_KEYS = (
+    "family",
+    "model_type",
+    "architecture",
+    "format",
+    "eagle",
+    "attention",
+    "dialect",
+    "aux_layers",
+    "draft_vocab_size",
+)
+
+
+def describe(
+    resolved: Resolved, *, all_values: bool = False, sample: int | None = None, hashes: bool = False
+) -> CheckpointReport:
+    """Returns the report of a checkpoint.
+
+    Reads a checkpoint on disk. A published one that is not here is answered from data/models.yaml,
+    whose `unverified` fields are repeated. Raises UsageError for `sample` or `hashes` of those.
+
+    Args:
+        all_values: read a head's tensors whole, not in a sample.
+        sample: large tensors of a target to read besides its small ones. 0: all of them.
+        hashes: read every byte and compare it with the recorded SHA-256.
+    """
+    if resolved.weights is not None:
+        report = _from_checkpoint(resolved, all_values, sample)
+        if hashes:
+            shards = resolved.checkpoint.shards
+            verified, problems = hash_problems(resolved.weights, shards)
+            return replace(report, hashes_verified=verified, problems=report.problems + problems)
+        return report
+    if hashes or sample is not None:
+        message = f"{resolved.name} is not on this machine, so its bytes cannot be read"
+        raise UsageError(message, f"{resolved.fetch}, or leave `sample` and `hashes` out")
+    if resolved.hub_id is not None and resolved.known is None and is_online():
+        report = _from_checkpoint(resolved)
+        remedy = f"{resolved.fetch}, then inspect again"
+        unseen = finding("TS-HUB-HEADERS-ONLY", str(resolved.hub_id), "info", remedy=remedy)
+        return replace(report, hub=resolved.checkpoint.remote, problems=[*report.problems, unseen])
+    return _from_config(resolved)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointReport:
-    """What a checkpoint is and what is wrong with it. `dtypes` are the bytes by safetensors dtype; sizes are None where
-    neither files nor catalogue tell them. `spec` is None for a draft that is no Eagle3 head, and for one whose config
-    is not known.
+    """A checkpoint and its problems.
 
-    `known` is its published record, if it has one. The last two do not always apply:
-    `hashes_verified` is None where no hash was asked for, `hub` where the files are here.
+    `spec` is None for a draft that is not an Eagle3 head, and for one whose config is not known.
+    `known`: its published record, if it has one. Sizes are None if neither files nor catalogue
+    tell them. `dtypes`: bytes by safetensors dtype. `hashes_verified` is None if no hash was asked
+    for. `hub` is None if the files are here.
     """
 
     path: str | None
@@ -63,63 +103,39 @@ class CheckpointReport:
     def to_dict(self) -> dict[str, Any]:
         """The JSON contract: one flat object, without the keys of parts that do not apply."""
         names = ("kind", "path", "source", "parameters", "bytes", "shards", "dtypes")
-        found: dict[str, Any] = {name: getattr(self, name) for name in names}
+        facts: dict[str, Any] = {name: getattr(self, name) for name in names}
         if isinstance(self.spec, ModelSpec):
-            found.update(target_facts(self.spec, self.config))
+            facts.update(target_facts(self.spec, self.config))
+        elif self.spec:
+            facts.update(head_facts(self.spec, self.config))
         else:
-            found.update(
-                head_facts(self.spec, self.config) if self.spec else dict.fromkeys(HEAD_KEYS)
-            )
+            facts.update(dict.fromkeys(HEAD_KEYS))
         if self.known is not None:
-            found.update(published_facts(self.known))
+            facts.update(published_facts(self.known))
             if self.source == "catalogue":
-                found["unverified"] = self.known.unverified
-        found["remote_code"] = bool(self.code)
-        found["problems"] = [problem.to_dict() for problem in self.problems]
-        hub = self.hub.to_dict() if self.hub else None
+                facts["unverified"] = self.known.unverified
+        facts["remote_code"] = bool(self.code)
+        facts["problems"] = [problem.to_dict() for problem in self.problems]
         optional = {
             "code_files": self.code.hashes() or None,
             "hashes_verified": self.hashes_verified,
-            "hub": hub,
+            "hub": self.hub.to_dict() if self.hub else None,
         }
-        return found | {name: value for name, value in optional.items() if value is not None}
-
-
-def describe(
-    resolved: Resolved, *, all_values: bool = False, sample: int | None = None, hashes: bool = False
-) -> CheckpointReport:
-    """A checkpoint on disk is read; a published one that is not here is answered from data/models.yaml, whose
-    `unverified` fields are repeated. Small tensors of a target are read, and `sample` large ones (0: all); of a head
-    pieces of each, or `all_values`. `hashes` reads every byte and compares it with the recorded SHA-256.
-    """
-    if resolved.weights is not None:
-        report = _from_checkpoint(resolved, all_values, sample)
-        if hashes:
-            shards = resolved.checkpoint.shards
-            verified, problems = hash_problems(resolved.weights, shards)
-            return replace(report, hashes_verified=verified, problems=report.problems + problems)
-        return report
-    if hashes or sample is not None:
-        message = f"{resolved.name} is not on this machine, so its bytes cannot be read"
-        raise UsageError(message, f"{resolved.fetch}, or leave `sample` and `hashes` out")
-    if resolved.hub_id is not None and resolved.known is None and is_online():
-        report = _from_checkpoint(resolved)
-        remedy = f"{resolved.fetch}, then inspect again"
-        unseen = finding("TS-HUB-HEADERS-ONLY", str(resolved.hub_id), "info", remedy=remedy)
-        return replace(report, hub=resolved.checkpoint.remote, problems=[*report.problems, unseen])
-    return _from_config(resolved)
+        stated = {name: value for name, value in optional.items() if value is not None}
+        return facts | stated
 
 
 def _from_checkpoint(
     resolved: Resolved, all_values: bool = False, sample: int | None = None
 ) -> CheckpointReport:
-    """The report of an opened checkpoint; where it is on this machine, values are looked at too."""
+    """The report of an opened checkpoint. Checks values too if it is on this machine."""
     checkpoint = resolved.checkpoint
     spec, problems = _spec_and_problems(resolved, all_values, sample)
-    elements: Counter[tuple[str, str]] = Counter()
+    parameters = 0
     sizes: Counter[str] = Counter()
     for info in checkpoint.tensors.values():
-        elements[info.name.rpartition(".")[2], info.dtype] += info.numel
+        suffix = info.name.rpartition(".")[2]
+        parameters += info.numel * parameters_per_element(suffix, info.dtype)
         sizes[info.dtype] += info.nbytes
     return CheckpointReport(
         path=str(resolved.path),
@@ -127,7 +143,7 @@ def _from_checkpoint(
         spec=spec,
         config=checkpoint.config,
         known=resolved.known,
-        parameters=sum(count * parameters_per_element(*kind) for kind, count in elements.items()),
+        parameters=parameters,
         bytes=sizes.total(),
         shards=len(checkpoint.shards),
         dtypes=dict(sizes.most_common()),
@@ -146,58 +162,71 @@ def _spec_and_problems(
     if detect(checkpoint) == "head":
         head, problems = read_head(checkpoint)
         if checkpoint.remote is None:
-            problems += head_value_problems(
-                checkpoint, canonical_names(checkpoint.tensors), everything=all_values
-            )
+            tensors = canonical_names(checkpoint.tensors)
+            problems += head_value_problems(checkpoint, tensors, everything=all_values)
         return head, problems
     target = resolved.target
     from trtspec.checkpoint.values import target_value_problems  # here, because numpy loads slowly
 
-    values = target_value_problems(target, sample) if checkpoint.remote is None else []
-    return target.spec, target.problems + values
+    problems = list(target.problems)
+    if checkpoint.remote is None:
+        problems += target_value_problems(target, sample)
+    return target.spec, problems
 
 
 def _from_config(resolved: Resolved) -> CheckpointReport:
-    """Sizes are those of the record. A head whose config is not known has that alone."""
+    """The report of a checkpoint that is not here, with the record's sizes.
+
+    A head whose config is not known has only its record.
+    """
     record = resolved.known
     spec: ModelSpec | HeadSpec | None = None
+    config: dict[str, Any] = {}
+    code = RemoteCode([], [], None)
     unknown = record is not None and record.config is None and resolved.path is None
     if not unknown:
         spec = resolved.head_spec() if resolved.kind == "head" else resolved.target_spec()
+        config = resolved.config()
+        code = resolved.code()
+    sizes = {name: getattr(record, name, None) for name in ("parameters", "bytes", "shards")}
     return CheckpointReport(
         path=str(resolved.path) if resolved.path else None,
         source="catalogue" if record else "config.json",
         spec=spec,
-        config={} if unknown else resolved.config(),
+        config=config,
         known=record,
-        **{name: getattr(record, name, None) for name in ("parameters", "bytes", "shards")},
+        **sizes,
         dtypes=None,
-        code=RemoteCode([], [], None) if unknown else resolved.code(),
+        code=code,
         problems=[],
     )
 
 
 def published_facts(record: PublishedTarget | PublishedHead) -> dict[str, Any]:
     """The keys of the JSON contract that a published checkpoint has."""
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "released": record.released,
         "licence": record.licence,
         "sources": record.sources,
     }
     if isinstance(record, PublishedTarget):
-        return {"family": record.family, "quantized_from": record.base, **found}
+        return {"family": record.family, "quantized_from": record.base, **facts}
     return {
         "published_for": record.targets,
         "trained_with": record.trained_with,
-        **found,
+        **facts,
         "draft_len": record.draft_len,
         "acceptance": [asdict(measured) for measured in record.acceptance],
     }
 
 
 def target_facts(spec: ModelSpec, config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the JSON contract that only a target has. `producer` is the tool that quantized, as it names itself;
-    `excluded_patterns` counts the patterns of modules that it left out."""
+    """The keys of the JSON contract that only a target has.
+
+    `producer`: the tool that quantized, as it names itself. `excluded_patterns` counts the patterns
+    of modules that it left out.
+    """
+    quantization = config.get("quantization_config") or {}
     return {
         "family": spec.version,
         "model_type": spec.model_type,
@@ -212,28 +241,34 @@ def target_facts(spec: ModelSpec, config: dict[str, Any]) -> dict[str, Any]:
         "kv_elements_per_token": spec.kv_elements_per_token,
         "default_aux_layers": list(spec.default_aux_layers),
         "excluded_patterns": len(spec.quant.exclude),
-        "producer": (config.get("quantization_config") or {}).get("producer"),
+        "producer": quantization.get("producer"),
     }
 
 
 def hash_problems(directory: Path, shards: tuple[str, ...]) -> tuple[int, list[Problem]]:
-    """How many of `shards` are what was recorded, and what is wrong with the others. Reads every byte."""
+    """How many of `shards` have their recorded hash, and the problems of the others.
+
+    Reads every byte.
+    """
     recorded = recorded_hashes(directory)
     known = [shard for shard in shards if shard in recorded]
+
+    def is_whole(shard: str) -> bool:
+        return file_sha256(directory / shard) == recorded[shard]
+
     with ThreadPoolExecutor(machine.cores()) as pool:
-        same = list(
-            pool.map(lambda shard: file_sha256(directory / shard) == recorded[shard], known)
-        )
-    problems = [
-        finding("TS-HASH-DIFFERS", shard)
-        for shard, whole in zip(known, same, strict=True)
-        if not whole
-    ]
+        whole = list(pool.map(is_whole, known))
+    problems = []
+    for shard, same in zip(known, whole, strict=True):
+        if not same:
+            problems.append(finding("TS-HASH-DIFFERS", shard))
     unknown = [shard for shard in shards if shard not in recorded]
     if unknown:
-        message = f"no hash is recorded for {len(unknown)} of {len(shards)} weight files, first {unknown[0]}"
-        problems.append(Problem("TS-HASH-UNKNOWN", "warning", unknown[0], message))
+        first = unknown[0]
+        counts = f"{len(unknown)} of {len(shards)} weight files"
+        message = f"no hash is recorded for {counts}, first {first}"
+        problems.append(Problem("TS-HASH-UNKNOWN", "warning", first, message))
     lost = sorted(name for name in recorded if name not in shards)
     if lost:
         problems.append(grouped("TS-HASH-LOST", lost))
-    return sum(same), problems
+    return sum(whole), problems

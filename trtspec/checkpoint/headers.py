@@ -1,9 +1,9 @@
-"""What a checkpoint directory holds, from config.json and safetensors headers alone, and its tensors' bytes, read by
-offset without torch.
+"""Opens a checkpoint directory by config.json and safetensors headers, and reads bytes of tensors.
 
-A safetensors file is an 8-byte little-endian header length, a JSON header, then the data. The header gives, for each
-tensor, a dtype code, a shape and byte offsets relative to the data (https://github.com/huggingface/safetensors#format).
-Nothing is mapped, so memory is what the caller holds.
+A safetensors file is an 8-byte little-endian header length, a JSON header, then the data. The
+header gives a dtype code, a shape and byte offsets for each tensor. The offsets are relative to the
+data (https://github.com/huggingface/safetensors#format). Nothing is mapped and torch is not needed,
+so memory is what the caller holds.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from trtspec.specs import check_kinds
 
 INDEX_NAME = "model.safetensors.index.json"
 HF_QUANT_NAME = "hf_quant_config.json"
-MOST_SHARDS = 100_000
-PIECE = 1 << 20  # bytes read at a time; they stay in the cache while they are looked at
+MAX_SHARDS = 100_000
+PIECE = 1 << 20  # bytes read at a time, so that they stay in the cache while they are compared
 DOWNLOAD_AGAIN = "download the checkpoint again, or check the disk it lies on"
 POINTER = b"version https://git-lfs"
 DOWNLOAD_SUFFIXES = (".incomplete", ".part", ".partial", ".aria2", ".crdownload", ".tmp")
@@ -38,7 +38,7 @@ DTYPE_BITS = {
     "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32,
     "U64": 64, "I64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
-# safetensors code -> the bits without the sign, and the least of them that is not finite
+# By safetensors code: the mask of all bits but the sign, and the least magnitude not finite.
 NOT_FINITE_BITS = {
     "BF16": (0x7FFF, 0x7F80),
     "F16": (0x7FFF, 0x7C00),
@@ -51,7 +51,7 @@ NOT_FINITE_BITS = {
 
 
 class TensorInfo(NamedTuple):
-    """One tensor's place. `dtype` is the safetensors code; `begin` and `end` are absolute byte offsets in the shard."""
+    """One stored tensor. `dtype`: safetensors code. `begin`, `end`: byte offsets in the shard."""
 
     name: str
     dtype: str
@@ -70,7 +70,7 @@ class TensorInfo(NamedTuple):
 
 
 class RangedFiles(Protocol):
-    """Shard files that are read by ranges, and what was read of them for reports."""
+    """Shard files that are read by ranges, with facts for reports."""
 
     def bytes_at(self, shard: str, begin: int, size: int) -> bytes: ...
 
@@ -82,8 +82,11 @@ Headers = Callable[[tuple[PlainName, ...]], Iterable[dict[str, TensorInfo]]]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint directory, opened by its headers. `tensors` is ordered by shard, then by offset. Of a `remote` one
-    the weights are on the hub, and `path` has the other files."""
+    """A checkpoint directory, opened by its headers.
+
+    `tensors` is ordered by shard, then by offset. `remote`: the weights, if they are on the hub.
+    Then `path` has the other files.
+    """
 
     path: Path
     config: dict[str, Any]
@@ -96,44 +99,47 @@ class Checkpoint:
     def open(
         path: Path | str, names: tuple[PlainName, ...] | None = None, headers: Headers | None = None
     ) -> Checkpoint:
-        """Reads config.json, the index (or the single file, or every *.safetensors) and all shard headers. `names` and
-        `headers` replace the shard files and their headers when these are elsewhere.
+        """Reads config.json, the index (or the single file, or every *.safetensors) and headers.
 
-        Raises TrtspecError for a missing directory, config or shard, a pickle-only checkpoint, a truncated or corrupt
-        shard, and an index that disagrees with the files.
+        Raises TrtspecError for a missing directory, config or shard, a pickle-only checkpoint, a
+        truncated or corrupt shard, and an index that disagrees with the files.
+
+        Args:
+            names: the shard files, if they are elsewhere and no index names them.
+            headers: reads the headers of shards that are elsewhere.
         """
         path = Path(path)
         if not path.is_dir():
-            raise TrtspecError(
-                f"{path} is not a directory",
-                "pass a checkpoint directory or a hub id such as org/name",
-            )
+            remedy = "pass a checkpoint directory or a hub id such as org/name"
+            raise TrtspecError(f"{path} is not a directory", remedy)
         config = read_config(path / "config.json")
+        hf_quant = None
         quant_path = path / HF_QUANT_NAME
-        hf_quant = read_config(quant_path) if quant_path.is_file() else None
+        if quant_path.is_file():
+            hf_quant = read_config(quant_path)
         shard_of = weight_map(path)
         if shard_of is not None:
             names = tuple(sorted(set(shard_of.values())))
         shards = names or _loose_shards(path)
-        tensors = _all_headers(
-            path,
-            shards,
-            headers(shards) if headers else map(read_header, map(path.joinpath, shards)),
-        )
+        shard_headers: Iterable[dict[str, TensorInfo]]
+        shard_headers = map(read_header, map(path.joinpath, shards))
+        if headers:
+            shard_headers = headers(shards)
+        tensors = _all_headers(path, shards, shard_headers)
         if shard_of is not None:
             _check_index(path, shard_of, tensors)
         return Checkpoint(path, config, hf_quant, tensors, shards)
 
     @property
     def shard_bytes(self) -> dict[PlainName, int]:
-        """Size of each shard file: its tensors fill it to the end."""
+        """Size of each shard file in bytes. Its tensors fill it to the end."""
         sizes = dict.fromkeys(self.shards, 0)
         for tensor in self.tensors.values():
             sizes[tensor.shard] = max(sizes[tensor.shard], tensor.end)
         return sizes
 
     def bytes_at(self, shard: str, begin: int, size: int) -> bytes:
-        """Some bytes of a shard file, wherever it is."""
+        """Reads `size` bytes from offset `begin` of a shard file, wherever it is."""
         if self.remote is not None:
             return self.remote.bytes_at(shard, begin, size)
         with open_regular(self.path / shard, DOWNLOAD_AGAIN) as stream:
@@ -142,31 +148,33 @@ class Checkpoint:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Parses a JSON object; raises TrtspecError naming the file when it is absent, not JSON or not an object."""
+    """Parses a JSON object. Raises TrtspecError if the file is absent or not a JSON object."""
     try:
         return read_object(path, remedy=DOWNLOAD_AGAIN)
     except FileNotFoundError:
-        inner = [*path.parent.glob(f"*/{path.name}"), *path.parent.glob(f"snapshots/*/{path.name}")]
-        remedy = f"pass {listed(str(file.parent) for file in inner)}" if inner else ""
-        raise TrtspecError(
-            f"{path.parent} has no {path.name}",
-            remedy or "pass the directory that holds config.json",
-        ) from None
+        directory = path.parent
+        inner = [*directory.glob(f"*/{path.name}"), *directory.glob(f"snapshots/*/{path.name}")]
+        remedy = "pass the directory that holds config.json"
+        if inner:
+            remedy = f"pass {listed(str(file.parent) for file in inner)}"
+        raise TrtspecError(f"{directory} has no {path.name}", remedy) from None
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json or hf_quant_config.json; raises TrtspecError also where a key holds another kind of value than
-    readers rely on."""
+    """Reads config.json or hf_quant_config.json.
+
+    Raises TrtspecError also if a value has another type than readers rely on.
+    """
     return check_kinds(read_json(path), str(path))
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file, in the order of their bytes. The library checks the header, but does not
-    tell the offsets. Raises TrtspecError with a code for anything else at `path`."""
-    from safetensors import (
-        SafetensorError,
-        safe_open,
-    )  # here, because it loads numpy, and lint needs neither
+    """Reads the tensors of one safetensors file, in the order of their bytes.
+
+    Raises TrtspecError with a code for anything else at `path`.
+    """
+    # Only now, because it loads numpy, and lint needs neither.
+    from safetensors import SafetensorError, safe_open
 
     try:
         with open_regular(path, DOWNLOAD_AGAIN) as stream:
@@ -174,76 +182,77 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 message = f"{path} is a Git LFS pointer, a small text in place of the weights"
                 remedy = "run `git lfs pull` there, or `hf download` the checkpoint"
                 raise TrtspecError(message, remedy, "TS-SHARD-POINTER")
+            # The library checks the header, but does not tell the offsets.
             with safe_open(path, "np"):
                 pass
             stream.seek(0)
             start = 8 + struct.unpack("<Q", stream.read(8))[0]
-            header = files.parse_json(
-                stream.read(start - 8)
-            )  # a name twice is damage, which the library lets pass
+            # Also refuses a name that is there twice, which the library lets pass.
+            header = files.parse_json(stream.read(start - 8))
     except FileNotFoundError:
         raise _missing_shard(path) from None
     except (SafetensorError, ValueError) as error:
-        message = f"{path} is truncated, damaged or no safetensors file ({path.stat().st_size:,} bytes): {error}"
+        size = path.stat().st_size
+        damage = f"truncated, damaged or no safetensors file ({size:,} bytes)"
+        message = f"{path} is {damage}: {error}"
         raise TrtspecError(message, DOWNLOAD_AGAIN, "TS-SHARD-DAMAGED") from None
-    except (
-        OSError,
-        MemoryError,
-    ) as error:  # MemoryError: the library maps the file, however large it says it is
-        raise unreadable(
-            path, getattr(error, "strerror", None) or str(error), DOWNLOAD_AGAIN
-        ) from None
+    except (OSError, MemoryError) as error:
+        # MemoryError: the library maps the file, however large it says it is.
+        reason = getattr(error, "strerror", None) or str(error)
+        raise unreadable(path, reason, DOWNLOAD_AGAIN) from None
     header.pop("__metadata__", None)
-    places = (
+    entries = (
         (name, entry["dtype"], entry["shape"], entry["data_offsets"])
         for name, entry in header.items()
     )
-    return tensors_of(PlainName(path.name), start, places)
+    return tensors_of(PlainName(path.name), start, entries)
 
 
-Place = tuple[
-    str, str, Sequence[int], Sequence[int]
-]  # name, dtype, shape, offsets from the end of the header
+# Name, dtype, shape, and offsets from the end of the header.
+HeaderEntry = tuple[str, str, Sequence[int], Sequence[int]]
 
 
-def tensors_of(shard: PlainName, start: int, places: Iterable[Place]) -> dict[str, TensorInfo]:
-    """The tensors of a shard whose data begin at `start`, in the order of their bytes."""
-    ordered = sorted(places, key=itemgetter(3))
-    return {
-        name: TensorInfo(name, dtype, tuple(shape), shard, start + first, start + last)
-        for name, dtype, shape, (first, last) in ordered
-    }
+def tensors_of(
+    shard: PlainName, start: int, entries: Iterable[HeaderEntry]
+) -> dict[str, TensorInfo]:
+    """The tensors of a shard whose data begin at offset `start`, in the order of their bytes."""
+    tensors = {}
+    for name, dtype, shape, (first, last) in sorted(entries, key=itemgetter(3)):
+        tensors[name] = TensorInfo(name, dtype, tuple(shape), shard, start + first, start + last)
+    return tensors
 
 
 def _missing_shard(path: Path) -> TrtspecError:
-    """A shard that is not there, or not yet."""
-    unfinished = downloads_in(path.parent, path.name)
+    """The error for a shard that is absent, or still being downloaded."""
+    name = path.name
+    directory = path.parent
+    unfinished = downloads_in(directory, name)
     if unfinished:
-        message = f"shard {path.name} of {path.parent} is still being downloaded ({unfinished[0]} is there)"
-        return TrtspecError(
-            message, "wait for the download to end, or start it again", "TS-SHARD-PARTIAL"
-        )
-    return TrtspecError(
-        f"shard {path.name} is missing in {path.parent}", DOWNLOAD_AGAIN, "TS-SHARD-MISSING"
-    )
+        state = f"is still being downloaded ({unfinished[0]} is there)"
+        message = f"shard {name} of {directory} {state}"
+        remedy = "wait for the download to end, or start it again"
+        return TrtspecError(message, remedy, "TS-SHARD-PARTIAL")
+    message = f"shard {name} is missing in {directory}"
+    return TrtspecError(message, DOWNLOAD_AGAIN, "TS-SHARD-MISSING")
 
 
 def downloads_in(directory: Path, shard: str) -> list[str]:
-    """Names of files that a download leaves while it runs: of this shard, or in the hub's own folders of any."""
-    beside = [directory / f"{shard}{suffix}" for suffix in DOWNLOAD_SUFFIXES]
+    """Names of files that a running download leaves.
+
+    They are of this shard, or of any shard in the hub's own folders.
+    """
+    paths = [directory / f"{shard}{suffix}" for suffix in DOWNLOAD_SUFFIXES]
     folders = [directory / ".cache" / "huggingface" / "download"]
-    folders += [directory.parent.parent / "blobs"] if directory.parent.name == "snapshots" else []
-    hub = [
-        path
-        for folder in folders
-        if folder.is_dir()
-        for path in sorted(folder.glob("*.incomplete"))
-    ]
-    return [path.name for path in (*beside, *hub) if path.is_file()]
+    if directory.parent.name == "snapshots":
+        folders.append(directory.parent.parent / "blobs")
+    for folder in folders:
+        if folder.is_dir():
+            paths += sorted(folder.glob("*.incomplete"))
+    return [path.name for path in paths if path.is_file()]
 
 
 def weight_map(path: Path) -> dict[str, PlainName] | None:
-    """Tensor name -> shard, as the index states it; None if there is no index."""
+    """Shard by tensor name, as the index states it. None if there is no index."""
     index = path / INDEX_NAME
     if not index.is_file():
         return None
@@ -253,39 +262,42 @@ def weight_map(path: Path) -> dict[str, PlainName] | None:
     if not all(isinstance(shard, str) for shard in weight_map.values()):
         message = f"{index} places a tensor in something else than a file name"
         raise TrtspecError(message, DOWNLOAD_AGAIN, "TS-INDEX-MALFORMED")
-    shards = {shard: plain_name(shard, f"{index}") for shard in set(weight_map.values())}
+    shards = {shard: plain_name(shard, str(index)) for shard in set(weight_map.values())}
     return {name: shards[shard] for name, shard in weight_map.items()}
 
 
 def _loose_shards(path: Path) -> tuple[PlainName, ...]:
+    """The shards of a directory without an index. Raises TrtspecError if one is missing."""
     if (path / "model.safetensors").is_file():
         return (PlainName("model.safetensors"),)
     names = sorted(file.name for file in path.glob("*.safetensors"))
-    found = tuple(plain_name(name, f"{path}") for name in names)
-    if found:
-        if numbered := next((match for name in found if (match := NUMBERED.fullmatch(name))), None):
-            stem, first, count = numbered.groups()
-            for number in range(1, min(int(count), MOST_SHARDS) + 1):
-                name = f"{stem}{number:0{len(first)}d}-of-{count}.safetensors"
-                if name not in found:
-                    raise _missing_shard(path / name)
-        return found
-    pickles = sorted(
-        file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern)
-    )
+    shards = tuple(plain_name(name, str(path)) for name in names)
+    numbered = list(filter(None, map(NUMBERED.fullmatch, shards)))
+    if numbered:
+        stem, first_number, count = numbered[0].groups()
+        digits = len(first_number)
+        for number in range(1, min(int(count), MAX_SHARDS) + 1):
+            name = f"{stem}{number:0{digits}d}-of-{count}.safetensors"
+            if name not in shards:
+                raise _missing_shard(path / name)
+    if shards:
+        return shards
+    pickles: list[str] = []
+    for pattern in ("*.bin", "*.pt", "*.pth"):
+        pickles += (file.name for file in path.glob(pattern))
     if pickles:
-        raise TrtspecError(
-            f"{path} holds weights only as pickle files ({pickles[0]}), which run code when they are opened",
-            "convert them to safetensors where you trust them, then pass that directory",
-        )
-    raise TrtspecError(
-        f"{path} has no *.safetensors file", "pass a directory that holds the weights"
-    )
+        files_found = f"only as pickle files ({min(pickles)}), which run code when they are opened"
+        message = f"{path} holds weights {files_found}"
+        remedy = "convert them to safetensors where you trust them, then pass that directory"
+        raise TrtspecError(message, remedy)
+    message = f"{path} has no *.safetensors file"
+    raise TrtspecError(message, "pass a directory that holds the weights")
 
 
 def _all_headers(
     path: Path, shards: tuple[PlainName, ...], headers: Iterable[dict[str, TensorInfo]]
 ) -> dict[str, TensorInfo]:
+    """The tensors of all shards by name. Raises TrtspecError if two shards hold one name."""
     tensors: dict[str, TensorInfo] = {}
     for shard, header in zip(shards, headers, strict=True):
         for name, info in header.items():
@@ -297,60 +309,64 @@ def _all_headers(
 
 
 def _check_index(path: Path, weight_map: Mapping[str, str], tensors: dict[str, TensorInfo]) -> None:
+    """Raises TrtspecError if the index and the shards disagree about a tensor."""
+    index = path / INDEX_NAME
     shards = {name: info.shard for name, info in tensors.items()}
     wrong = [name for name, shard in weight_map.items() if shards.get(name) != shard]
-    unlisted = [name for name in tensors if name not in weight_map]
     if wrong:
-        message = f"{path / INDEX_NAME} lists {len(wrong)} tensors that are not in the named shard, first {wrong[0]}"
-        raise TrtspecError(message, DOWNLOAD_AGAIN, "TS-INDEX-TENSOR")
+        fault = f"lists {len(wrong)} tensors that are not in the named shard, first {wrong[0]}"
+        raise TrtspecError(f"{index} {fault}", DOWNLOAD_AGAIN, "TS-INDEX-TENSOR")
+    unlisted = [name for name in tensors if name not in weight_map]
     if unlisted:
-        message = f"{path / INDEX_NAME} does not list {len(unlisted)} tensors that the shards hold, first {unlisted[0]}"
-        raise TrtspecError(message, DOWNLOAD_AGAIN, "TS-INDEX-UNLISTED")
+        fault = f"does not list {len(unlisted)} tensors that the shards hold, first {unlisted[0]}"
+        raise TrtspecError(f"{index} {fault}", DOWNLOAD_AGAIN, "TS-INDEX-UNLISTED")
 
 
 @dataclass
 class ShardReader:
-    """Shard files are opened once and kept.
+    """Reads tensors from shard files, which are opened once and kept.
 
-    Plain reads instead of a memory map: resident memory stays at the tensors in use whatever the shard size, and a
-    file that shrank meanwhile is an error message, not a bus error.
+    Plain reads instead of a memory map: resident memory stays at the tensors in use whatever the
+    shard size. A file that shrank meanwhile is an error message, not a bus error.
     """
 
     directory: Path
     _files: dict[str, int] = field(default_factory=dict, init=False)
 
     def read_bytes(self, info: TensorInfo, begin: int, target: memoryview) -> None:
-        """Fills `target` with the tensor's bytes from `begin` on, counted from the file's start as `info.begin` is."""
-        file, offset, path = self._open(info.shard), begin, self.directory / info.shard
+        """Fills `target` with the tensor's bytes from file offset `begin` on."""
+        file = self._open(info.shard)
+        path = self.directory / info.shard
         while target:
             try:
-                count = os.preadv(file, [target[: 1 << 30]], offset)
+                count = os.preadv(file, [target[: 1 << 30]], begin)
             except OSError as error:
-                raise TrtspecError(
-                    f"cannot read {path}: {error.strerror}", "check the disk it lies on"
-                ) from error
+                message = f"cannot read {path}: {error.strerror}"
+                raise TrtspecError(message, "check the disk it lies on") from error
             if not count:
-                raise TrtspecError(
-                    f"shard {path} ends before {info.name} does",
-                    "the file changed while it was read; download it again",
-                )
-            target, offset = target[count:], offset + count
+                message = f"shard {path} ends before {info.name} does"
+                remedy = "the file changed while it was read; download it again"
+                raise TrtspecError(message, remedy)
+            target = target[count:]
+            begin += count
 
     def pieces(self, info: TensorInfo, size: int) -> Iterator[memoryview]:
-        """The tensor's bytes in order, `size` at a time, through one reused buffer."""
+        """Yields the tensor's bytes in order, `size` at a time, in one reused buffer."""
         buffer = memoryview(bytearray(min(size, info.nbytes)))
-        for first in range(info.begin, info.end, size):
-            part = buffer[: info.end - first]
-            self.read_bytes(info, first, part)
-            yield part
+        for begin in range(info.begin, info.end, size):
+            chunk = buffer[: info.end - begin]
+            self.read_bytes(info, begin, chunk)
+            yield chunk
 
     def _open(self, shard: str) -> int:
+        """The file descriptor of a shard, which is opened at its first use."""
         if shard not in self._files:
+            path = self.directory / shard
             try:
-                with open_regular(self.directory / shard, DOWNLOAD_AGAIN) as stream:
+                with open_regular(path, DOWNLOAD_AGAIN) as stream:
                     file = os.dup(stream.fileno())  # the `with` closes the other one
             except FileNotFoundError:
-                raise _missing_shard(self.directory / shard) from None
+                raise _missing_shard(path) from None
             if self._files.setdefault(shard, file) != file:  # another thread was first
                 os.close(file)
         return self._files[shard]
@@ -367,10 +383,14 @@ class ShardReader:
         self._files.clear()
 
 
-def same_bytes(one: Checkpoint, ours: TensorInfo, other: Checkpoint, theirs: TensorInfo) -> bool:
-    """Whether two tensors are equal byte for byte, read in pieces."""
-    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+def same_bytes(
+    checkpoint: Checkpoint, info: TensorInfo, other: Checkpoint, other_info: TensorInfo
+) -> bool:
+    """Whether two tensors have one dtype and shape and are equal byte for byte."""
+    if (info.dtype, info.shape) != (other_info.dtype, other_info.shape):
         return False
-    with ShardReader(one.path) as a, ShardReader(other.path) as b:
-        pairs = zip(a.pieces(ours, PIECE), b.pieces(theirs, PIECE), strict=True)
-        return all(bytes(mine) == bytes(their) for mine, their in pairs)
+    with ShardReader(checkpoint.path) as reader, ShardReader(other.path) as other_reader:
+        chunks = reader.pieces(info, PIECE)
+        other_chunks = other_reader.pieces(other_info, PIECE)
+        pairs = zip(chunks, other_chunks, strict=True)
+        return all(bytes(chunk) == bytes(other_chunk) for chunk, other_chunk in pairs)

@@ -1,5 +1,7 @@
-"""Targets and heads by the name that a user gives, a directory or a hub id: the directory, or what is known about the
-id without one."""
+"""Finds targets and heads by the name that a user gives: a directory or a hub id.
+
+Returns the directory, or what is known about the id without one.
+"""
 
 from __future__ import annotations
 
@@ -29,29 +31,37 @@ if TYPE_CHECKING:
     from trtspec.checkpoint.target_problems import ReadTarget
 
 
-def same_checkpoint(first: str, second: str) -> bool:
-    """Whether two names are one checkpoint: one directory, one shipped model, or one commit of a repository."""
-    return _canonical(first) == _canonical(second)
-
-
-def _canonical(name: str) -> HubId | str:
-    """The id under which the hub has a checkpoint, with its commit where the cache tells it; else the directory."""
-    hub_id = named_hub_id(name)
-    if hub_id is None:
-        return snapshot_id(Path(name)) or engine_name(name)
-    hub_id = _published(hub_id, known(name))
-    snapshot = cached_snapshot(hub_id, complete=False) if hub_id.revision else None
-    return replace(hub_id, revision=snapshot.name) if snapshot is not None else hub_id
-
-
 SHIPPED = ("kimi-nano", "kimi-nano-eagle3")
 SHORT_COMMIT = re.compile(r"[0-9a-f]{7,40}")
 WHOLE_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
+def find(name_or_path: str) -> Resolved:
+    """A checkpoint if all of it is here, else its name alone. Fetches nothing."""
+    hub_id, record = hub_id_and_record(name_or_path)
+    path = cached_snapshot(hub_id, complete=True) if hub_id else local_directory(name_or_path)
+    return Resolved(name_or_path, path, hub_id, record)
+
+
+def resolve(name_or_path: str, *, weights: bool = True) -> Resolved:
+    """Finds a checkpoint.
+
+    A directory is taken as it is, a hub id from the hub's cache if all of it is there. Otherwise
+    `weights` fetches it. Without `weights` the record of a published id answers. For an id that is
+    not listed there, the two config files answer, which are fetched if need be.
+    """
+    hub_id, record = hub_id_and_record(name_or_path)
+    if hub_id is None:
+        return Resolved(name_or_path, local_directory(name_or_path), None, None)
+    cached = cached_snapshot(hub_id, complete=weights or record is not None)
+    if cached is None and (weights or record is None):
+        cached = download(hub_id, CHECKPOINT_PATTERNS if weights else METADATA_PATTERNS)
+    return Resolved(name_or_path, cached, hub_id, record)
+
+
 @dataclass(frozen=True)
 class Resolved:
-    """`path` is a local directory, or None when the id is only known by name; `known` is its record."""
+    """A checkpoint by name. `path` is None if only its id is known. `known`: its record."""
 
     name: str
     path: Path | None
@@ -63,24 +73,30 @@ class Resolved:
         """`target` or `head`."""
         from trtspec.checkpoint.target_problems import config_kind
 
-        return self.known.kind if self.known else config_kind(self.config(), self.name)
+        if self.known:
+            return self.known.kind
+        return config_kind(self.config(), self.name)
 
     @property
     def weights(self) -> Path | None:
         """The directory, if its tensors are in it."""
-        here = self.path is not None and any(self.path.glob("*.safetensors"))
-        return self.path if here else None
+        if self.path is not None and any(self.path.glob("*.safetensors")):
+            return self.path
+        return None
 
     @property
     def directory(self) -> Path:
-        """The directory whose tensors are to be read. Raises UsageError if they are not on this machine."""
+        """The directory whose tensors are to be read.
+
+        Raises UsageError if they are not on this machine.
+        """
         if self.path is None or (self.hub_id and self.weights is None):
             raise UsageError(f"the weights of {self.name} are not on this machine", self.fetch)
         return self.path
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """By its headers, which are read once: of the directory, else on the hub.
+        """The checkpoint by its headers, which are read once: of the directory, else on the hub.
 
         Raises TrtspecError for files that are not whole.
         """
@@ -98,36 +114,39 @@ class Resolved:
 
     @property
     def fetch(self) -> str:
-        """The remedy where its files are needed and are not here."""
-        directory = "pass the directory that holds its weights"
-        return directory if self.hub_id is None else f"run `{self.hub_id.download}`"
+        """The remedy if its files are needed and are not here."""
+        if self.hub_id is None:
+            return "pass the directory that holds its weights"
+        return f"run `{self.hub_id.download}`"
 
     def config(self) -> dict[str, Any]:
-        """config.json of the directory, else of the record; raises when neither is there."""
+        """config.json of the directory, else of the record. Raises TrtspecError without both."""
         if self.path is not None:
             return read_config(self.path / "config.json")
         config = self.known.config if self.known else None
         if config is None:
-            raise TrtspecError(
-                f"the config of {self.name} is not known offline",
-                self.fetch,
-            )
+            raise TrtspecError(f"the config of {self.name} is not known offline", self.fetch)
         return config
 
     def target_spec(self) -> ModelSpec:
-        path = self.path / HF_QUANT_NAME if self.path else None
-        quant = read_config(path) if path is not None and path.is_file() else None
+        quant = None
+        if self.path:
+            quant_path = self.path / HF_QUANT_NAME
+            if quant_path.is_file():
+                quant = read_config(quant_path)
         return ModelSpec.from_config(self.config(), quant, remote_code=bool(self.code()))
 
     def code(self) -> RemoteCode:
-        """The code that it brings: all of a directory, else what the known config.json refers to."""
+        """The code that it brings: of a directory, else the files that config.json refers to."""
         if self.path is not None:
             return read_code(self.path)
         return code_of({"config.json": self.config()}, None)
 
     def head_spec(self, *, values: bool = False) -> HeadSpec:
-        """From the tensors where the checkpoint is here, else from the known config; `values` looks at a sample of the
-        weights too."""
+        """Reads a head from its tensors if they are here, else from the known config.
+
+        `values`: also check a sample of the weights.
+        """
         from trtspec.checkpoint.heads.dialects import DIALECTS
         from trtspec.checkpoint.heads.read import head_spec, head_spec_from_config
 
@@ -139,31 +158,8 @@ class Resolved:
         return head_spec_from_config(self.config())
 
 
-def find(name_or_path: str) -> Resolved:
-    """A checkpoint if all of it is here, else its name alone. Fetches nothing."""
-    hub_id, record = hub_id_and_record(name_or_path)
-    path = cached_snapshot(hub_id, complete=True) if hub_id else local_directory(name_or_path)
-    return Resolved(name_or_path, path, hub_id, record)
-
-
-def resolve(name_or_path: str, *, weights: bool = True) -> Resolved:
-    """Finds a checkpoint.
-
-    A directory is taken as it is, a hub id from the hub's cache where all of it is there. Else `weights` fetches it;
-    without, the record of a published id answers, or, for an id that is not listed there, the two config files, which
-    are fetched if need be.
-    """
-    hub_id, record = hub_id_and_record(name_or_path)
-    if hub_id is None:
-        return Resolved(name_or_path, local_directory(name_or_path), None, None)
-    cached = cached_snapshot(hub_id, complete=weights or record is not None)
-    if cached is None and (weights or record is None):
-        cached = download(hub_id, CHECKPOINT_PATTERNS if weights else METADATA_PATTERNS)
-    return Resolved(name_or_path, cached, hub_id, record)
-
-
 def local_directory(name: str) -> Path | None:
-    """The directory called `name`, else that of the shipped model called so; None for everything else."""
+    """The directory called `name`, else the directory of the shipped model called so, else None."""
     path = user_path(name)
     if name and path.is_dir():
         return path
@@ -171,14 +167,14 @@ def local_directory(name: str) -> Path | None:
 
 
 def named_hub_id(name: str) -> HubId | None:
-    """The hub id that `name` is; None for a directory and for any other text."""
+    """The hub id that `name` is. None for a directory and for any other text."""
     return parse_hub_id(name) if local_directory(name) is None else None
 
 
 def hub_id_and_record(
     name_or_path: str,
 ) -> tuple[HubId | None, PublishedTarget | PublishedHead | None]:
-    """The hub id and its record; no id for a directory. Raises UsageError for what is neither."""
+    """The hub id and its record, or (None, None) for a directory. Else raises UsageError."""
     if local_directory(name_or_path):
         return None, None
     hub_id = parse_hub_id(name_or_path)
@@ -189,18 +185,21 @@ def hub_id_and_record(
 
 
 def _not_a_checkpoint(name: str) -> UsageError:
-    """The error for a name that is neither a directory nor a hub id, by what it is."""
-    what, path = what_is(name), user_path(name)
+    """The error for a name that is neither a directory nor a hub id, by what the name is."""
+    what = what_is(name)
+    path = user_path(name)
     near = nearest(name, SHIPPED) or beside(path) or published_as(name)
     remedy = "pass a directory, an id such as org/name, or kimi-nano (head: kimi-nano-eagle3)"
-    if page := HUB_PAGE.fullmatch(name):
+    page = HUB_PAGE.fullmatch(name)
+    if page:
         remedy = f"write the id, {page[1]}"
     elif what == "a URL":
         remedy += f"; a server is asked by `trtspec bench {name}`"
     elif (path.parent / "config.json").is_file():
         remedy = f"pass its directory, {path.parent}"
     elif what == "not there":
-        remedy = f"did you mean {near}? Else {remedy}" if near else remedy
+        if near:
+            remedy = f"did you mean {near}? Else {remedy}"
         remedy += "; where a job makes it later, build-config takes `like`"
         return UsageError(f"{name!r} is neither a directory nor a hub id", remedy)
     return UsageError(f"{name} is {what}, not a checkpoint directory", remedy)
@@ -212,10 +211,10 @@ def _published(hub_id: HubId, record: PublishedTarget | PublishedHead | None) ->
 
 
 def cached_snapshot(hub_id: HubId, complete: bool) -> Path | None:
-    """The snapshot in the hub cache; with `complete`, only one that has every shard its index names.
+    """The snapshot in the hub cache. With `complete`, only one that has every shard of its index.
 
-    Reads the cache's documented layout itself (models--org--name/refs/main names the snapshot), because importing
-    huggingface_hub takes longer than everything else that the torch-free commands do.
+    Reads the cache's documented layout itself (models--org--name/refs/main names the snapshot).
+    Importing huggingface_hub takes longer than everything else that torch-free commands do.
     """
     repository = cache_directory() / hub_id.folder
     snapshot = _snapshot(repository, hub_id.revision or "main")
@@ -225,19 +224,48 @@ def cached_snapshot(hub_id: HubId, complete: bool) -> Path | None:
 
 
 def _snapshot(repository: Path, revision: str) -> Path | None:
-    """The snapshot of a branch or tag, which refs/ has, or of a commit by the first digits of its hash."""
+    """The snapshot of a branch or tag, which refs/ has, or of a commit by its first digits."""
     snapshots = repository / "snapshots"
     try:
         commit = (repository / "refs" / revision).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
-        matches = snapshots.glob(f"{revision}*") if SHORT_COMMIT.fullmatch(revision) else ()
-        commits = [path.name for path in matches]
-        commit = commits[0] if len(commits) == 1 else ""
+        if not SHORT_COMMIT.fullmatch(revision):
+            return None
+        commits = [path.name for path in snapshots.glob(f"{revision}*")]
+        if len(commits) != 1:
+            return None
+        commit = commits[0]
     return snapshots / commit if re.fullmatch(r"\w+", commit) else None
 
 
+def _has_all_shards(snapshot: Path) -> bool:
+    """Whether every shard of the index is there. Without an index, whether there is any shard."""
+    shards = weight_map(snapshot)
+    if shards is None:
+        return any(snapshot.glob("*.safetensors"))
+    return all((snapshot / shard).exists() for shard in set(shards.values()))
+
+
+def same_checkpoint(first: str, second: str) -> bool:
+    """Whether two names are one directory, one shipped model, or one commit of a repository."""
+    return _canonical(first) == _canonical(second)
+
+
+def _canonical(name: str) -> HubId | str:
+    """The hub's own id of a checkpoint, with its commit if the cache tells it, or a directory."""
+    hub_id = named_hub_id(name)
+    if hub_id is None:
+        return snapshot_id(Path(name)) or engine_name(name)
+    hub_id = _published(hub_id, known(name))
+    if hub_id.revision:
+        snapshot = cached_snapshot(hub_id, complete=False)
+        if snapshot is not None:
+            hub_id = replace(hub_id, revision=snapshot.name)
+    return hub_id
+
+
 def snapshot_id(directory: Path) -> HubId | None:
-    """The id of a snapshot in a hub cache (models--org--name/snapshots/COMMIT); None for any other directory."""
+    """The id of a snapshot in a hub cache (models--org--name/snapshots/COMMIT), else None."""
     path = directory.resolve()
     folder = path.parent.parent.name
     name = folder.removeprefix("models--").replace("--", "/", 1)
@@ -247,22 +275,17 @@ def snapshot_id(directory: Path) -> HubId | None:
 
 
 def source_name(directory: Path) -> str:
-    """How files name their source: its hub id where the directory is a hub's snapshot, else the directory's name."""
+    """The name of a source in files: its hub id if it is a hub's snapshot, else its directory's."""
     hub_id = snapshot_id(directory)
     return hub_id.name if hub_id is not None else directory.resolve().name
 
 
 def commit_record(directory: Path) -> dict[str, str]:
-    """The repository and the commit of a hub's snapshot, as journals and provenance.json have them; {} for others."""
+    """Repository and commit of a hub's snapshot for journals and provenance.json, else {}."""
     hub_id = snapshot_id(directory)
-    return {"hub_id": hub_id.name, "commit": str(hub_id.revision)} if hub_id is not None else {}
-
-
-def _has_all_shards(snapshot: Path) -> bool:
-    shards = weight_map(snapshot)
-    if shards is None:
-        return any(snapshot.glob("*.safetensors"))
-    return all((snapshot / shard).exists() for shard in set(shards.values()))
+    if hub_id is None:
+        return {}
+    return {"hub_id": hub_id.name, "commit": str(hub_id.revision)}
 
 
 class Target(NamedTuple):
@@ -276,10 +299,16 @@ class Head(NamedTuple):
 
 
 def find_target(name: str, like: str | None = None) -> Target:
-    """The target called `name`. While it is not here, it is described by the published checkpoint `like`. Raises
-    UsageError if the name is a draft head's or unknown."""
+    """Returns the target called `name` with its spec.
+
+    While it is not here, it is described by the published checkpoint `like`. Raises UsageError if
+    the name is a draft head's or unknown.
+    """
+    described_by = name
     absent = like is not None and not user_path(name).exists()
-    resolved = resolve(like if like is not None and absent else name, weights=False)
+    if like is not None and absent:
+        described_by = like
+    resolved = resolve(described_by, weights=False)
     if resolved.kind != "target":
         message = f"{resolved.name} is a draft head, not a target"
         raise UsageError(message, "pass the target first and the head with `head`")
@@ -289,7 +318,7 @@ def find_target(name: str, like: str | None = None) -> Target:
 
 
 def find_head(name: str) -> Resolved:
-    """Returns the Eagle3 head called `name`, unread. Raises UsageError if the checkpoint is something else."""
+    """Returns the Eagle3 head called `name`, unread. Raises UsageError if it is something else."""
     resolved = resolve(name, weights=False)
     if resolved.kind != "head":
         wrong = _no_head(resolved)
@@ -307,7 +336,7 @@ def load_head(name: str, *, values: bool = False) -> Head:
 
 
 def _no_head(resolved: Resolved) -> Problem:
-    """The problem of a checkpoint that is not an Eagle3 head: by its tensors if they are here, else by its config."""
+    """The problem of a checkpoint that is not an Eagle3 head, by its tensors or else its config."""
     from trtspec.checkpoint.heads.read import no_eagle3_head
     from trtspec.checkpoint.target_tensors import finding
 
@@ -320,8 +349,10 @@ def _no_head(resolved: Resolved) -> Problem:
 
 
 def findable(name: str) -> bool:
-    """Whether a name that only a file gives can be looked at here: a directory, a published id, or a cached one. Raises
-    TrtspecError for a model that is known and refused."""
+    """Whether a checkpoint can be read here: a directory, a published id, or a cached id.
+
+    Raises TrtspecError for a model that is known and refused.
+    """
     try:
         if local_directory(name) is not None:
             return True
@@ -333,8 +364,10 @@ def findable(name: str) -> bool:
 
 
 def engine_name(name: str) -> str:
-    """What an engine is given for a checkpoint: the directory of a shipped model, an id without its revision, else the
-    name itself."""
+    """The name that an engine gets for a checkpoint.
+
+    It is the directory of a shipped model, an id without its revision, else the name itself.
+    """
     directory = local_directory(name)
     if directory is not None:
         return name if user_path(name).is_dir() else str(directory)
@@ -343,27 +376,29 @@ def engine_name(name: str) -> str:
 
 
 def engine_revision(name: str) -> str | None:
-    """The revision that an engine is given beside `engine_name`."""
+    """The revision that an engine gets beside `engine_name`."""
     hub_id = named_hub_id(name)
     return None if hub_id is None else hub_id.revision
 
 
 def engine_path(name: str, cache: str | None = None) -> str:
-    """What an engine is given that takes no revision: the snapshot's directory of an id with one, else `engine_name`.
+    """The name for an engine that takes no revision: the snapshot's directory, else `engine_name`.
 
-    `cache` is the hub cache of the machine that serves; None is this one. Raises UsageError if the directory is not
-    here, or not named by what was given.
+    `cache`: the hub cache of the machine that serves. None: of this one. Raises UsageError if the
+    directory is not here, or if the revision does not name it.
     """
     hub_id = named_hub_id(name)
     if hub_id is None or hub_id.revision is None:
         return engine_name(name)
     if cache is not None and not WHOLE_COMMIT.fullmatch(hub_id.revision):
-        message = f"{hub_id.revision} is not a whole commit, which names the directory that the engine reads"
+        reason = "is not a whole commit, which names the directory that the engine reads"
+        message = f"{hub_id.revision} {reason}"
         raise UsageError(message, f"write {hub_id.name}@ and the 40 digits of the commit")
     if cache is not None:
         return f"{cache}/{hub_id.folder}/snapshots/{hub_id.revision}"
     snapshot = cached_snapshot(hub_id, complete=False)
     if snapshot is None:
-        message = f"{hub_id} is not in the hub cache, and the engine takes a revision only as its directory there"
+        reason = "the engine takes a revision only as its directory there"
+        message = f"{hub_id} is not in the hub cache, and {reason}"
         raise UsageError(message, f"run `{hub_id.download}`")
     return str(snapshot)

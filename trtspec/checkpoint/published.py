@@ -1,5 +1,7 @@
-"""The published Kimi targets and Eagle3 heads of data/models.yaml: one typed record each, by hub id. A key that no
-record has is refused."""
+"""The published Kimi targets and Eagle3 heads of data/models.yaml: a typed record each, by hub id.
+
+A key that no record has is refused.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from trtspec.families.family import Family
 from trtspec.foreign import parse_hub_id
 
 LAYER_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-DRAFT_LEN = 3  # where nobody says another
+DRAFT_LEN = 3  # if nobody says another
 WHOLE = "all"  # a figure of all questions of a data set
 ThinkingLevel = Literal["on", "off", "low", "medium", "high"]
 
@@ -26,7 +28,8 @@ class PublishedAcceptance:
     """Tokens per step that were published for a head, and how they were measured.
 
     `figures`: by data set, of all its questions or by category. `mean`: what bench calls
-    such a figure. `speedups`: over no speculation by concurrency, None if only the concurrency was published.
+    such a figure. `speedups`: over no speculation by concurrency, None if only the concurrency was
+    published.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -42,7 +45,7 @@ class PublishedAcceptance:
 
     @property
     def protocol(self) -> str:
-        """How it was measured, and who says so."""
+        """How the figures were measured, and their source."""
         stated = {
             "": self.target,
             "thinking": self.thinking,
@@ -52,7 +55,7 @@ class PublishedAcceptance:
         return f"{', '.join([self.engine, *words])}: {self.source}"
 
     def of(self, dataset: str) -> dict[str, float]:
-        """The figures of a data set by category, WHOLE among them; {} if it was not measured."""
+        """The figures of a data set by category, WHOLE among them. {} if it was not measured."""
         figures = self.figures.get(dataset, {})
         return figures if isinstance(figures, dict) else {WHOLE: figures}
 
@@ -64,7 +67,7 @@ class PublishedAcceptance:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedModel:
-    """What the records of targets and heads share. `unverified`: fields that nobody here read in the published file."""
+    """Fields of every record. `unverified`: fields that nobody here read in the published file."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
     kind: ClassVar[Literal["target", "head"]]
@@ -82,7 +85,7 @@ class PublishedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedTarget(PublishedModel):
-    """`base`: the checkpoint that it was quantized from; `thinks`: whether answers may have reasoning."""
+    """A target. `base`: its checkpoint before quantization. `thinks`: whether it may reason."""
 
     kind: ClassVar[Literal["target", "head"]] = "target"
     config: dict[str, Any]
@@ -94,8 +97,11 @@ class PublishedTarget(PublishedModel):
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedHead(PublishedModel):
-    """`targets`: what it was published for; `published_on`: engines that its file was made for; `owns`: which optional
-    tensors the file holds. The first of `acceptance` is what plan takes."""
+    """A head, published for `targets`.
+
+    `published_on`: engines that its file was made for. `owns`: which optional tensors the file
+    holds. The first of `acceptance` is what plan takes.
+    """
 
     kind: ClassVar[Literal["target", "head"]] = "head"
     dialect: str
@@ -107,18 +113,20 @@ class PublishedHead(PublishedModel):
 
     @property
     def draft_len(self) -> int:
-        """What the head is served with unless another is asked for."""
+        """The draft length that the head is served with unless another is asked for."""
         return self.acceptance[0].draft_len if self.acceptance else DRAFT_LEN
 
     def measured_on(self, target: str) -> PublishedAcceptance | None:
         """The first measurement that holds for this target, else the first one."""
-        own = [one for one in self.acceptance if one.target in (None, target)]
-        return next(iter([*own, *self.acceptance]), None)
+        for measured in self.acceptance:
+            if measured.target in (None, target):
+                return measured
+        return self.acceptance[0] if self.acceptance else None
 
 
 @dataclass(frozen=True)
 class Catalogue:
-    """The records by hub id; `refused`: why a model is not served, by its id."""
+    """The records by hub id. `refused`: why a model is not served, by its id."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
     targets: dict[str, PublishedTarget]
@@ -128,33 +136,41 @@ class Catalogue:
 
 @cache
 def catalogue() -> Catalogue:
-    """The parsed file, with exclude patterns written out; `common` is what its rows share."""
+    """The parsed file with exclude patterns written out. Its `common` is shared by its rows."""
     data = load_yaml("models.yaml")
     del data["common"]
-    for name, row in (*data["targets"].items(), *data["heads"].items()):
+    for name, row in (data["targets"] | data["heads"]).items():
         row["id"] = name
-        quantization = (row["config"] or {}).get("quantization_config") or {}
+        config = row["config"] or {}
+        quantization = config.get("quantization_config") or {}
         if "ignore" in quantization:
             quantization["ignore"] = expand_patterns(quantization["ignore"])
     return TypeAdapter(Catalogue).validate_python(data)
 
 
 def expand_patterns(patterns: list[str]) -> list[str]:
-    """Writes `{a..b}` out as one pattern per layer; published lists are in text order (1, 10, 11, .., 2, 20)."""
+    """Writes `{a..b}` out as one pattern per layer.
+
+    Published lists are in text order (1, 10, 11, .., 2, 20).
+    """
     if not any(LAYER_RANGE.search(pattern) for pattern in patterns):
         return list(patterns)
     expanded = []
     for pattern in patterns:
-        found = LAYER_RANGE.search(pattern)
-        layers = range(int(found[1]), int(found[2]) + 1) if found else range(1)
-        expanded += [LAYER_RANGE.sub(str(layer), pattern) for layer in layers]
+        layer_range = LAYER_RANGE.search(pattern)
+        if layer_range is None:
+            expanded.append(pattern)
+            continue
+        for layer in range(int(layer_range[1]), int(layer_range[2]) + 1):
+            expanded.append(LAYER_RANGE.sub(str(layer), pattern))
     return sorted(expanded)
 
 
 def known(name_or_id: str) -> PublishedTarget | PublishedHead | None:
-    """The record of a published id, whatever its revision; or None.
+    """The record of a published id, whatever its revision, or None.
 
-    Upper and lower case are the same. Raises TrtspecError for ids that are known and refused, such as Kimi-K3.
+    Upper and lower case are the same. Raises TrtspecError for ids that are known and refused, such
+    as Kimi-K3.
     """
     hub_id = parse_hub_id(name_or_id)
     if hub_id is None:
@@ -162,30 +178,30 @@ def known(name_or_id: str) -> PublishedTarget | PublishedHead | None:
     wanted = hub_id.name.casefold()
     for name, reason in catalogue().refused.items():
         if name.casefold() == wanted:
-            raise TrtspecError(
-                f"{hub_id} is {reason}", "trtspec serves K2, K2-Thinking, K2.5, K2.6 and K2.7-Code"
-            )
+            remedy = "trtspec serves K2, K2-Thinking, K2.5, K2.6 and K2.7-Code"
+            raise TrtspecError(f"{hub_id} is {reason}", remedy)
     records: list[PublishedTarget | PublishedHead]
     records = [*catalogue().targets.values(), *catalogue().heads.values()]
-    return next(
-        (one for one in records if wanted in map(str.casefold, (one.id, *one.aliases))), None
-    )
+    for record in records:
+        if wanted in map(str.casefold, (record.id, *record.aliases)):
+            return record
+    return None
 
 
 def known_head(name: str) -> PublishedHead | None:
-    """The record of a published head; None for every other name."""
+    """The record of a published head. None for every other name."""
     record = known(name)
     return record if isinstance(record, PublishedHead) else None
 
 
 def known_target(name: str) -> PublishedTarget | None:
-    """The record of a published target; None for every other name."""
+    """The record of a published target. None for every other name."""
     record = known(name)
     return record if isinstance(record, PublishedTarget) else None
 
 
 def reasoning_parser(family: Family, name: str, engine: str) -> str | None:
-    """What `engine` calls the reasoning parser of the target `name`; None if it does not think, or nothing tells."""
+    """The name that `engine` has for a target's reasoning parser. None if it does not think."""
     record = known_target(name)
     thinks = family.thinks if record is None else record.thinks
     return family.reasoning_parsers[engine] if thinks else None
@@ -199,27 +215,33 @@ def require_published(name: str, dataset: str) -> None:
         message = f"{name} is a target, and acceptance is published for heads"
         raise UsageError(message, f"pass a head of it: {', '.join(heads) or 'none is published'}")
     figures: dict[str, Any] = {}
-    for measured in record.acceptance if record is not None else ():
-        figures |= measured.figures
+    if record is not None:
+        for measured in record.acceptance:
+            figures |= measured.figures
     if re.split("[:=]", dataset)[0] not in figures:
         message = f"no acceptance was published for {name} on {dataset}, as far as is known here"
-        raise UsageError(message, f"published on: {', '.join(figures) or 'nothing'}")
+        published = ", ".join(figures) or "nothing"
+        raise UsageError(message, f"published on: {published}")
 
 
 def similar_id(name_or_id: str) -> str | None:
-    """The published id that is spelled nearly so; None when it is a published one itself."""
+    """The published id with nearly the same spelling. None if the id is itself published."""
     names = [*catalogue().targets, *catalogue().heads]
     wanted = name_or_id.partition("@")[0]
     return None if wanted in names else nearest(wanted, names)
 
 
 def published_as(name: str) -> str | None:
-    """The published id that ends in this name."""
+    """The published id that ends in this name, or None."""
     ids = [*catalogue().targets, *catalogue().heads]
-    return next((id for id in ids if id.casefold().endswith(f"/{name.casefold()}")), None)
+    suffix = f"/{name.casefold()}"
+    return next((id for id in ids if id.casefold().endswith(suffix)), None)
 
 
 def real_pair(head_id: str, target_id: str) -> bool | None:
-    """Whether the head was published for the target; None when either id is not a known one."""
-    head, target = known_head(head_id), known_target(target_id)
-    return None if head is None or target is None else target.id in head.targets
+    """Whether the head was published for the target. None if either id is not a known one."""
+    head = known_head(head_id)
+    target = known_target(target_id)
+    if head is None or target is None:
+        return None
+    return target.id in head.targets

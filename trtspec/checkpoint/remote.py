@@ -1,7 +1,7 @@
-"""The hub: what is fetched into its cache, and a checkpoint there by its headers.
+"""Fetches from the hub into its cache, and opens a checkpoint on the hub by its headers.
 
-Of such a checkpoint the small files come into the cache, and of each shard the header is read, by ranged reads. For a
-terabyte of weights that is a few megabytes.
+The small files of such a checkpoint come into the cache. Of each shard the header is read, by
+ranged reads. For a terabyte of weights that is a few megabytes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ SMALL_PATTERNS = [
     "THIRD_PARTY*",
 ]
 CHECKPOINT_PATTERNS = [*SMALL_PATTERNS, "*.safetensors"]
-AT_ONCE = 8  # connections
-TIMEOUT = 60.0
+CONNECTIONS = 8
+TIMEOUT_S = 60.0
 Result = TypeVar("Result")
 
 
 def open_remote(hub_id: HubId) -> Checkpoint:
-    """The checkpoint as `Checkpoint.open` reads it, with `remote` set; `path` is the cache's snapshot with the small
-    files. Raises TrtspecError for what is not there, not public or damaged."""
+    """Opens a checkpoint on the hub as `Checkpoint.open` does, with `remote` set.
+
+    `path` is the cache's snapshot with the small files. Raises TrtspecError if the checkpoint is
+    absent, not public or damaged.
+    """
     from huggingface_hub import HfApi
 
     require_online(hub_id)
@@ -46,15 +49,14 @@ def open_remote(hub_id: HubId) -> Checkpoint:
         hub_id.name,
         revision=hub_id.revision,
         files_metadata=True,
-        timeout=TIMEOUT,
+        timeout=TIMEOUT_S,
     )
     info = hub_errors(hub_id, ask)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    weights = {
-        plain_name(name, f"{hub_id}"): size
-        for name, size in sizes.items()
-        if name.endswith(".safetensors") and "/" not in name
-    }
+    weights = {}
+    for name, size in sizes.items():
+        if name.endswith(".safetensors") and "/" not in name:
+            weights[plain_name(name, str(hub_id))] = size
     commit = replace(hub_id, revision=str(info.sha))
     path = download(commit, SMALL_PATTERNS)
     if not weights and not (path / INDEX_NAME).is_file():
@@ -62,9 +64,8 @@ def open_remote(hub_id: HubId) -> Checkpoint:
             f"{hub_id} has no *.safetensors file", "pass a repository that holds the weights"
         )
     files = HubFiles(commit, weights)
-    return replace(
-        Checkpoint.open(path, names=tuple(sorted(weights)), headers=files.headers), remote=files
-    )
+    checkpoint = Checkpoint.open(path, names=tuple(sorted(weights)), headers=files.headers)
+    return replace(checkpoint, remote=files)
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,14 @@ class HubFiles:
         }
 
     def headers(self, shards: tuple[PlainName, ...]) -> list[dict[str, TensorInfo]]:
-        """Of all shards, in their order."""
+        """The headers of all shards, in their order."""
         absent = [shard for shard in shards if shard not in self.sizes]
         if absent:
             message = f"shard {absent[0]} is missing in {self.hub_id}"
             raise TrtspecError(message, "ask its publisher", "TS-SHARD-MISSING")
         from concurrent.futures import ThreadPoolExecutor  # here, because it loads logging
 
-        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="headers") as pool:
+        with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="headers") as pool:
             return list(pool.map(self._header, shards))
 
     def _header(self, shard: PlainName) -> dict[str, TensorInfo]:
@@ -103,15 +104,18 @@ class HubFiles:
             shard,
             revision=self.hub_id.revision,
         )
-        tensors = hub_errors(self.hub_id, partial(read, timeout=TIMEOUT)).tensors
-        data_bytes = max(
-            (tensor.data_offsets[1] for tensor in tensors.values()), default=0
-        )  # they fill the file
-        places = ((name, one.dtype, one.shape, one.data_offsets) for name, one in tensors.items())
-        return tensors_of(shard, self.sizes[shard] - data_bytes, places)
+        tensors = hub_errors(self.hub_id, partial(read, timeout=TIMEOUT_S)).tensors
+        # The data fill the file.
+        ends = [tensor.data_offsets[1] for tensor in tensors.values()]
+        start = self.sizes[shard] - max(ends, default=0)
+        entries = (
+            (name, tensor.dtype, tensor.shape, tensor.data_offsets)
+            for name, tensor in tensors.items()
+        )
+        return tensors_of(shard, start, entries)
 
     def bytes_at(self, shard: str, begin: int, size: int) -> bytes:
-        """Some bytes of a shard."""
+        """Reads `size` bytes from offset `begin` of a shard file."""
         from huggingface_hub import HfFileSystem
 
         read = partial(HfFileSystem().cat_file, f"{self.hub_id}/{shard}", begin, begin + size)
@@ -119,7 +123,7 @@ class HubFiles:
 
 
 def download(hub_id: HubId, patterns: list[str]) -> Path:
-    """Fetches the files of these patterns into the hub's own cache. Returns the directory of the snapshot."""
+    """Fetches the files of these patterns into the hub's own cache. Returns the snapshot's path."""
     from huggingface_hub import snapshot_download
 
     require_online(hub_id)
@@ -136,13 +140,11 @@ def is_online() -> bool:
 
 def require_online(hub_id: HubId) -> None:
     if not is_online():
-        raise MissingDependency(
-            f"{hub_id} is not in the hub cache and HF_HUB_OFFLINE is set",
-            _suggest(hub_id, f"unset it and {ELSEWHERE}"),
-        )
+        message = f"{hub_id} is not in the hub cache and HF_HUB_OFFLINE is set"
+        raise MissingDependency(message, _suggest(hub_id, f"unset it and {ELSEWHERE}"))
 
 
-# what is wrong with a repository by the hub's error or status, and what to do
+# The fault and the remedy by the hub's error or status.
 ELSEWHERE = "run `{download}`, or pass the directory of a copy that was downloaded elsewhere"
 LOGIN = "run `hf auth login` with an account that may read it"
 FAILURES = {
@@ -159,31 +161,42 @@ FAILURES = {
 
 
 def hub_errors(hub_id: HubId, ask: Callable[[], Result]) -> Result:
-    """What `ask` gets from the hub. Messages never repeat the library's text: it may hold a token."""
+    """Returns what `ask` gets from the hub.
+
+    Raises TrtspecError. Messages never repeat the library's text, which may hold a token.
+    """
     try:
         return ask()
     except TrtspecError:
         raise
-    except Exception as error:  # no network, full disk, hub errors: whatever the transport raised
-        kind = type(error).__name__
+    # No network, full disk, hub errors: whatever the transport raised.
+    except Exception as error:
+        name = type(error).__name__
         status = getattr(getattr(error, "response", None), "status_code", None)
-        if kind == "SafetensorsParsingError":
+        if name == "SafetensorsParsingError":
             message = f"{hub_id} holds a damaged shard: {error}"
             raise TrtspecError(message, "tell its publisher", "TS-SHARD-DAMAGED") from None
         later = (f"could not be fetched (HTTP {status})", "try again later, or pass a directory")
-        message, remedy = FAILURES.get(kind) or FAILURES.get(status, later)
+        message, remedy = FAILURES.get(name) or FAILURES.get(status, later)
         raise TrtspecError(f"{hub_id} {message}", _suggest(hub_id, remedy)) from None
 
 
 def _suggest(hub_id: HubId, remedy: str) -> str:
-    close, remedy = similar_id(hub_id.name), remedy.format(download=hub_id.download)
-    if not close and "k2" not in hub_id.name.casefold():
-        return f"by its name it is of another family; trtspec takes Kimi-K2. Otherwise {remedy}"
-    return f"did you mean {close}? Otherwise {remedy}" if close else remedy
+    """The remedy, after the published id that is spelled nearly so."""
+    close = similar_id(hub_id.name)
+    remedy = remedy.format(download=hub_id.download)
+    if close:
+        return f"did you mean {close}? Otherwise {remedy}"
+    if "k2" in hub_id.name.casefold():
+        return remedy
+    return f"by its name it is of another family; trtspec takes Kimi-K2. Otherwise {remedy}"
 
 
 def cache_directory() -> Path:
-    """Where huggingface_hub keeps repositories: HF_HUB_CACHE, else hub/ under HF_HOME, else under the user's cache."""
+    """The directory of huggingface_hub's repositories.
+
+    It is HF_HUB_CACHE, else hub/ under HF_HOME, else hub/ under the user's cache.
+    """
     named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     if named:
         return user_path(os.path.expandvars(named))

@@ -1,7 +1,8 @@
 """The Python code that a checkpoint brings, for engines that run it.
 
-Transformers imports the files that `auto_map` names in a configuration file, and these can import other files beside
-them. TensorRT-LLM loads a head's config.json with `trust_remote_code=True`, so the code of a head counts as well.
+Transformers imports the files that `auto_map` names in a configuration file. These can import other
+files beside them. TensorRT-LLM loads a head's config.json with `trust_remote_code=True`, so the
+code of a head counts as well.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from trtspec.errors import Problem, TrtspecError
 from trtspec.foreign import CodeReference, code_reference, named_code, stays_inside
 from trtspec.report import file_sha256
 
-# of the model, tokenizer, processors and generation; also config.4.0.0.json, which transformers may take
+# Of model, tokenizer, processors and generation. Transformers may take config.4.0.0.json too.
 CONFIGS = "*config*.json"
 
 
 @dataclass(frozen=True)
 class RemoteCode:
-    """What the configuration files refer to. `directory` is None if the checkpoint is not on this machine."""
+    """References of the configuration files. `directory` is None if the files are not here."""
 
     references: list[CodeReference]
     problems: list[Problem]
@@ -32,28 +33,36 @@ class RemoteCode:
         return bool(self.references or self.problems)
 
     def hashes(self) -> dict[str, str]:
-        """SHA-256 of every Python file in the directory, by path; empty if the checkpoint brings no code."""
+        """SHA-256 of every Python file in the directory, by path. {} if there is no code."""
         if self.directory is None or not self:
             return {}
-        paths = _python_files(self.directory)
-        return {path.relative_to(self.directory).as_posix(): file_sha256(path) for path in paths}
+        hashes = {}
+        for path in _python_files(self.directory):
+            hashes[path.relative_to(self.directory).as_posix()] = file_sha256(path)
+        return hashes
 
     def listed(self) -> str:
-        """The files with their hashes, or the names of the referenced files if they are not here."""
+        """The files with their hashes, or only the names of referenced files if none are here."""
         hashed = [f"{name} sha256:{digest}" for name, digest in self.hashes().items()]
+        if hashed:
+            return "; ".join(hashed)
         named = ", ".join(sorted({reference.module for reference in self.references}))
-        return "; ".join(hashed) or f"{named}, not here to hash"
+        return f"{named}, not here to hash"
 
 
 def read_code(directory: Path) -> RemoteCode:
-    """Reads every configuration file of a checkpoint. Raises TrtspecError for a file that is not a JSON object."""
+    """Reads every configuration file of a checkpoint.
+
+    Raises TrtspecError for a file that is not a JSON object.
+    """
     paths = sorted(directory.glob(CONFIGS))
     return code_of({path.name: read_json(path) for path in paths}, directory)
 
 
 def code_of(configs: Mapping[str, Any], directory: Path | None) -> RemoteCode:
     """Resolves the references of configuration files, given by file name."""
-    references, problems = [], []
+    references = []
+    problems = []
     for file, config in configs.items():
         for where, value in named_code(config, file):
             try:
@@ -67,8 +76,10 @@ def code_of(configs: Mapping[str, Any], directory: Path | None) -> RemoteCode:
 
 
 def _file_problems(references: list[CodeReference], directory: Path) -> Iterator[Problem]:
-    """Referenced files that are absent, and links that leave the checkpoint."""
-    for module, where in {item.module: item.where for item in reversed(references)}.items():
+    """Yields an error for each absent referenced file, and for each link out of the checkpoint."""
+    # The first reference to a module names it.
+    first_places = {item.module: item.where for item in reversed(references)}
+    for module, where in first_places.items():
         if not (directory / module).is_file():
             message = f"it refers to {module}, which is not in the checkpoint"
             yield Problem("TS-CODE-ABSENT", "error", where, message)

@@ -1,8 +1,8 @@
-"""The one renderer of conversations: the prompts that a server is sent, and what the target writes behind them.
+"""Renders conversations: the prompts that a server gets, and what the target writes behind them.
 
-An answer follows the prompt of its moment, in which the template renders earlier answers as history. Where a
-template renders them in another way than they were written, a conversation has several renderings. Each answer is
-parsed back and compared with its row.
+An answer follows the prompt of its moment, in which the template renders earlier answers as
+history. A conversation has several renderings if the template renders them in another way than
+they were written. Each answer is parsed back and compared with its row.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ from trtspec.report import note
 
 @dataclass(frozen=True)
 class Rendering:
-    """Token ids of a conversation. `answer[i]` is 1 where the target wrote token i. `prompt` counts the tokens before
-    the last answer, `repeated` those that an earlier rendering of the same messages has."""
+    """Token ids of a conversation. `answer[i]` is 1 if the target wrote token i, else 0.
+
+    `prompt`: number of tokens before the last answer. `repeated`: number of tokens that an earlier
+    rendering of the same messages has.
+    """
 
     tokens: list[int]
     answer: list[int]
@@ -39,9 +42,10 @@ class Rendering:
 
 
 def render(conversation: Conversation, tokenizer: KimiTokenizer) -> list[Rendering]:
-    """Returns one rendering, or several where the history of a later answer differs from what was written.
+    """Returns one rendering, or several if the history of a later answer differs from its text.
 
-    Raises UsageError naming the row if an answer does not come back from the reply parser as the row has it.
+    Raises UsageError naming the row if the reply parser reads an answer in another way than the
+    row has it.
     """
     if not conversation.messages:
         tokens = tokenizer.encode(conversation.text)
@@ -60,13 +64,15 @@ def render(conversation: Conversation, tokenizer: KimiTokenizer) -> list[Renderi
 
 @cache
 def _note_tools(where: str) -> None:
-    note(
-        f"{where} reads tools as the tokenizer's code writes them; it is not run, so they are JSON"
-    )
+    fact = "reads tools as the tokenizer's code writes them"
+    note(f"{where} {fact}; it is not run, so they are JSON")
 
 
 def _require_calls(conversation: Conversation, names: frozenset[str]) -> None:
-    """Raises TrtspecError for a call or result that the template leaves out, and for a result of no call."""
+    """Raises TrtspecError for a call or result that the template does not read.
+
+    Also raises it for a result without a call.
+    """
     calls: set[str] = set()
     for message in conversation.messages:
         unread = message.keys() & {"tool_calls", "tool_call_id"} - names
@@ -78,7 +84,8 @@ def _require_calls(conversation: Conversation, names: frozenset[str]) -> None:
 
 
 def _render_messages(conversation: Conversation, tokenizer: KimiTokenizer) -> list[Rendering]:
-    messages, tools = conversation.messages, list(conversation.tools) or None
+    messages = conversation.messages
+    tools = list(conversation.tools) or None
     ends = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if messages[-1]["role"] != "assistant":
         ends.append(len(messages))  # the answer is still to come
@@ -100,16 +107,18 @@ def _render_messages(conversation: Conversation, tokenizer: KimiTokenizer) -> li
             _, known = tokenizer.encode_chat(history, tools, add_generation_prompt=False)
             repeated = len(os.path.commonprefix([known, prompt]))
             answer = []
-        answer = answer + [0] * (len(prompt) - len(answer)) + [1] * len(written)
+        new_prompt_tokens = len(prompt) - len(answer)
+        answer = answer + [0] * new_prompt_tokens + [1] * len(written)
         start = len(prompt) if reply else last.prompt
         renderings.append(Rendering(prompt + written, answer, start, repeated))
     return renderings
 
 
 def _written(reply: Message, prompt: str, tokenizer: KimiTokenizer, cut: bool) -> list[int]:
-    """Token ids of an answer. A `cut` answer ends with its last text: a limit ended it, no mark of the target.
+    """Token ids of an answer. A `cut` answer ends with its last text, because no mark ended it.
 
-    Raises TrtspecError if the reply parser does not read the row's reasoning, content and calls from them.
+    Raises TrtspecError if the reply parser does not read the row's reasoning, content and calls
+    from the ids.
     """
     opened = prompt.rstrip().endswith(THINK)
     closed = prompt.rstrip().endswith(THINK_END)
@@ -122,17 +131,19 @@ def _written(reply: Message, prompt: str, tokenizer: KimiTokenizer, cut: bool) -
     expected = _parts(reply)
     differing = [name for name, part in _parts(parsed).items() if part != expected[name]]
     if differing:
-        places = " and ".join(differing)
-        raise TrtspecError(f"has {places} that the chat template and the parser change", "")
+        fields = " and ".join(differing)
+        raise TrtspecError(f"has {fields} that the chat template and the parser change", "")
     return ids if cut else [*ids, tokenizer.special_id(END_OF_TURN)]
 
 
 def _parts(message: Message) -> dict[str, Any]:
-    calls = [(call["id"], call["function"]) for call in message.get("tool_calls", ())]
+    """Reasoning, content and calls of a message, for comparison."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        calls.append((call["id"], function["name"], function["arguments"].strip()))
     return {
         "reasoning": message.get("reasoning_content", ""),
         "content": message.get("content") or "",
-        "tool calls": [
-            (identity, call["name"], call["arguments"].strip()) for identity, call in calls
-        ],
+        "tool calls": calls,
     }

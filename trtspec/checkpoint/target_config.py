@@ -1,9 +1,10 @@
-"""config.json and hf_quant_config.json of a target, judged as a difference from what the family publishes.
+"""Judges config.json and hf_quant_config.json of a target against what its family publishes.
 
-No tensor shows the values that are compared here, so a wrong one serves nonsense without an error message. A reader
-fills in an absent key with its own default, and readers differ: DeepseekV3Config of transformers scales the routed
-experts by 2.5 and rotates with base 10000 where a Kimi says 2.827 and 50000. An engine also believes
-quantization_config: a scheme that is read in another way than it was written produces nonsense.
+No tensor shows the values that are compared here, so a wrong one serves nonsense without an error
+message. A reader fills in an absent key with its own default, and readers differ: DeepseekV3Config
+of transformers scales the routed experts by 2.5 and rotates with base 10000, where a Kimi says
+2.827 and 50000. An engine also believes quantization_config: a scheme that is read in another way
+than it was written produces nonsense.
 """
 
 from __future__ import annotations
@@ -21,75 +22,85 @@ from trtspec.families.known import family_of
 from trtspec.formats import WeightFormat, format_of_config, format_of_method
 from trtspec.specs import ModelSpec, QuantSpec
 
-STRETCH = (
-    "factor",
-    "original_max_position_embeddings",
-)  # of YaRN; a small model has others than published ones
-ROPE = ("rope_theta", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", *STRETCH)
-MOST_FACTOR, MOST_POSITIONS = 4096, 1 << 26  # beyond what any YaRN reaches
-VISION_SIZES = ("vt_hidden_size", "vt_intermediate_size", "text_hidden_size", "patch_size", "init_pos_emb_height",
-                "init_pos_emb_width", "vt_num_attention_heads")  # fmt: skip
-# a small tower has others than published ones
+# A small model has other values of these than published ones.
+YARN_SCALING_KEYS = ("factor", "original_max_position_embeddings")
+ROPE_KEYS = (
+    "rope_theta",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    *YARN_SCALING_KEYS,
+)
+MAX_FACTOR = 4096  # beyond what any YaRN reaches, as are the positions
+MAX_POSITIONS = 1 << 26
+VISION_SIZES = (
+    "vt_hidden_size",
+    "vt_intermediate_size",
+    "text_hidden_size",
+    "patch_size",
+    "init_pos_emb_height",
+    "init_pos_emb_width",
+    "vt_num_attention_heads",
+)
+# A small vision tower has other values of these than published ones.
 SCALED = {*VISION_SIZES, "vt_num_hidden_layers", "mm_hidden_size"}
-# keys that mean the whole model at the top level and its language model in text_config, as those do that are computed
-OF_A_LEVEL = ("architectures", "auto_map", "model_type", "transformers_version", "_name_or_path",
-              "quantization_config")  # fmt: skip
+# These mean the whole model at the top level and its language model in text_config, as computed
+# keys do.
+LEVEL_KEYS = (
+    "architectures",
+    "auto_map",
+    "model_type",
+    "transformers_version",
+    "_name_or_path",
+    "quantization_config",
+)
+READERS_DIFFER = "and readers fill in different values"
 
 
 def config_problems(config: dict[str, Any], spec: ModelSpec) -> list[Problem]:
-    """Of a config.json that a ModelSpec could be read from."""
+    """Problems of a config.json that a ModelSpec could be read from."""
     text = config.get("text_config") or config
-    return [*_nesting(config, text, spec), *_values(config, text, spec.family), *_rope(text, spec),
-            *_contradictions(text, spec), *_two_levels(config, text, spec.family), *_vision(config, spec)]  # fmt: skip
+    return [
+        *_nesting(config, text, spec),
+        *_values(config, text, spec.family),
+        *_rope(text, spec),
+        *_contradictions(text, spec),
+        *_two_levels(config, text, spec.family),
+        *_vision(config, spec),
+    ]
 
 
-def _configs(family: Family) -> list[dict[str, Any]]:
-    """The published ones of this family alone."""
-    configs = (record.config for record in catalogue().targets.values())
-    return [config for config in configs if family_of(config) is family]
-
-
-@cache
-def _published(family: Family) -> dict[str, list[Any]]:
-    """Key -> its values in the text configs that a family publishes, those of a nested rope_scaling among them."""
-    found: dict[str, list[Any]] = {}
-    for config in _configs(family):
-        text = config.get("text_config", config)
-        for place in (text, *_rope_places(text)):
-            for key, value in place.items():
-                found.setdefault(key, []).append(value)
-    return found
+def _nesting(config: dict[str, Any], text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
+    """Whether text_config, its model_type and the class are the family's."""
+    family = spec.family
+    nested = text is not config
+    text_type = text.get("model_type")
+    if bool(family.text_types) != nested:
+        preposition = "with" if nested else "without"
+        message = f"model_type is {spec.model_type!r} {preposition} a text_config"
+        yield _problem("TS-TARGET-NESTING", "text_config", message)
+    elif nested and text_type not in family.text_types:
+        known = ", ".join(family.text_types)
+        message = f"{text_type!r} is not a Kimi text model ({known})"
+        yield _problem("TS-TARGET-NESTING", "text_config.model_type", message)
+    named = config.get("architectures") or []
+    if len(named) != 1 or named[0] not in family.classes:
+        classes = " or ".join(family.classes)
+        reason = f"engines load a class by this name, for this model {classes}"
+        yield _problem("TS-TARGET-ARCHITECTURE", "architectures", f"{named!r:.80}: {reason}")
 
 
 def _problem(code: str, key: str, message: str, severity: Severity = "error") -> Problem:
     return Problem(code, severity, f"config.json: {key}", message)
 
 
-def _nesting(config: dict[str, Any], text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
-    family, nested = spec.family, text is not config
-    if bool(family.text_types) != nested:
-        message = (
-            f"model_type is {spec.model_type!r} {'with' if nested else 'without'} a text_config"
-        )
-        yield _problem("TS-TARGET-NESTING", "text_config", message)
-    elif nested and text.get("model_type") not in family.text_types:
-        known = ", ".join(family.text_types)
-        message = f"{text.get('model_type')!r} is not a Kimi text model ({known})"
-        yield _problem("TS-TARGET-NESTING", "text_config.model_type", message)
-    named = config.get("architectures") or []
-    if len(named) != 1 or named[0] not in family.classes:
-        message = f"{named!r:.80}: engines load a class by this name, for this model {' or '.join(family.classes)}"
-        yield _problem("TS-TARGET-ARCHITECTURE", "architectures", message)
-
-
 def _values(config: dict[str, Any], text: dict[str, Any], family: Family) -> Iterator[Problem]:
-    """Each key that no tensor shows, at the top level and in text_config."""
+    """Checks each key that no tensor shows, at the top level and in text_config."""
     for key in (*family.optional_keys, *family.required_keys):
-        stated = [place[key] for place in (config, text) if place.get(key) is not None]
+        stated = [level[key] for level in (config, text) if level.get(key) is not None]
         if not stated and key not in family.optional_keys:
-            yield _problem(
-                "TS-TARGET-CONFIG", key, "is absent, and readers fill in different values"
-            )
+            yield _problem("TS-TARGET-CONFIG", key, f"is absent, {READERS_DIFFER}")
         for value in stated:
             if not _is_one_of(value, _published(family)[key]):
                 yield _other("TS-TARGET-CONFIG", key, value, family)
@@ -97,109 +108,131 @@ def _values(config: dict[str, Any], text: dict[str, Any], family: Family) -> Ite
 
 
 def _is_one_of(value: Any, known: list[Any]) -> bool:
-    """Python takes True for 1, and engines do not; 50000 and 50000.0 are one base."""
-    return any(
-        value == each and isinstance(value, bool) == isinstance(each, bool) for each in known
-    )
+    """Whether a value is known. True is not 1 for engines. 50000 and 50000.0 are one base."""
+    is_bool = isinstance(value, bool)
+    return any(value == each and is_bool == isinstance(each, bool) for each in known)
+
+
+@cache
+def _published(family: Family) -> dict[str, list[Any]]:
+    """Values by key in the text configs of a family, also from a nested rope_scaling."""
+    values: dict[str, list[Any]] = {}
+    for config in _configs(family):
+        text = config.get("text_config", config)
+        for mapping in (text, *_rope_mappings(text)):
+            for key, value in mapping.items():
+                values.setdefault(key, []).append(value)
+    return values
+
+
+def _configs(family: Family) -> list[dict[str, Any]]:
+    """The published configs of this family alone."""
+    configs = (record.config for record in catalogue().targets.values())
+    return [config for config in configs if family_of(config) is family]
 
 
 def _other(code: str, key: str, value: Any, family: Family) -> Problem:
-    published = " or ".join(dict.fromkeys(repr(each) for each in _published(family)[key]))
-    return _problem(code, key, f"{value!r:.60}; published Kimis have {published}")
+    """The problem of a value that the family does not publish."""
+    known = dict.fromkeys(repr(each) for each in _published(family)[key])
+    return _problem(code, key, f"{value!r:.60}; published Kimis have {' or '.join(known)}")
 
 
-def _rope_places(text: dict[str, Any]) -> list[dict[str, Any]]:
-    """The settings of the rotary embedding in each of their places, those of transformers 5 first."""
-    return [{"rope_theta": text.get("rope_theta")}, *(text[key] for key in ("rope_parameters", "rope_scaling")
-                                                      if text.get(key))]  # fmt: skip
+def _rope_mappings(text: dict[str, Any]) -> list[dict[str, Any]]:
+    """The mappings with settings of the rotary embedding, transformers 5's before older ones."""
+    nested = [text[key] for key in ("rope_parameters", "rope_scaling") if text.get(key)]
+    return [{"rope_theta": text.get("rope_theta")}, *nested]
 
 
 def _rope(text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
-    places = _rope_places(text)
-    kinds = {str(place[key]) for place in places for key in ("rope_type", "type") if place.get(key)}
-    if kinds != {"yarn"}:
-        message = f"is {' and '.join(sorted(kinds)) or 'absent'}; every Kimi has YaRN"
-        yield _problem(
-            "TS-TARGET-ROPE", "rope_scaling", message, "error" if len(places) > 1 else "warning"
-        )
-    for key in ROPE if kinds == {"yarn"} else ROPE[:1]:
-        stated = [place[key] for place in places if place.get(key) is not None]
-        if not stated or (key in STRETCH and not all(stated)):
-            yield _problem(
-                "TS-TARGET-ROPE", key, "is absent or zero, and readers fill in different values"
-            )
+    """Checks type, settings and reach of the rotary embedding."""
+    code = "TS-TARGET-ROPE"
+    mappings = _rope_mappings(text)
+    rope_types = set()
+    for mapping in mappings:
+        rope_types |= {str(mapping[key]) for key in ("rope_type", "type") if mapping.get(key)}
+    is_yarn = rope_types == {"yarn"}
+    if not is_yarn:
+        stated_types = " and ".join(sorted(rope_types)) or "absent"
+        severity: Severity = "error" if len(mappings) > 1 else "warning"
+        yield _problem(code, "rope_scaling", f"is {stated_types}; every Kimi has YaRN", severity)
+    published = _published(spec.family)
+    for key in ROPE_KEYS if is_yarn else ROPE_KEYS[:1]:
+        stated = [mapping[key] for mapping in mappings if mapping.get(key) is not None]
+        if not stated or (key in YARN_SCALING_KEYS and not all(stated)):
+            yield _problem(code, key, f"is absent or zero, {READERS_DIFFER}")
         elif any(value != stated[0] for value in stated):
-            yield _problem(
-                "TS-TARGET-ROPE", key, "is given twice with different values; readers take either"
-            )
-        elif key not in STRETCH and not _is_one_of(stated[0], _published(spec.family)[key]):
-            yield _other("TS-TARGET-ROPE", key, stated[0], spec.family)
-    factor, positions = spec.rope.factor, spec.max_position_embeddings
+            message = "is given twice with different values; readers take either"
+            yield _problem(code, key, message)
+        elif key not in YARN_SCALING_KEYS and not _is_one_of(stated[0], published[key]):
+            yield _other(code, key, stated[0], spec.family)
+    factor = spec.rope.factor
+    positions = spec.max_position_embeddings
     reach = factor * spec.rope.original_max_position_embeddings
-    possible = 1 <= factor <= MOST_FACTOR and positions <= MOST_POSITIONS
-    if kinds == {"yarn"} and (reach != positions or not possible):
-        message = f"{positions:,}, and YaRN reaches factor x original_max_position_embeddings = {reach:,.0f}"
-        yield _problem(
-            "TS-TARGET-CONTEXT",
-            "max_position_embeddings",
-            message,
-            "warning" if possible else "error",
-        )
+    possible = 1 <= factor <= MAX_FACTOR and positions <= MAX_POSITIONS
+    if is_yarn and (reach != positions or not possible):
+        reached = f"factor x original_max_position_embeddings = {reach:,.0f}"
+        message = f"{positions:,}, and YaRN reaches {reached}"
+        severity = "warning" if possible else "error"
+        yield _problem("TS-TARGET-CONTEXT", "max_position_embeddings", message, severity)
 
 
 def _contradictions(text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
-    heads = text.get("num_key_value_heads")
-    if heads is None:
-        yield _problem(
-            "TS-TARGET-CONFIG",
-            "num_key_value_heads",
-            "is absent, and readers fill in different values",
-        )
-    elif heads != spec.num_attention_heads:
-        message = f"{heads!r:.60}, and num_attention_heads is {spec.num_attention_heads}; MLA has as many of both"
-        yield _problem("TS-TARGET-CONFIG", "num_key_value_heads", message)
-    chosen = (spec.num_experts_per_tok, spec.n_routed_experts)
-    counts, published = (
-        map(spec.family.key, ("n_routed_experts", "num_experts_per_tok")),
-        _published(spec.family),
-    )
-    known = dict(zip(*(published[key] for key in counts), strict=True))
-    if chosen[0] > chosen[1] or known.get(chosen[1], chosen[0]) != chosen[0]:
-        message = f"{chosen[0]} of {chosen[1]} experts"
-        yield _problem("TS-TARGET-CONFIG", "num_experts_per_tok", message)
+    """Checks key-value heads and the number of experts against other keys."""
+    code = "TS-TARGET-CONFIG"
+    kv_heads = text.get("num_key_value_heads")
+    heads = spec.num_attention_heads
+    if kv_heads is None:
+        yield _problem(code, "num_key_value_heads", f"is absent, {READERS_DIFFER}")
+    elif kv_heads != heads:
+        fact = f"num_attention_heads is {heads}; MLA has as many of both"
+        yield _problem(code, "num_key_value_heads", f"{kv_heads!r:.60}, and {fact}")
+    chosen = spec.num_experts_per_tok
+    experts = spec.n_routed_experts
+    published = _published(spec.family)
+    published_experts = published[spec.family.key("n_routed_experts")]
+    published_chosen = published[spec.family.key("num_experts_per_tok")]
+    known = dict(zip(published_experts, published_chosen, strict=True))
+    if chosen > experts or known.get(experts, chosen) != chosen:
+        yield _problem(code, "num_experts_per_tok", f"{chosen} of {experts} experts")
+
+
+def _two_levels(config: dict[str, Any], text: dict[str, Any], family: Family) -> Iterator[Problem]:
+    """Keys that the top level and text_config state differently. Engines read either."""
+    if config is text:
+        return
+    skipped = {*LEVEL_KEYS, *family.optional_keys, *family.required_keys}
+    for key in sorted(config.keys() & text.keys() - skipped):
+        if _as_list(config[key]) != _as_list(text[key]):
+            message = f"{config[key]!r:.60} at the top level and {text[key]!r:.60} in text_config"
+            yield _problem("TS-TARGET-CONFIG", key, message)
+
+
+def _as_list(value: Any) -> list[Any]:
+    """A list of one value says the same as the value."""
+    return value if isinstance(value, list) else [value]
 
 
 def _vision(config: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
-    """Keys of the vision tower that no tensor shows, and one width under two keys."""
+    """Checks keys of the vision tower that no tensor shows, and widths under two keys."""
     vision = config.get("vision_config")
     if not vision:
         return
     towers = (config.get("vision_config") for config in _configs(spec.family))
     published: dict[str, Any] = next(filter(None, towers), {})
-    wanted = {key: vision.get(key) if key in SCALED else value for key, value in published.items()}
-    wanted |= {"text_hidden_size": spec.hidden_size, "mm_hidden_size": vision.get("vt_hidden_size")}
-    for key, value in wanted.items():
-        if vision.get(key) is None or vision[key] != value:
-            message = f"{vision.get(key)!r:.60}; this model needs {value!r:.60}"
+    needed = {key: vision.get(key) if key in SCALED else value for key, value in published.items()}
+    needed |= {"text_hidden_size": spec.hidden_size, "mm_hidden_size": vision.get("vt_hidden_size")}
+    for key, value in needed.items():
+        stated = vision.get(key)
+        if stated is None or stated != value:
+            message = f"{stated!r:.60}; this model needs {value!r:.60}"
             yield _problem("TS-TARGET-CONFIG", f"vision_config.{key}", message)
 
 
-def _two_levels(config: dict[str, Any], text: dict[str, Any], family: Family) -> Iterator[Problem]:
-    """Keys that the top level and text_config state differently; engines differ in which one they read."""
-    computed = (*family.optional_keys, *family.required_keys)
-    for key in sorted(config.keys() & text.keys() - {*OF_A_LEVEL, *computed}):
-        if config is not text and _listed(config[key]) != _listed(text[key]):
-            message = f"{config[key]!r:.60} at the top level and {text[key]!r:.60} in text_config"
-            yield _problem("TS-TARGET-CONFIG", key, message)
-
-
-def _listed(value: Any) -> list[Any]:
-    """A list of one value says the same as the value."""
-    return value if isinstance(value, list) else [value]
-
-
 def quantization_blocks(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, block) of each description of the quantization: config.json's own, the text model's, ModelOpt's file."""
+    """Yields (place, block) of each description of the quantization.
+
+    They are in config.json, in its text_config, and in ModelOpt's file.
+    """
     config = checkpoint.config
     if config.get("quantization_config"):
         yield "config.json", config["quantization_config"]
@@ -212,67 +245,68 @@ def quantization_blocks(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str,
 
 
 def scheme_problems(checkpoint: Checkpoint) -> list[Problem]:
-    """Words of the scheme that are not those of published Kimis, and descriptions that contradict each other."""
-    problems = []
-    for place, block in quantization_blocks(checkpoint):
-        known = format_of_config(block)
-        format = known[0] if known else format_of_method(block)
-        groups = block.get("config_groups") or {}
-        if format is not None and len(groups) > 1:
-            message = f"{len(groups)} config_groups; which tensors each means is not read"
-            problems.append(
-                Problem("TS-TARGET-SCHEME", "error", f"{place}: config_groups", message)
-            )
-        words = load_yaml("quantization_words.yaml").get(format, ())
-        formats = next((word["values"] for word in words if word["path"] == "format"), None)
-        if formats and block.get("format") not in formats:
-            continue  # another scheme of the same tool
-        for word in words:
-            for path, value in _values_at(block, word["path"].split("."), ()):
-                if not any(
-                    type(value) is type(known) and value == known for known in word["values"]
-                ):
-                    message = f"{value!r:.60} is not what published Kimis have; {word['why']}"
-                    where = f"{place}: {'.'.join(path)}"
-                    problems.append(Problem("TS-TARGET-SCHEME", "error", where, message))
+    """Errors for schemes unlike published ones, and for descriptions that contradict each other."""
+    problems: list[Problem] = []
+    for file, block in quantization_blocks(checkpoint):
+        problems += _scheme_problems(file, block)
     return problems + _disagreements(checkpoint)
 
 
+def _scheme_problems(file: str, block: dict[str, Any]) -> Iterator[Problem]:
+    """Errors for one description of the quantization."""
+    code = "TS-TARGET-SCHEME"
+    known = format_of_config(block)
+    format = known[0] if known else format_of_method(block)
+    groups = block.get("config_groups") or {}
+    if format is not None and len(groups) > 1:
+        message = f"{len(groups)} config_groups; which tensors each means is not read"
+        yield Problem(code, "error", f"{file}: config_groups", message)
+    words = load_yaml("quantization_words.yaml").get(format, ())
+    formats = next((word["values"] for word in words if word["path"] == "format"), None)
+    if formats and block.get("format") not in formats:
+        return  # another scheme of the same tool
+    for word in words:
+        published = [(type(value), value) for value in word["values"]]
+        for path, value in _values_at(block, word["path"].split("."), ()):
+            if (type(value), value) not in published:
+                message = f"{value!r:.60} is not what published Kimis have; {word['why']}"
+                yield Problem(code, "error", f"{file}: {'.'.join(path)}", message)
+
+
 def _values_at(
-    value: Any, path: list[str], where: tuple[str, ...]
+    value: Any, keys: list[str], path: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The values at a path, whose `*` means every key; None where a key is absent, nothing for absent groups."""
-    if not path:
-        yield where, value
+    """Yields (path, value) for each path of `keys`, where `*` means every key.
+
+    None for an absent key, nothing for absent groups.
+    """
+    if not keys:
+        yield path, value
         return
     mapping = value if isinstance(value, dict) else {}
-    for key in mapping if path[0] == "*" else (path[0],):
-        yield from _values_at(mapping.get(key), path[1:], (*where, key))
+    for key in mapping if keys[0] == "*" else (keys[0],):
+        yield from _values_at(mapping.get(key), keys[1:], (*path, key))
 
 
 def _disagreements(checkpoint: Checkpoint) -> list[Problem]:
-    """config.json and hf_quant_config.json both describe the quantization; engines differ in which they read."""
-    places = [place for place, _ in quantization_blocks(checkpoint)]
-    if places[-1:] != [HF_QUANT_NAME]:
+    """Errors if config.json and hf_quant_config.json differ. Engines read either of them."""
+    code = "TS-TARGET-QUANT-CONFIGS"
+    files = [file for file, _ in quantization_blocks(checkpoint)]
+    if files[-1:] != [HF_QUANT_NAME]:
         return []
-    if len(places) == 1:
-        message = "config.json has no quantization_config; engines that read only that take the weights for BF16"
-        return [
-            Problem(
-                "TS-TARGET-QUANT-CONFIGS", "warning", "config.json", message, "write it there too"
-            )
-        ]
+    if len(files) == 1:
+        effect = "engines that read only that take the weights for BF16"
+        message = f"config.json has no quantization_config; {effect}"
+        return [Problem(code, "warning", "config.json", message, "write it there too")]
     quant = checkpoint.hf_quant_config or {}
-    ours, theirs = QuantSpec.from_configs(checkpoint.config), QuantSpec.from_configs({}, quant)
-    differing = [
-        name
-        for name in ("format", "group_size", "kv_cache", "layers")
-        if getattr(ours, name) != getattr(theirs, name)
-    ]
-    if set(ours.exclude) != set(theirs.exclude):
+    ours = QuantSpec.from_configs(checkpoint.config)
+    modelopt = QuantSpec.from_configs({}, quant)
+    names = ("format", "group_size", "kv_cache", "layers")
+    differing = [name for name in names if getattr(ours, name) != getattr(modelopt, name)]
+    if set(ours.exclude) != set(modelopt.exclude):
         differing.append("exclude list")
     if not differing:
         return []
     message = f"config.json and {HF_QUANT_NAME} disagree on {', '.join(differing)}"
     remedy = "make them agree; engines differ in which one they read"
-    return [Problem("TS-TARGET-QUANT-CONFIGS", "error", HF_QUANT_NAME, message, remedy)]
+    return [Problem(code, "error", HF_QUANT_NAME, message, remedy)]

@@ -1,7 +1,7 @@
-"""Whether a checkpoint is a target or a head, and what is wrong with a target, without reading a weight.
+"""Detects a target or a head, and finds the problems of a target without reading a weight.
 
-`trtspec inspect` prints these findings; every command that is about to spend time on a target asks for them first
-(`require_target`) and refuses what has an error among them.
+`trtspec inspect` prints these findings. Every command that is about to spend time on a target asks
+for them first (`require_target`), and refuses a target with an error.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from trtspec.formats import WeightFormat
 from trtspec.specs import ModelSpec
 
 HEAD_TENSORS = {"fc.weight", "model.fc.weight"}  # fuse the captured states
-SHOWN = 3  # further errors that a refusal names
+MAX_LISTED = 3  # further errors that a refusal names
 
 
 @dataclass(frozen=True)
 class ReadTarget:
-    """A target opened by its headers. `formats` and `roles`: the storage and the purpose of each linear that is there,
-    by module."""
+    """A target opened by its headers.
+
+    `formats`, `roles`: the storage and the purpose of each linear that is there, by module.
+    """
 
     checkpoint: Checkpoint
     spec: ModelSpec
@@ -43,8 +45,8 @@ class ReadTarget:
 def read_target(path: Path | str | Checkpoint) -> ReadTarget:
     """Opens a target and gathers every finding of its headers and files.
 
-    Raises TrtspecError, with a code, for what cannot be read at all: broken shards, an index that is not theirs, a
-    config.json of another model or in an unknown scheme.
+    Raises TrtspecError, with a code, for a target that cannot be read at all: broken shards, an
+    index that does not fit them, a config.json of another model or in an unknown scheme.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
     if not HEAD_TENSORS.isdisjoint(checkpoint.tensors):
@@ -78,7 +80,7 @@ def require_target(path: Path | str | Checkpoint) -> ReadTarget:
 
 
 def sound(target: ReadTarget) -> ReadTarget:
-    """The same target. Raises TrtspecError with the code of its first error."""
+    """Returns the same target. Raises TrtspecError with the code of its first error."""
     if has_errors(target.problems):
         raise refusal(target.checkpoint.path, target.problems)
     return target
@@ -87,44 +89,43 @@ def sound(target: ReadTarget) -> ReadTarget:
 def refusal(path: Path, problems: list[Problem]) -> TrtspecError:
     """The first error, and how to see the others."""
     errors = errors_in(problems)
-    first, others = errors[0], errors[1 : 1 + SHOWN]
-    named = ", ".join(f"{problem.code} {problem.where}" for problem in others)
-    more = f" (and {len(errors) - 1} more: {named})" if others else ""
-    message = f"{path}: {first.where}: {first.message} [{first.code}]{more}"
+    first = errors[0]
+    others = errors[1 : 1 + MAX_LISTED]
+    message = f"{path}: {first.where}: {first.message} [{first.code}]"
+    if others:
+        named = ", ".join(f"{problem.code} {problem.where}" for problem in others)
+        message += f" (and {len(errors) - 1} more: {named})"
     return TrtspecError(message, f"{first.remedy}; `trtspec inspect {path}` lists all", first.code)
 
 
 def _noted(path: Path) -> Iterator[Problem]:
-    """What `trtspec quantize` found in the bytes of its source, which the quantized ones show no more."""
-    for one in recorded(path).get("problems") or ():
+    """Problems that `trtspec quantize` noted in its source, whose bytes are not here any more."""
+    for entry in recorded(path).get("problems") or ():
         code, where, message, remedy = (
-            str(one.get(key, "")) for key in ("code", "where", "message", "remedy")
+            str(entry.get(key, "")) for key in ("code", "where", "message", "remedy")
         )
-        severity: Severity = "error" if one.get("severity") == "error" else "warning"
-        yield Problem(
-            code, severity, where, f"noted when this checkpoint was quantized: {message}", remedy
-        )
+        severity: Severity = "error" if entry.get("severity") == "error" else "warning"
+        message = f"noted when this checkpoint was quantized: {message}"
+        yield Problem(code, severity, where, message, remedy)
 
 
 def _shards(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Weight files beside those that were read: an engine that takes every file of the directory reads them too."""
+    """Weight files that were not read, and files that are still being downloaded.
+
+    An engine that takes every file of the directory reads the former too.
+    """
     path = checkpoint.path
-    strays = sorted(
-        file.name for file in path.glob("*.safetensors") if file.name not in checkpoint.shards
-    )
+    names = sorted(file.name for file in path.glob("*.safetensors"))
+    strays = [name for name in names if name not in checkpoint.shards]
     if strays:
-        why = (
-            f"{INDEX_NAME} does not name"
-            if (path / INDEX_NAME).is_file()
-            else "accompany model.safetensors"
-        )
-        message = (
-            f"{len(strays)} weight files that {why}, first {strays[0]}; some loaders read them too"
-        )
+        reason = "accompany model.safetensors"
+        if (path / INDEX_NAME).is_file():
+            reason = f"{INDEX_NAME} does not name"
+        files = f"{len(strays)} weight files that {reason}"
+        message = f"{files}, first {strays[0]}; some loaders read them too"
         yield Problem("TS-INDEX-STRAY", "warning", strays[0], message)
-    unfinished = [
-        f"{shard}.aria2" for shard in checkpoint.shards if (path / f"{shard}.aria2").is_file()
-    ]
+    partials = [f"{shard}.aria2" for shard in checkpoint.shards]
+    unfinished = [name for name in partials if (path / name).is_file()]
     if unfinished:
         message = f"{unfinished[0]} says that a download has not filled its shard yet"
         remedy = "wait for the download to end, or start it again"
@@ -136,7 +137,7 @@ Kind = Literal["target", "head"]
 
 
 def detect(checkpoint: Checkpoint) -> Kind:
-    """`target` or `head`, tensors first: a head fuses captured states (`fc`), a target has routed experts."""
+    """`target` or `head`, tensors first. A head has `fc`, a target has routed experts."""
     if not HEAD_TENSORS.isdisjoint(checkpoint.tensors):
         return "head"
     if any(EXPERT.search(name) for name in checkpoint.tensors):
@@ -145,7 +146,7 @@ def detect(checkpoint: Checkpoint) -> Kind:
 
 
 def config_kind(config: dict[str, Any], name: str) -> Kind:
-    """The same from config.json alone; raises TrtspecError when it is neither."""
+    """`target` or `head` by config.json alone. Raises TrtspecError if it is neither."""
     architecture = (config.get("architectures") or [""])[0]
     head_keys = (
         "eagle_config",
@@ -159,14 +160,13 @@ def config_kind(config: dict[str, Any], name: str) -> Kind:
         return "head"
     if is_target(config):
         return "target"
-    raise TrtspecError(
-        f"{name} is neither a Kimi-K2 target nor an Eagle3 head (model_type {config.get('model_type')!r}, "
-        f"architecture {architecture!r})",
-        "pass a K2, K2-Thinking, K2.5, K2.6 or K2.7-Code checkpoint, or an Eagle3 head of one",
-    )
+    stated = f"model_type {config.get('model_type')!r}, architecture {architecture!r}"
+    message = f"{name} is neither a Kimi-K2 target nor an Eagle3 head ({stated})"
+    remedy = "pass a K2, K2-Thinking, K2.5, K2.6 or K2.7-Code checkpoint, or an Eagle3 head of one"
+    raise TrtspecError(message, remedy)
 
 
 def target_spec(checkpoint: Checkpoint) -> ModelSpec:
-    """ModelSpec of an opened target; its config.json and hf_quant_config.json decide."""
+    """ModelSpec of an opened target, from its config.json and hf_quant_config.json."""
     code = bool(read_code(checkpoint.path))
     return ModelSpec.from_config(checkpoint.config, checkpoint.hf_quant_config, remote_code=code)

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint as torch has them, read one at a time."""
+"""Reads tensors of a checkpoint into torch, one at a time."""
 
 from __future__ import annotations
 
@@ -49,16 +49,14 @@ class LazyTensors(ShardReader):
         try:
             return self.checkpoint.tensors[name]
         except KeyError:
-            raise TrtspecError(
-                f"{self.checkpoint.path} has no tensor {name}",
-                "compare the names with `trtspec inspect --json`",
-            ) from None
+            message = f"{self.checkpoint.path} has no tensor {name}"
+            raise TrtspecError(message, "compare the names with `trtspec inspect --json`") from None
 
     def dtype(self, info: TensorInfo) -> torch.dtype:
         try:
             return DTYPES[info.dtype]
         except KeyError:
-            raise TrtspecError(
-                f"{info.name} in {self.checkpoint.path} has dtype {info.dtype}, which trtspec does not read",
-                "Kimi-K2 checkpoints use BF16, F32, F8_E4M3, U8, I32 and I64",
-            ) from None
+            fault = f"has dtype {info.dtype}, which trtspec does not read"
+            message = f"{info.name} in {self.checkpoint.path} {fault}"
+            remedy = "Kimi-K2 checkpoints use BF16, F32, F8_E4M3, U8, I32 and I64"
+            raise TrtspecError(message, remedy) from None

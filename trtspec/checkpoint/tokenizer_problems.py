@@ -1,5 +1,8 @@
-"""Whether tokenizer, chat template and config.json mean the same tokens. `target_problems` asks it for every command
-that works on a target, and `check` for the tokenizer that it reads answers with."""
+"""Checks that tokenizer, chat template and config.json mean the same tokens.
+
+`target_problems` asks it for every command that works on a target, and `check` for the tokenizer
+that it reads answers with.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,11 @@ from trtspec.checkpoint.tokenizer import (
 from trtspec.data_files import DATA
 from trtspec.errors import Problem, Severity, TrtspecError, errors_in
 
-TOKENIZER, IDS = "TS-TARGET-TOKENIZER", "TS-TARGET-TOKEN-IDS"
-CONFIG, FAST, ADDED = "tokenizer_config.json", "tokenizer.json", "added_tokens.json"
+TOKENIZER = "TS-TARGET-TOKENIZER"
+IDS = "TS-TARGET-TOKEN-IDS"
+CONFIG = "tokenizer_config.json"
+FAST = "tokenizer.json"
+ADDED = "added_tokens.json"
 TEMPLATE = "chat_template.jinja"
 LAST_TOKEN = "[PAD]"  # of the vocabulary
 CONFIG_TOKENS = {
@@ -42,7 +48,8 @@ ASSISTANT = r"<\|im_assistant\|>[^<]*<\|im_middle\|>"
 SYSTEM = r"<\|im_system\|>[^<]*<\|im_middle\|>"
 QUESTION = r"<\|im_user\|>[^<]*<\|im_middle\|>Q1<\|im_end\|>"
 MARKS = "does not put {} between the family's marks, of which each is one token"
-# what the family's templates write of the conversation above, and what another one does
+# Severity, pattern that the family's templates write of the conversation above, and the fault of
+# a template that does not.
 WRITTEN: tuple[tuple[Severity, str, str], ...] = (
     ("error", SYSTEM + r"S1<\|im_end\|>.*" + QUESTION + ASSISTANT, MARKS.format("turns")),
     ("error", ASSISTANT + r"(<think>R?</think>)?A1<\|im_end\|>", MARKS.format("answers")),
@@ -57,8 +64,10 @@ WRITTEN: tuple[tuple[Severity, str, str], ...] = (
 
 
 def tokenizer_problems(path: Path, config: dict[str, Any], vocab_size: int) -> list[Problem]:
-    """Returns an error for each file whose tokens are not the model's, and what the template does in another way than
-    the family's."""
+    """Returns an error for each file whose tokens are not the model's.
+
+    Also returns a problem if the template does not write what the family's templates write.
+    """
     problems: list[Problem] = []
     try:
         tokenizer = read_optional(path / CONFIG)
@@ -74,13 +83,14 @@ def tokenizer_problems(path: Path, config: dict[str, Any], vocab_size: int) -> l
 
 
 def family_tokens(vocab_size: int) -> dict[str, int]:
-    """Name and id of the family's special tokens. They are the last ones of the vocabulary, as in kimi-nano."""
+    """Ids of the family's special tokens by name: the vocabulary's last ids, as in kimi-nano."""
     names = dict(_declared(read_optional(DATA / "kimi-nano" / CONFIG)))
     shift = vocab_size - 1 - names[LAST_TOKEN]
     return {name: token + shift for name, token in names.items() if "reserved" not in name}
 
 
 def _declared(tokenizer: dict[str, Any]) -> list[tuple[str, int]]:
+    """Name and id of each special token of a tokenizer_config.json."""
     declared = tokenizer.get("added_tokens_decoder") or {}
     return [(entry["content"], int(token)) for token, entry in declared.items()]
 
@@ -90,6 +100,7 @@ def _problem(file: str, message: str) -> Problem:
 
 
 def _ranks(directory: Path, vocab_size: int) -> Iterator[Problem]:
+    """Compares the number of tokens with the vocabulary."""
     path = directory / "tiktoken.model"
     if path.is_file():
         count = len(read_ranks(path)) + RESERVED_SPECIAL_TOKENS
@@ -102,7 +113,7 @@ def _ranks(directory: Path, vocab_size: int) -> Iterator[Problem]:
 
 
 def _named(path: Path, tokenizer: dict[str, Any], ids: dict[str, int]) -> list[Problem]:
-    """Each file that gives a token of the family another id or name, and turn marks that none names."""
+    """Errors for files that give a token of the family another id or name, or omit turn marks."""
     try:
         added = read_optional(path / FAST).get("added_tokens") or ()
         named = {
@@ -115,16 +126,17 @@ def _named(path: Path, tokenizer: dict[str, Any], ids: dict[str, int]) -> list[P
     problems = []
     names = {token: name for name, token in ids.items()}
     for file, tokens in named.items():
-        wrong = [
-            f"{name} is token {token}, which is {names.get(token, 'reserved')} in the model"
-            for name, token in tokens
-            if names.get(token, name) != name
-            and "reserved" not in name
-            or ids.get(name, token) != token
-        ]
+        wrong = []
+        for name, token in tokens:
+            model_name = names.get(token, "reserved")
+            renamed = token in names and model_name != name and "reserved" not in name
+            if renamed or ids.get(name, token) != token:
+                wrong.append(f"{name} is token {token}, which is {model_name} in the model")
         if wrong:
             problems.append(_problem(file, f"{wrong[0]} ({len(wrong)} tokens in all)"))
-    present = {name for tokens in named.values() for name, _ in tokens}
+    present: set[str] = set()
+    for tokens in named.values():
+        present.update(name for name, _ in tokens)
     marks = [name for name in ids if name.startswith("<|im_") and name not in present]
     if marks and any(named.values()) and not problems:
         problems.append(_problem(CONFIG, f"{', '.join(marks)} is not named"))
@@ -134,8 +146,10 @@ def _named(path: Path, tokenizer: dict[str, Any], ids: dict[str, int]) -> list[P
 def _configured(
     path: Path, config: dict[str, Any], tokenizer: dict[str, Any], ids: dict[str, int]
 ) -> Iterator[Problem]:
-    """Ids of config.json and generation_config.json that are other tokens than the family's, and no end of a text or
-    another one."""
+    """Errors for ids of config.json and generation_config.json, and for the end of a text.
+
+    An id is wrong if it is another token than the family's.
+    """
     generation = "generation_config.json"
     files = [("config.json", config), ("config.json", config.get("text_config") or {})]
     files.append((generation, read_optional(path / generation)))
@@ -143,9 +157,11 @@ def _configured(
         for key, names in CONFIG_TOKENS.items():
             stated = values.get(key)
             listed = stated if isinstance(stated, list) else [stated]
-            other = [number for number in listed if number not in (None, *map(ids.get, names))]
+            expected = (None, *map(ids.get, names))
+            other = [number for number in listed if number not in expected]
             if other:
-                message = f"{key} is {other[0]}, and {' or '.join(names)} is {ids[names[0]]}"
+                token_names = " or ".join(names)
+                message = f"{key} is {other[0]}, and {token_names} is {ids[names[0]]}"
                 yield Problem(IDS, "error", f"{file}: {key}", message)
     end = tokenizer.get("eos_token")
     if isinstance(end, str) and end not in CONFIG_TOKENS["eos_token_id"]:
@@ -156,7 +172,7 @@ def _configured(
 
 
 def _template(path: Path, tokenizer: dict[str, Any]) -> Iterator[Problem]:
-    """What the template does in another way than the family's, on a conversation that shows it."""
+    """A problem of the template on a conversation that shows the family's marks."""
     code = "TS-TARGET-TEMPLATE"
     if not tokenizer.get("chat_template") and not (path / TEMPLATE).is_file():
         yield finding(code, TEMPLATE, "warning")
@@ -178,7 +194,10 @@ def _template(path: Path, tokenizer: dict[str, Any]) -> Iterator[Problem]:
 
 
 def require_tokenizer(path: Path) -> None:
-    """Raises TrtspecError with the first error of a tokenizer, if config.json beside it gives the vocabulary."""
+    """Raises TrtspecError with the first error of a tokenizer.
+
+    Does nothing if config.json beside it does not give the vocabulary.
+    """
     config = read_optional(path / "config.json")
     text = config.get("text_config") or config
     if not isinstance(text.get("vocab_size"), int):

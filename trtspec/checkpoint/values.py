@@ -1,10 +1,11 @@
-"""What the values of a head's and of a target's tensors say, read in numpy without torch.
+"""Checks the values of a head's and of a target's tensors, read in numpy without torch.
 
-Of a head: NaN and infinity, vocabulary maps, lm_head rows. Reading a whole head takes seconds per GB, so large tensors
-are looked at in pieces unless all is asked for. Of a target: every small tensor always (scales, norms, router biases),
-large ones by sample. Without its source, a value can be judged only by what all exporters have in common: scales are
-positive, gate and up share one, and `weight_scale_2` is the largest magnitude of BF16 weights over 2688, so that 2688
-times it is a BF16 number again.
+In a head: NaN and infinity, vocabulary maps, lm_head rows. Reading a whole head takes seconds per
+GB, so large tensors are read in chunks unless all is asked for. In a target: every small tensor
+(scales, norms, router biases), and a sample of large ones. Without its source, a value can be
+judged only by rules that all exporters have in common: scales are positive, gate and up share one,
+and `weight_scale_2` is the largest magnitude of BF16 weights over 2688, so that 2688 times it is a
+BF16 number again.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from trtspec.specs import HeadSpec, ModelSpec
 
 FLOATS = ("BF16", "F16", "F32")
 CACHED = 1 << 16  # values looked at together, so that they stay in the cache
-PIECE = 1 << 18  # bytes
-PIECES = 64
+CHUNK_BYTES = 1 << 18
+SAMPLED_CHUNKS = 64
 MAP_DTYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I8")}
-WHOLE = 1 << 24  # a tensor up to this size is read entirely
-KINDS = {
+WHOLE_BYTES = 1 << 24  # a tensor up to this size is read entirely
+NUMPY_DTYPES = {
     "F16": "<f2",
     "F32": "<f4",
     "I64": "<i8",
@@ -48,91 +49,106 @@ KINDS = {
     "U8": "u1",
     "I8": "i1",
 }
-SMALL = 1 << 16  # bytes; a tensor up to this size is always read
-READ = 1 << 23  # bytes of one read, and of a piece of a large tensor
-GAP = 1 << 12  # bytes that are read along, because that is cheaper than another read
+SMALL_BYTES = 1 << 16  # a tensor up to this size is always read
+READ_BYTES = 1 << 23  # of one read, and of a chunk of a large tensor
+GAP_BYTES = 1 << 12  # that are read along, because that is cheaper than another read
 READERS = 8  # shards read side by side: each small read waits for the storage
-BF16_MOST = 3.39e38
-ON_GRID = 2.0**-22  # relative; a quotient of float32 and back is within 2^-23
-MOST = 0.9  # of the linears follow a rule: the others break it
-FAR, ABSURD = 1e3, 1e5  # times or parts of the median input_scale of the same kind of linear
-Fault = tuple[
-    str, Severity, str
-]  # code, severity, and the tensor or a sentence that begins with it
+BF16_MAX = 3.39e38
+GRID_TOLERANCE = 2.0**-22  # relative; a quotient of float32 and back is within 2^-23
+RULE_SHARE = 0.9  # of the linears follow a rule: the others break it
+# Times or parts of the median input_scale of the same class of linear.
+FAR = 1e3
+ABSURD = 1e5
+# Code, severity, and the tensor or a sentence that begins with it.
+Fault = tuple[str, Severity, str]
 
 
 def read_values(checkpoint: Checkpoint, info: TensorInfo) -> np.ndarray:
-    """A small tensor's values as float32 or its own integers, read from its bytes without torch."""
-    return decode(checkpoint.bytes_at(info.shard, info.begin, info.nbytes), info.dtype).reshape(
-        info.shape
-    )
+    """A small tensor's values as float32 or its own integers, in its shape."""
+    raw = checkpoint.bytes_at(info.shard, info.begin, info.nbytes)
+    return decode(raw, info.dtype).reshape(info.shape)
 
 
 def decode(raw: bytes, dtype: str) -> np.ndarray:
-    """Bytes of a safetensors dtype as a flat array; BF16 becomes float32."""
+    """Bytes of a safetensors dtype as a flat array. BF16 becomes float32."""
     if dtype == "BF16":
         return (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
-    return np.frombuffer(raw, KINDS[dtype])
+    return np.frombuffer(raw, NUMPY_DTYPES[dtype])
 
 
 def count_not_finite(raw: memoryview | np.ndarray, dtype: str) -> tuple[int, int | None]:
-    """How many values of a safetensors dtype are NaN or infinite, and the index of the first; 0 and None where none is,
-    or the dtype has neither."""
-    count, index = 0, None
+    """(number of NaN and infinite values, index of the first).
+
+    (0, None) if all values are finite or the safetensors dtype has no others.
+    """
+    count = 0
+    first: int | None = None
     if dtype in NOT_FINITE_BITS:
         mask, least = NOT_FINITE_BITS[dtype]
         codes = np.frombuffer(raw, f"<u{DTYPE_BITS[dtype] // 8}")
         for begin in range(0, codes.size, CACHED):
-            part = codes[begin : begin + CACHED] & codes.dtype.type(mask)
-            if part.max() >= least:
-                index = begin + int((part >= least).argmax()) if index is None else index
-                count += int(np.count_nonzero(part >= least))
-    return count, index
+            magnitudes = codes[begin : begin + CACHED] & codes.dtype.type(mask)
+            if magnitudes.max() >= least:
+                bad = magnitudes >= least
+                if first is None:
+                    first = begin + int(bad.argmax())
+                count += int(np.count_nonzero(bad))
+    return count, first
 
 
 def head_value_problems(
     checkpoint: Checkpoint, tensors: dict[str, TensorInfo], *, everything: bool = False
 ) -> list[Problem]:
-    """NaN, infinity, nothing but zeros, and bytes that are not those which provenance.json notes: one problem for each
-    tensor. Of large tensors 64 evenly spread pieces unless `everything`. An embedding of zeros is left to the
-    comparison with the target's."""
-    problems, noted = [], noted_digests(checkpoint)
+    """One problem for each tensor with NaN, infinity, only zeros, or another digest than noted.
+
+    provenance.json notes digests. Large tensors are sampled unless `everything`. An embedding of
+    zeros is left to the comparison with the target's.
+    """
+    problems = []
+    digests = noted_digests(checkpoint)
     with ShardReader(checkpoint.path) as reader:
         for name, info in tensors.items():
-            nbytes, digest = info.nbytes, noted.get(info.name)
+            nbytes = info.nbytes
+            digest = digests.get(info.name)
             floats = info.dtype in FLOATS and name not in MAP_DTYPES
             if not nbytes or not (floats or digest):
                 continue
-            whole = everything or nbytes <= WHOLE
-            found, bad, seen, zero = hashlib.sha256(), 0, 0, not name.startswith("embed_tokens")
-            for piece in reader.pieces(info, 4 * PIECE) if whole else _sampled(reader, info):
-                bad += count_not_finite(piece, info.dtype)[0] if floats else 0
-                zero = zero and not bytes(piece).strip(b"\x00\x80")  # 0x80: the sign of -0.0
-                seen += len(piece)
+            whole = everything or nbytes <= WHOLE_BYTES
+            sha256 = hashlib.sha256()
+            bad = 0
+            seen = 0
+            zero = not name.startswith("embed_tokens")
+            chunks = reader.pieces(info, 4 * CHUNK_BYTES) if whole else _sampled(reader, info)
+            for chunk in chunks:
+                if floats:
+                    bad += count_not_finite(chunk, info.dtype)[0]
+                zero = zero and not bytes(chunk).strip(b"\x00\x80")  # 0x80: the sign of -0.0
+                seen += len(chunk)
                 if digest:
-                    found.update(piece)
+                    sha256.update(chunk)
             values = seen * info.numel // nbytes
             if bad:
                 problems.append(not_finite(name, bad, values))
             elif zero and floats:
                 problems.append(finding("TS-HEAD-ZERO", name))
-            elif digest and whole and found.hexdigest() != digest:
+            elif digest and whole and sha256.hexdigest() != digest:
                 problems.append(finding("TS-HEAD-DIGEST", name))
     return problems
 
 
 def noted_digests(checkpoint: Checkpoint) -> dict[str, str]:
-    """Tensor -> SHA-256 as provenance.json notes it; {} where it notes none."""
+    """SHA-256 by tensor as provenance.json notes it. {} without notes."""
     entries = recorded(checkpoint.path).get("tensors")
-    noted = entries.items() if isinstance(entries, dict) else ()
-    return {
-        name: str(entry["sha256"])
-        for name, entry in noted
-        if isinstance(entry, dict) and entry.get("sha256")
-    }
+    digests: dict[str, str] = {}
+    if isinstance(entries, dict):
+        for name, entry in entries.items():
+            if isinstance(entry, dict) and entry.get("sha256"):
+                digests[name] = str(entry["sha256"])
+    return digests
 
 
 def not_finite(name: str, bad: int, seen: int) -> Problem:
+    """The problem of a tensor with `bad` values among those `seen`."""
     message = f"{bad:,} of {seen:,} values looked at are NaN or infinite"
     if bad == seen:
         message += "; the tensor was never filled (speculators starts unloaded weights as NaN)"
@@ -140,9 +156,10 @@ def not_finite(name: str, bad: int, seen: int) -> Problem:
 
 
 def _sampled(reader: ShardReader, info: TensorInfo) -> Iterator[memoryview]:
-    """Evenly spread pieces of a large tensor; each is overwritten by the next."""
-    buffer, step = memoryview(bytearray(PIECE)), (info.nbytes - PIECE) // (PIECES - 1) // 64 * 64
-    for number in range(PIECES):
+    """Yields evenly spread chunks of a large tensor. Each is overwritten by the next."""
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    step = (info.nbytes - CHUNK_BYTES) // (SAMPLED_CHUNKS - 1) // 64 * 64
+    for number in range(SAMPLED_CHUNKS):
         reader.read_bytes(info, info.begin + number * step, buffer)
         yield buffer
 
@@ -150,62 +167,65 @@ def _sampled(reader: ShardReader, info: TensorInfo) -> Iterator[memoryview]:
 def vocabulary_values(
     checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec
 ) -> list[Problem]:
-    """d2t, t2d and the rows of lm_head against each other."""
+    """Compares d2t, t2d and the rows of lm_head with each other."""
     maps = {name: tensors[name] for name in MAP_DTYPES if name in tensors}
-    # a map of floats is cut to integers by some loaders and refused by others
+    # A map of floats is cut to integers by some loaders and refused by others.
     wrong = [
         name
         for name, info in maps.items()
         if info.dtype not in MAP_DTYPES[name] or len(info.shape) != 1
     ]
-    if problems := [finding("TS-HEAD-MAP-DTYPE", name) for name in wrong]:
+    problems = [finding("TS-HEAD-MAP-DTYPE", name) for name in wrong]
+    if problems:
         return problems
     sizes = {
         "d2t": spec.draft_vocab_size,
         "t2d": spec.vocab_size,
         "lm_head.weight": spec.draft_vocab_size,
     }
-    if "d2t" not in tensors or any(
-        tensors[name].shape[0] != size for name, size in sizes.items() if name in tensors
-    ):
+    if "d2t" not in tensors:
         return []
+    for name, size in sizes.items():
+        if name in tensors and tensors[name].shape[0] != size:
+            return []
     offsets = read_values(checkpoint, tensors["d2t"])
     problem = _d2t(offsets, spec)
     if problem is not None:
         return [problem]
     targets = np.arange(len(offsets)) + offsets
-    if "t2d" in tensors and not np.array_equal(
-        np.flatnonzero(read_values(checkpoint, tensors["t2d"])), targets
-    ):
-        problems.append(finding("TS-HEAD-T2D-VALUES", "t2d"))
+    if "t2d" in tensors:
+        marked = np.flatnonzero(read_values(checkpoint, tensors["t2d"]))
+        if not np.array_equal(marked, targets):
+            problems.append(finding("TS-HEAD-T2D-VALUES", "t2d"))
     if spec.is_pruned and "lm_head.weight" in tensors:
         problems += _rows_by_offset(checkpoint, tensors["lm_head.weight"], offsets)
     return problems
 
 
 def _d2t(offsets: np.ndarray, spec: HeadSpec) -> Problem | None:
-    """d2t holds offsets: draft token i is target token i + d2t[i], and those rise strictly within the vocabulary."""
-    targets = np.arange(len(offsets)) + offsets
-    if (
-        len(offsets) < spec.vocab_size
-        and len(offsets) == spec.draft_vocab_size
-        and not offsets.any()
-    ):
+    """A problem if d2t does not hold offsets, else None.
+
+    Draft token i is target token i + d2t[i]. The target tokens rise strictly in the vocabulary.
+    """
+    count = len(offsets)
+    complete = count == spec.draft_vocab_size
+    targets = np.arange(count) + offsets
+    if count < spec.vocab_size and complete and not offsets.any():
         return finding("TS-HEAD-D2T-ZERO", "d2t")
-    inside = len(targets) == 0 or (targets.min() >= 0 and targets.max() < spec.vocab_size)
-    if len(offsets) == spec.draft_vocab_size and inside and bool(np.all(np.diff(targets) > 0)):
+    inside = count == 0 or (targets.min() >= 0 and targets.max() < spec.vocab_size)
+    if complete and inside and bool(np.all(np.diff(targets) > 0)):
         return None
-    absolute = (
-        len(offsets) and bool(np.all(np.diff(offsets) > 0)) and offsets.max() < spec.vocab_size
-    )
     message = "d2t does not map the draft tokens to rising target tokens"
-    if absolute:
+    if count and bool(np.all(np.diff(offsets) > 0)) and offsets.max() < spec.vocab_size:
         message += "; its values look like target ids where offsets are expected"
     return Problem("TS-HEAD-D2T-VALUES", "error", "d2t", message)
 
 
 def _rows_by_offset(checkpoint: Checkpoint, info: TensorInfo, offsets: np.ndarray) -> list[Problem]:
-    """TorchSpec's pruning takes row d2t[i] of the full lm_head, not row i + d2t[i]: equal offsets, equal rows."""
+    """A problem if lm_head has row d2t[i] of the full one, as TorchSpec prunes it.
+
+    The right row is i + d2t[i]. In the wrong ones equal offsets mean equal rows.
+    """
     pairs = np.flatnonzero(np.diff(offsets) == 0)[:16]
     width = info.nbytes // max(info.shape[0], 1)
     for row in pairs:
@@ -218,14 +238,17 @@ def _rows_by_offset(checkpoint: Checkpoint, info: TensorInfo, offsets: np.ndarra
 
 
 def embedding_problems(
-    head: Checkpoint, own: TensorInfo, target: Checkpoint, spec: ModelSpec
+    head: Checkpoint, info: TensorInfo, target: Checkpoint, spec: ModelSpec
 ) -> list[Problem]:
-    """A head's own embedding against its target's, by 64 rows: equal, trained on, or not related at all."""
+    """Compares a head's own embedding with its target's by 64 rows.
+
+    It is equal, trained on, or not related at all.
+    """
     theirs = target.tensors.get(f"{spec.family.prefix}model.embed_tokens.weight")
-    if theirs is None or theirs.shape != own.shape or {own.dtype, theirs.dtype} - set(FLOATS):
+    if theirs is None or theirs.shape != info.shape or {info.dtype, theirs.dtype} - set(FLOATS):
         return []
-    rows = embedding_rows(own.shape[0])
-    return compare_embeddings(_rows(head, own, rows), _rows(target, theirs, rows))
+    rows = embedding_rows(info.shape[0])
+    return compare_embeddings(_rows(head, info, rows), _rows(target, theirs, rows))
 
 
 def embedding_rows(count: int) -> np.ndarray:
@@ -233,57 +256,68 @@ def embedding_rows(count: int) -> np.ndarray:
     return np.linspace(0, count - 1, min(64, count)).astype(int)
 
 
-BF16_STEP, FP16_LEAST = 2.0**-8, 2.0**-24  # what storing the same number in another type changes
+# Storing the same number in another type changes it by this much.
+BF16_STEP = 2.0**-8
+FP16_MIN = 2.0**-24
 
 
 def compare_embeddings(ours: np.ndarray, theirs: np.ndarray) -> list[Problem]:
-    """The same rows of a head's and a target's embedding, [N, H]; NaN and infinity are for `head_value_problems`."""
-    if not np.isfinite(ours).all() or np.allclose(ours, theirs, rtol=BF16_STEP, atol=FP16_LEAST):
+    """Compares the same rows of a head's and a target's embedding, [N, H].
+
+    NaN and infinity are left to `head_value_problems`.
+    """
+    if not np.isfinite(ours).all() or np.allclose(ours, theirs, rtol=BF16_STEP, atol=FP16_MIN):
         return []
     lengths = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
     cosine = float(np.median((ours * theirs).sum(1) / np.maximum(lengths, 1e-30)))
     readers = "vLLM drafts with it, TensorRT-LLM and SGLang with the target's"
     if not cosine >= 0.5:
-        message = f"the head's embedding has nothing to do with the target's (median cosine {cosine:.2f}); {readers}"
+        relation = f"has nothing to do with the target's (median cosine {cosine:.2f})"
+        message = f"the head's embedding {relation}; {readers}"
         return [Problem("TS-PAIR-EMBED-RANDOM", "error", "embed_tokens.weight", message)]
-    message = f"the head's embedding was trained on from the target's (median cosine {cosine:.4f}); {readers}"
+    relation = f"was trained on from the target's (median cosine {cosine:.4f})"
+    message = f"the head's embedding {relation}; {readers}"
     return [Problem("TS-PAIR-EMBED-TRAINED", "warning", "embed_tokens.weight", message)]
 
 
 def _rows(checkpoint: Checkpoint, info: TensorInfo, rows: np.ndarray) -> np.ndarray:
-    width, found = info.nbytes // info.shape[0], []
+    """Rows of a stored embedding as float64, [N, H]."""
+    width = info.nbytes // info.shape[0]
+    values = []
     for row in rows:
         raw = checkpoint.bytes_at(info.shard, info.begin + int(row) * width, width)
-        found.append(decode(raw, info.dtype).astype(np.float64))
-    return np.stack(found)
+        values.append(decode(raw, info.dtype).astype(np.float64))
+    return np.stack(values)
 
 
 def target_value_problems(target: ReadTarget, sample: int | None = None) -> list[Problem]:
-    """Of the small tensors, and of `sample` large ones (0: all; None: none). Raises TrtspecError for a failing disk."""
+    """Problems of the small tensors, and of `sample` large ones (0: all, None: none).
+
+    Raises TrtspecError for a failing disk.
+    """
+    checkpoint = target.checkpoint
     scales: Scales = {"weight_scale_2": {}, "input_scale": {}}
     by_shard: dict[str, list[TensorInfo]] = {}
-    for info in target.checkpoint.tensors.values():
-        if 0 < info.nbytes <= SMALL:
+    for info in checkpoint.tensors.values():
+        if 0 < info.nbytes <= SMALL_BYTES:
             by_shard.setdefault(info.shard, []).append(info)
+    faults: list[Fault] = []
     with ThreadPoolExecutor(READERS) as pool:
-        parts = pool.map(
-            lambda infos: list(_small(target.checkpoint, infos, scales)), by_shard.values()
-        )
-        found = [fault for part in parts for fault in part]
-    found += [
-        fault
-        for info in _chosen(target.checkpoint, sample)
-        for fault in _large(target.checkpoint, info)
-    ]
+        for shard_faults in pool.map(
+            lambda infos: list(_small(checkpoint, infos, scales)), by_shard.values()
+        ):
+            faults += shard_faults
+    for info in _chosen(checkpoint, sample):
+        faults += _large(checkpoint, info)
     scaled = [module for module, format in target.formats.items() if format.is_fp4]
-    ours = {suffix: {m: v[m] for m in scaled if m in v} for suffix, v in scales.items()}
-    found += [
-        *_pairs(ours, target.spec.family),
-        *_grid(ours["weight_scale_2"]),
-        *_inputs(ours["input_scale"]),
-    ]
+    ours: Scales = {}
+    for suffix, values in scales.items():
+        ours[suffix] = {module: values[module] for module in scaled if module in values}
+    faults += _pairs(ours, target.spec.family)
+    faults += _grid(ours["weight_scale_2"])
+    faults += _inputs(ours["input_scale"])
     groups: dict[tuple[str, Severity], list[str]] = {}
-    for code, severity, text in dict.fromkeys(found):  # a large tensor comes in pieces
+    for code, severity, text in dict.fromkeys(faults):  # a large tensor comes in chunks
         groups.setdefault((code, severity), []).append(text)
     return [grouped(code, names, severity) for (code, severity), names in groups.items()]
 
@@ -293,7 +327,7 @@ Alike = dict[tuple[str, str, int], list[tuple[TensorInfo, bytes]]]
 
 
 def _small(checkpoint: Checkpoint, infos: list[TensorInfo], scales: Scales) -> Iterator[Fault]:
-    """Faults of one shard's small tensors; adds the scalars of NVFP4 linears to `scales`."""
+    """Yields faults of one shard's small tensors. Adds the scalars of NVFP4 linears to `scales`."""
     alike: Alike = {}
     size = 0
     with files.open_regular(checkpoint.path / infos[0].shard) as stream:
@@ -306,20 +340,22 @@ def _small(checkpoint: Checkpoint, infos: list[TensorInfo], scales: Scales) -> I
                 entry = (info, raw[info.begin - begin : info.end - begin])
                 alike.setdefault(key, []).append(entry)
             size += len(raw)
-            if size > READ:
+            if size > READ_BYTES:
                 yield from _alike_faults(checkpoint, alike, scales)
-                alike, size = {}, 0
+                alike = {}
+                size = 0
     yield from _alike_faults(checkpoint, alike, scales)
 
 
 def _alike_faults(checkpoint: Checkpoint, alike: Alike, scales: Scales) -> Iterator[Fault]:
-    """Tensors of one suffix, dtype and size are judged together."""
+    """Yields faults of tensors. Tensors of one suffix, dtype and size are checked together."""
     for (suffix, dtype, nbytes), entries in alike.items():
         infos = [info for info, _ in entries]
-        raw = np.frombuffer(b"".join(data for _, data in entries), np.uint8).reshape(-1, nbytes)
+        data = b"".join(stored for _, stored in entries)
+        raw = np.frombuffer(data, np.uint8).reshape(-1, nbytes)
         yield from byte_faults(infos, raw)
         if suffix == "weight_shape":
-            values = raw.view(KINDS[dtype]) if dtype in ("I64", "I32") else raw[:, :0]
+            values = raw.view(NUMPY_DTYPES[dtype]) if dtype in ("I64", "I32") else raw[:, :0]
             for info, stated in zip(infos, values.tolist(), strict=True):
                 module = info.name.removesuffix(f".{suffix}")
                 format = stored_format(checkpoint.tensors, module)
@@ -328,15 +364,16 @@ def _alike_faults(checkpoint: Checkpoint, alike: Alike, scales: Scales) -> Itera
                     text = f"{info.name} is {stated}, the weight {list(packed.shape)}"
                     yield "TS-TARGET-WEIGHT-SHAPE", "error", text
         if suffix in ("weight_scale_2", "input_scale") and (dtype, nbytes) == ("F32", 4):
-            numbers = zip(infos, raw.view("<f4")[:, 0].tolist(), strict=True)
-            scales[suffix] |= {info.name[: -len(suffix) - 1]: value for info, value in numbers}
+            numbers = raw.view("<f4")[:, 0].tolist()
+            for info, number in zip(infos, numbers, strict=True):
+                scales[suffix][info.name.removesuffix(f".{suffix}")] = number
 
 
 def _runs(infos: list[TensorInfo]) -> Iterator[list[TensorInfo]]:
-    """Neighbours in the file, read at once."""
+    """Yields neighbours in the file, which are read at once."""
     run: list[TensorInfo] = []
     for info in sorted(infos, key=lambda info: info.begin):
-        if run and (info.begin - run[-1].end > GAP or info.end - run[0].begin > READ):
+        if run and (info.begin - run[-1].end > GAP_BYTES or info.end - run[0].begin > READ_BYTES):
             yield run
             run = []
         run.append(info)
@@ -345,41 +382,50 @@ def _runs(infos: list[TensorInfo]) -> Iterator[list[TensorInfo]]:
 
 
 def _is_shape_of(packed: TensorInfo, stated: list[int], format: WeightFormat) -> bool:
+    """Whether the `stated` shape is the shape of the values in a packed weight."""
     rows, elements = packed.shape
     values = format.values_per_element
     return len(stated) == 2 and stated[0] == rows and -(-stated[1] // values) == elements
 
 
 def byte_faults(infos: list[TensorInfo], raw: np.ndarray) -> Iterator[Fault]:
-    """NaN, infinity, invalid scales, all-zero tensors, in bytes [tensors, size] of one suffix and dtype.
+    """Yields NaN, infinity, invalid scales and all-zero tensors.
 
-    A zero float scale is valid: its group is all zeros.
+    `raw`: bytes [tensors, size] of one suffix and dtype. A zero float scale is valid: its group is
+    all zeros.
     """
-    name, dtype = infos[0].name, infos[0].dtype
+    dtype = infos[0].dtype
     if dtype not in (*FLOATS, "F8_E4M3"):
         return
-    suffix, (mask, least) = name.rpartition(".")[2], NOT_FINITE_BITS[dtype]
-    scale = suffix in SIDE_PARTS
+    suffix = infos[0].name.rpartition(".")[2]
+    is_scale = suffix in SIDE_PARTS
+    mask, least = NOT_FINITE_BITS[dtype]
     codes = raw.view(f"<u{DTYPE_BITS[dtype] // 8}")
     bad = (codes & codes.dtype.type(mask)).max(1) >= least
-    if scale:
+    if is_scale:
         bad |= (codes > mask).any(1)  # negative
         if dtype not in FLOATS or suffix not in ("weight_scale", "weight_scale_inv"):
             bad |= ~codes.all(1)
-    code = "TS-TARGET-BAD-SCALE" if scale else "TS-TARGET-NOT-FINITE"
-    yield from ((code, "error", infos[index].name) for index in np.flatnonzero(bad))
-    if not scale and dtype in FLOATS and not suffix.endswith("bias"):
-        yield from (_zero(infos[index]) for index in np.flatnonzero(~codes.any(1)))
+    code = "TS-TARGET-BAD-SCALE" if is_scale else "TS-TARGET-NOT-FINITE"
+    for index in np.flatnonzero(bad):
+        yield code, "error", infos[index].name
+    if not is_scale and dtype in FLOATS and not suffix.endswith("bias"):
+        for index in np.flatnonzero(~codes.any(1)):
+            yield _zero(infos[index])
 
 
 def _zero(info: TensorInfo) -> Fault:
-    """Some published experts are never used and all zero; a norm of zeros silences the model."""
-    return "TS-TARGET-ZERO", "error" if "norm" in info.name else "warning", info.name
+    """The fault of an all-zero tensor.
+
+    Some published experts are never used and all zero. A norm of zeros silences the model.
+    """
+    severity: Severity = "error" if "norm" in info.name else "warning"
+    return "TS-TARGET-ZERO", severity, info.name
 
 
 def _chosen(checkpoint: Checkpoint, sample: int | None) -> list[TensorInfo]:
-    """The same choice each time."""
-    large = [info for info in checkpoint.tensors.values() if info.nbytes > SMALL]
+    """The large tensors to read: the same choice each time."""
+    large = [info for info in checkpoint.tensors.values() if info.nbytes > SMALL_BYTES]
     if sample is None:
         return []
     if sample == 0 or sample >= len(large):
@@ -388,10 +434,11 @@ def _chosen(checkpoint: Checkpoint, sample: int | None) -> list[TensorInfo]:
 
 
 def _large(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[Fault]:
+    """Yields faults of one large tensor."""
     zeros = True
     with ShardReader(checkpoint.path) as reader:
-        for piece in reader.pieces(info, PIECE):
-            raw = np.frombuffer(piece, np.uint8)
+        for chunk in reader.pieces(info, CHUNK_BYTES):
+            raw = np.frombuffer(chunk, np.uint8)
             zeros = zeros and not raw.any()
             if not zeros:
                 yield from byte_faults([info], raw[None])
@@ -400,28 +447,35 @@ def _large(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[Fault]:
 
 
 def _pairs(scales: Scales, family: Family) -> Iterator[Fault]:
-    """Engines compute linears of one input as one, with one weight_scale_2; the other scales as many are off."""
-    for suffix, code in (
-        ("weight_scale_2", "TS-TARGET-PAIR-SCALE"),
-        ("input_scale", "TS-TARGET-PAIR-INPUT"),
-    ):
-        for module, mine in scales[suffix].items():
+    """Yields linears with another scale than their partner.
+
+    Engines compute linears of one input as one, with one weight_scale_2. Then the other scales as
+    many are off.
+    """
+    codes = {"weight_scale_2": "TS-TARGET-PAIR-SCALE", "input_scale": "TS-TARGET-PAIR-INPUT"}
+    for suffix, code in codes.items():
+        values = scales[suffix]
+        for module, value in values.items():
             for partner in family.partners(module):
-                theirs = scales[suffix].get(partner, mine)
-                if mine != theirs and module < partner:
-                    other = partner.rpartition(".")[2]
-                    text = f"{module}.{suffix} is {mine:.7g}, {other} has {theirs:.7g}"
+                other = values.get(partner, value)
+                if value != other and module < partner:
+                    name = partner.rpartition(".")[2]
+                    text = f"{module}.{suffix} is {value:.7g}, {name} has {other:.7g}"
                     yield code, "error", text
 
 
 def _grid(scales: dict[str, float]) -> Iterator[Fault]:
-    """weight_scale_2 x 2688 is the largest of BF16 weights wherever the weights were BF16 when they were quantized."""
+    """Yields each weight_scale_2 that no BF16 weights give.
+
+    weight_scale_2 x 2688 is the largest of the weights, if they were BF16 before quantization.
+    """
     amax = np.array(list(scales.values())) * NVFP4_RANGE
-    inside = (amax > 0) & (amax < BF16_MOST)  # else reported as a bad scale
+    inside = (amax > 0) & (amax < BF16_MAX)  # else reported as a bad scale
     bits = np.where(inside, amax, 0).astype(np.float32).view(np.uint32)
     nearest = (bits + np.uint32(0x8000) & np.uint32(0xFFFF0000)).view(np.float32)
-    off = np.flatnonzero(inside & (abs(nearest - amax) > ON_GRID * amax))
-    if len(off) <= (1 - MOST) * len(scales):
+    far = abs(nearest - amax) > GRID_TOLERANCE * amax
+    off = np.flatnonzero(inside & far)
+    if len(off) <= (1 - RULE_SHARE) * len(scales):
         modules = list(scales)
         for index in off:
             text = f"{modules[index]}.weight_scale_2 x 2688 is {amax[index]:.7g}"
@@ -429,18 +483,22 @@ def _grid(scales: dict[str, float]) -> Iterator[Fault]:
 
 
 def _inputs(scales: dict[str, float]) -> Iterator[Fault]:
-    """input_scale x 2688 is the largest activation; linears of one kind see similar ones in all layers."""
-    kinds: dict[str, dict[str, float]] = {}
+    """Yields each input_scale far from the median of its class of linear.
+
+    input_scale x 2688 is the largest activation. Linears of one class see similar ones in all
+    layers.
+    """
+    classes: dict[str, dict[str, float]] = {}
     for module, value in scales.items():
         if 0 < value < float("inf"):
-            kind = LAYER_NUMBER.sub(".", EXPERT_NUMBER.sub(".", module))
-            kinds.setdefault(kind, {})[module] = value
-    for alike in kinds.values():
-        median = statistics.median(alike.values())
-        for module, value in alike.items():
-            off = max(value / median, median / value)
-            beyond = value * NVFP4_RANGE > BF16_MOST
-            if beyond or off >= FAR:
-                severity: Severity = "error" if beyond or off >= ABSURD else "warning"
+            name = LAYER_NUMBER.sub(".", EXPERT_NUMBER.sub(".", module))
+            classes.setdefault(name, {})[module] = value
+    for members in classes.values():
+        median = statistics.median(members.values())
+        for module, value in members.items():
+            ratio = max(value / median, median / value)
+            beyond = value * NVFP4_RANGE > BF16_MAX
+            if beyond or ratio >= FAR:
+                severity: Severity = "error" if beyond or ratio >= ABSURD else "warning"
                 text = f"{module}.input_scale is {value:.3g}, the median of its kind {median:.3g}"
                 yield "TS-TARGET-INPUT-SCALE", severity, text

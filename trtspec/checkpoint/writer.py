@@ -1,9 +1,10 @@
-"""Files that a kill at any moment leaves whole: safetensors shards, and the journal of what is finished.
+"""Writes files that a kill at any moment leaves whole: safetensors shards and journals.
 
-A reader sees a whole shard or none: temporary name, fsync, rename. `ShardFile` writes one whose layout is known in
-advance, one tensor at a time, so that a converter never holds more than one tensor. The journal is append-only:
-its first line holds the header (what the work depends on), each further line one finished key. Every line is fsynced
-before the work counts as done; a line torn by a kill is cut off on the next start.
+A reader sees a whole shard or none: temporary name, fsync, rename. `ShardFile` writes one whose
+layout is known in advance, one tensor at a time, so that a converter never holds more than one
+tensor. The journal is append-only: its first line holds the header (what the work depends on), each
+further line one finished key. Every line is fsynced before the work counts as done. A line torn by
+a kill is cut off on the next start.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 T = TypeVar("T")
-# what file systems without flock answer; OPNOTSUPP and NOTSUP are one number on Linux
+# Errors of file systems without flock. OPNOTSUPP and NOTSUP are one number on Linux.
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 STALE_SECONDS = 2.0  # to find out that the holder of a lock file is dead
 APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
@@ -38,27 +39,26 @@ REPEAT = "repeat the command as it was, or pass `restart` to start over"
 
 
 def byte_count(code: str, shape: tuple[int, ...]) -> int:
-    """Of a tensor with that safetensors dtype."""
+    """Bytes of a tensor with that safetensors dtype and shape."""
     return math.prod(shape) * DTYPE_BITS[code] // 8
 
 
 class ShardFile:
-    """One shard under construction. `layout` maps each name to its safetensors dtype code and shape.
+    """One shard under construction. `layout`: safetensors dtype code and shape by tensor name.
 
-    Wider dtypes come first, so that every tensor starts at a multiple of its item size. `finish` renames the
-    temporary file into place only when all tensors have been written; `abandon` removes it. The end of a `with` block
-    does the first, and after an error the second.
+    Wider dtypes come first, so that every tensor starts at a multiple of its item size. `finish`
+    renames the temporary file into place only when all tensors have been written. `abandon` removes
+    it. The end of a `with` block finishes, and after an error abandons.
     """
 
     def __init__(
         self, path: Path, layout: Layout, metadata: Mapping[str, str] | None = None
     ) -> None:
-        # the process id keeps a killed run's straggler out of the file that its successor is writing
-        self.path, self.temporary = path, path.with_name(f".{path.name}.{os.getpid()}.partial")
-        self._layout, self._missing = (
-            layout,
-            {name: byte_count(*entry) for name, entry in layout.items()},
-        )
+        self.path = path
+        # The process id keeps a killed run's straggler out of the file that its successor writes.
+        self.temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        self._layout = layout
+        self._missing = {name: byte_count(*entry) for name, entry in layout.items()}
         header, self._ends, self.size = _header(layout, metadata)
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ class ShardFile:
             raise
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Writes one tensor at its place; dtype and shape must be those of the layout."""
+        """Writes one tensor. Raises ValueError if dtype or shape is not the layout's."""
         import torch
 
         from trtspec.checkpoint.tensors import CODES
@@ -78,11 +78,11 @@ class ShardFile:
         code, shape = self._layout[name]
         if CODES.get(tensor.dtype) != code or tuple(tensor.shape) != tuple(shape):
             raise ValueError(
-                f"{name} is {tensor.dtype} {list(tensor.shape)}, the layout says {code} {list(shape)}"
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, "
+                f"the layout says {code} {list(shape)}"
             )
-        self.append(
-            name, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        )
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        self.append(name, flat.view(torch.uint8).numpy().data)
 
     def append(self, name: str, chunk: memoryview) -> None:
         """Writes the next bytes of a tensor."""
@@ -93,15 +93,19 @@ class ShardFile:
         self._missing[name] -= len(chunk)
 
     def close(self) -> None:
-        """Ends writing; the name stays temporary until `publish`. Raises ValueError when bytes are missing."""
-        if missing := sorted(name for name, count in self._missing.items() if count):
+        """Ends writing. The name stays temporary until `publish`.
+
+        Raises ValueError if bytes are missing.
+        """
+        missing = sorted(name for name, count in self._missing.items() if count)
+        if missing:
             raise ValueError(f"{len(missing)} tensors were not written whole, first {missing[0]}")
         handle, self._file = self._file, -1
         with writing(self.path):
             os.close(handle)
 
     def finish(self) -> None:
-        """Makes the shard durable and gives it its name. Raises ValueError when bytes are missing."""
+        """Makes the shard durable and gives it its name. Raises ValueError if bytes are missing."""
         self.close()
         publish(self.temporary, self.path)
 
@@ -126,7 +130,8 @@ class ShardFile:
         with writing(self.path):
             while view:
                 count = os.pwrite(self._file, view[: 1 << 30], offset)
-                view, offset = view[count:], offset + count
+                view = view[count:]
+                offset += count
 
 
 def publish(temporary: Path, path: Path) -> None:
@@ -140,22 +145,22 @@ def publish(temporary: Path, path: Path) -> None:
 def _header(
     layout: Layout, metadata: Mapping[str, str] | None
 ) -> tuple[bytes, dict[str, int], int]:
-    """The file's head, where in the file each tensor ends, and the file's size."""
+    """(head of the file, end of each tensor in the file, size of the file), in bytes."""
     entries: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
-    ends, offset = {}, 0
+    ends = {}
+    offset = 0
     for name in sorted(layout, key=lambda key: -DTYPE_BITS[layout[key][0]]):
         code, shape = layout[name]
         end = offset + byte_count(code, shape)
         entries[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, end]}
-        ends[name] = offset = end
+        ends[name] = end
+        offset = end
     text = json.dumps(entries, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    return (
-        struct.pack("<Q", len(text)) + text,
-        {name: start + end for name, end in ends.items()},
-        start + offset,
-    )
+    head = struct.pack("<Q", len(text)) + text
+    file_ends = {name: start + end for name, end in ends.items()}
+    return head, file_ends, start + offset
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -175,19 +180,19 @@ def write_shard(
 
 
 def write_index(directory: Path, weight_map: Mapping[str, str], total_size: int) -> None:
-    """Writes model.safetensors.index.json; `total_size` counts tensor bytes, not headers."""
+    """Writes model.safetensors.index.json. `total_size`: bytes of tensors, without headers."""
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     write_json(directory / INDEX_NAME, index)
 
 
 class Journal:
-    """`done` maps each finished key to its record. The file is locked while open: one run per output.
+    """A file of finished keys, `done`, with their records. It is locked while open.
 
-    `servers` holds what is known of the servers that gave the records, by their names in the command.
+    `servers` holds facts about the servers that gave the records, by their names in the command.
 
-    Raises UsageError when `header` is not the one that the file was begun with (naming what changed), when the file
-    is no journal, and when another process holds it. `restart` forgets what the file records, once it is locked.
-    `private`: only its owner may read the file.
+    Raises UsageError if `header` is not the header that the file was begun with (naming what
+    changed), if the file is not a journal, and if another process holds it. `restart` forgets what
+    the file records, once it is locked. `private`: only its owner may read the file.
     """
 
     done: dict[str, dict[str, Any]]
@@ -202,7 +207,8 @@ class Journal:
         remedy: str = REPEAT,
         private: bool = False,
     ) -> None:
-        self.path, self.remedy = path, remedy
+        self.path = path
+        self.remedy = remedy
         self._lock: BaseFileLock | None = None
         self._appending = threading.Lock()
         with writing(path):
@@ -223,6 +229,7 @@ class Journal:
             raise
 
     def _load(self, header: dict[str, Any]) -> None:
+        """Cuts off a torn line, and begins or reads the file."""
         whole = self.path.read_bytes().rfind(b"\n") + 1
         os.ftruncate(self._file, whole)
         if not whole:
@@ -232,7 +239,7 @@ class Journal:
         refuse_changed(self.path, begun, header, self.remedy)
 
     def answered_by(self, servers: dict[str, dict[str, str]]) -> None:
-        """Adds to the header what is known of each server. What one side does not know is no difference.
+        """Adds to the header the facts about each server. An unknown fact is no difference.
 
         Raises UsageError, naming what differs, if other servers gave the records.
         """
@@ -245,7 +252,10 @@ class Journal:
             self._append({"servers": self.servers})
 
     def entries(self, entry_type: type[T]) -> dict[str, T]:
-        """Returns every record as a value of this type. Raises UsageError, naming line and field, if one is not."""
+        """Returns every record as a value of this type.
+
+        Raises UsageError, naming line and field, if a record is not of the type.
+        """
         from pydantic import TypeAdapter, ValidationError
 
         adapter = TypeAdapter(entry_type)
@@ -259,7 +269,7 @@ class Journal:
         return values
 
     def record(self, key: str, **fields: Any) -> None:
-        """Appends and fsyncs; after it returns, a rerun finds `key` in `done`."""
+        """Appends and fsyncs a record. After it returns, a rerun has `key` in `done`."""
         entry = {**fields, "key": key}
         self._append(entry)
         self.done[key] = entry
@@ -268,7 +278,8 @@ class Journal:
         line = json.dumps(value, ensure_ascii=False).encode("utf-8") + b"\n"
         with writing(self.path):
             with self._appending:
-                while line:  # a disk that is nearly full takes a part; the next call says so
+                # A disk that is nearly full takes a part, and the next call says so.
+                while line:
                     line = line[os.write(self._file, line) :]
             os.fsync(self._file)
 
@@ -287,13 +298,14 @@ class Journal:
 def refuse_changed(
     path: Path, old: dict[str, Any], new: dict[str, Any], remedy: str = REPEAT
 ) -> None:
-    """Raises UsageError naming what differs between the header of the journal `path` and this run's."""
-    if changed := differences(old, new):
+    """Raises UsageError naming what differs between a journal's header and this run's."""
+    changed = differences(old, new)
+    if changed:
         raise UsageError(f"{path} was begun with something else: {'; '.join(changed)}", remedy)
 
 
 class JournalContent(NamedTuple):
-    """The lines of a journal. `done` and `lines`: each record, and its line, by key."""
+    """The lines of a journal. `done`, `lines`: each record and its line number, by key."""
 
     header: dict[str, Any]
     servers: dict[str, dict[str, str]]
@@ -302,7 +314,10 @@ class JournalContent(NamedTuple):
 
 
 def read_journal(path: Path) -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]]]:
-    """Returns the header of a journal and its records by key, without its lock. (None, {}) if it is not a journal."""
+    """Returns a journal's header and its records by key, without its lock.
+
+    (None, {}) if the file is absent or not a journal.
+    """
     try:
         header, _, done, _ = _parse(path)
     except (FileNotFoundError, UsageError):
@@ -311,8 +326,9 @@ def read_journal(path: Path) -> tuple[dict[str, Any] | None, dict[str, dict[str,
 
 
 def _parse(path: Path, remedy: str = "") -> JournalContent:
-    """Reads the whole lines of a journal. Raises UsageError, naming the line, if one is not of a journal."""
-    header, servers, done, lines = content = JournalContent({}, {}, {}, {})
+    """Reads the whole lines of a journal. Raises UsageError, naming the line, for other files."""
+    content = JournalContent({}, {}, {}, {})
+    header, servers, done, lines = content
     with open_regular(path, remedy) as stream:
         data = stream.read().rpartition(b"\n")[0]
     for number, text in enumerate(data.split(b"\n"), 1):
@@ -333,38 +349,39 @@ def _parse(path: Path, remedy: str = "") -> JournalContent:
 
 
 def differences(old: Any, new: Any) -> list[str]:
-    """`key.key was OLD, now NEW` for each value that differs, however deep; five at most, then their number."""
-    found = _differences(old, json.loads(json.dumps(new)), "")
-    return found if len(found) <= 5 else [*found[:5], f"and {len(found) - 5} more"]
+    """`key.key was OLD, now NEW` for each value that differs, however deep.
+
+    Five at most, then their number.
+    """
+    lines = _differences(old, json.loads(json.dumps(new)), "")
+    return lines if len(lines) <= 5 else [*lines[:5], f"and {len(lines) - 5} more"]
 
 
 def _differences(old: Any, new: Any, where: str) -> list[str]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = sorted(old.keys() | new.keys())
-        if old.get("name") != new.get(
-            "name"
-        ):  # what else is different about another thing says nothing
-            keys = ["name"]
-        parts = [
-            _differences(old.get(key), new.get(key), f"{where}.{key}" if where else key)
-            for key in keys
-        ]
-        return [line for part in parts for line in part]
-    return [] if old == new else [f"{where} was {_short(old)}, now {_short(new)}"]
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return [] if old == new else [f"{where} was {_short(old)}, now {_short(new)}"]
+    keys = sorted(old.keys() | new.keys())
+    if old.get("name") != new.get("name"):
+        # Further differences of two things with different names say nothing.
+        keys = ["name"]
+    lines: list[str] = []
+    for key in keys:
+        path = f"{where}.{key}" if where else key
+        lines += _differences(old.get(key), new.get(key), path)
+    return lines
 
 
 def lock_file(file: int, path: Path) -> BaseFileLock | None:
     """Locks `path`, open as `file`, until it is closed.
 
-    Where the file system has no flock, returns a lock file beside it, which the caller releases; the lock file of a
-    process that was killed on this machine is replaced. Raises UsageError while another process holds the lock.
+    On a file system without flock it returns a lock file beside it, which the caller releases. The
+    lock file of a process that was killed on this machine is replaced. Raises UsageError while
+    another process holds the lock.
     """
     from filelock import SoftFileLock, Timeout, lock_descriptor  # here, because `--help` needs none
 
-    remedy, beside = (
-        "wait for it to end, or choose another output",
-        path.with_name(f"{path.name}.lock"),
-    )
+    remedy = "wait for it to end, or choose another output"
+    beside = path.with_name(f"{path.name}.lock")
     try:
         if lock_descriptor(file, blocking=False):
             return None
@@ -381,7 +398,8 @@ def lock_file(file: int, path: Path) -> BaseFileLock | None:
             remedy = f"wait for it to end; if it was killed on another machine, remove {beside}"
         else:
             announce(
-                f"{path.parent} lies on a file system without flock; {beside.name} is the lock instead"
+                f"{path.parent} lies on a file system without flock; "
+                f"{beside.name} is the lock instead"
             )
             return lock
     directory = path.absolute().parent

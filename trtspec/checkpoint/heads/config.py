@@ -1,4 +1,4 @@
-"""config.json of a head: which keys hold what, and how each project writes them from the canonical record."""
+"""Reads and writes config.json of a head, in the layout of each project."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from trtspec.data_files import load_yaml
 from trtspec.foreign import without_code
 from trtspec.specs import YARN_NUMBERS, HeadSpec, RopeSpec
 
-DIALECT_TABLE = load_yaml(
-    "dialects.yaml"
-)  # all that differs between who writes heads and who serves them
+# All that differs between who writes heads and who serves them.
+DIALECT_TABLE = load_yaml("dialects.yaml")
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 LEFT_OUT = {
     "quantization_config",
@@ -19,8 +18,10 @@ LEFT_OUT = {
     "name_or_path",
 }  # the target's
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
-         "draft_vocab_size", "rms_norm_eps", "max_position_embeddings")  # fmt: skip
+SIZES = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "vocab_size", "draft_vocab_size", "rms_norm_eps", "max_position_embeddings",
+)  # fmt: skip
 LATENT = (
     "q_lora_rank",
     "kv_lora_rank",
@@ -28,8 +29,13 @@ LATENT = (
     "qk_rope_head_dim",
     "v_head_dim",
 )  # sizes of MLA alone
-LAYER = {"num_hidden_layers": 1, "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0,
-         "mlp_bias": False}  # fmt: skip
+LAYER = {
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "mlp_bias": False,
+}
 SPECULATORS_VERSION = "0.9.0"  # whose config classes the written files are tested with
 
 
@@ -42,23 +48,24 @@ class Verifier:
 
 
 def flat_config(config: dict[str, Any]) -> dict[str, Any]:
-    """speculators keeps the dimensions in transformer_layer_config; everyone else at the top."""
+    """The config with its dimensions at the top. speculators nests them."""
     return {**(config.get("transformer_layer_config") or {}), **config}
 
 
 def stated_ids(config: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Layer ids as written in eagle_config and at the top level; () where there are none."""
+    """Layer ids as written in eagle_config and at the top level. () if absent."""
     nested = (config.get("eagle_config") or {}).get(IDS_KEY) or ()
     return tuple(nested), tuple(config.get(IDS_KEY) or ())
 
 
 def shared_config(source: dict[str, Any], spec: HeadSpec, dtype: str) -> dict[str, Any]:
-    """What every layout says alike: sizes, rope, dtype (a safetensors code), and the source's keys that are not of a
-    head."""
-    made = {*LEFT_OUT, *DIALECT_TABLE["made"]}
-    carried = {
-        key: value for key, value in flat_config(without_code(source)).items() if key not in made
-    }
+    """The keys that every layout has: sizes, rope, dtype, and other keys of the source.
+
+    `dtype`: a safetensors code.
+    """
+    left_out = {*LEFT_OUT, *DIALECT_TABLE["made"]}
+    flat = flat_config(without_code(source))
+    carried = {key: value for key, value in flat.items() if key not in left_out}
     stored = {"tie_word_embeddings": False, "torch_dtype": DTYPES[dtype]}
     return architecture_config(spec) | rope_config(spec.rope) | stored | carried
 
@@ -70,25 +77,27 @@ def write_config(
     ids: list[int] | None,
     verifier: Verifier,
 ) -> dict[str, Any]:
-    """The whole file as a dialect's `config` in data/dialects.yaml says. `shared`: see `shared_config`; `ids`: layer
-    ids as the dialect counts them; only speculators stores the target."""
+    """The whole file as a dialect's `config` in data/dialects.yaml says.
+
+    Args:
+        shared: see `shared_config`.
+        ids: layer ids as the dialect counts them.
+        verifier: the target, which only speculators stores.
+    """
     stated = {} if ids is None else {IDS_KEY: ids}
     if layout.get("layer"):
         return _speculators_config(shared, spec, verifier) | stated
     norm = {"norm_before_fc": True} if spec.norm_before_fc else {}
     tops = {"num_aux_hidden_states": spec.num_aux} | stated | norm
-    written = (
-        class_config(spec)
-        | shared
-        | {key: tops[key] for key in layout.get("top", ()) if key in tops}
-    )
+    top = {key: tops[key] for key in layout.get("top", ()) if key in tops}
+    written = class_config(spec) | shared | top
     if spec.target_hidden_size != spec.hidden_size:  # three servers test for the key's presence
         written["target_hidden_size"] = spec.target_hidden_size
     if not spec.has_lm_head:
-        del written[
-            "draft_vocab_size"
-        ]  # with it SGLang keeps a random lm_head; without it all take the target's
-        written |= {"draft_vocab_size": None} if layout.get("null_vocabulary") else {}
+        # With the key SGLang keeps a random lm_head. Without it all take the target's.
+        del written["draft_vocab_size"]
+        if layout.get("null_vocabulary"):
+            written["draft_vocab_size"] = None
     if spec.fc_norm or spec.norm_output:
         written |= {"fc_norm": spec.fc_norm, "norm_output": spec.norm_output}
     if spec.norm_before_residual:
@@ -103,7 +112,10 @@ def write_config(
 def _speculators_config(
     shared: dict[str, Any], spec: HeadSpec, verifier: Verifier
 ) -> dict[str, Any]:
-    """The layer's sizes are in transformer_layer_config; every flag is written, because defaults differ by reader."""
+    """The file as speculators reads it, with sizes in transformer_layer_config.
+
+    It has every flag, because defaults differ by reader.
+    """
     layer = {
         key: value
         for key, value in shared.items()
@@ -142,23 +154,26 @@ def _speculators_config(
 
 
 def rope_scaling(rope: RopeSpec) -> dict[str, Any]:
-    """The rope as a config dict with both spellings of the type, because readers differ in which one they look at."""
-    names = (
-        ("factor", "original_max_position_embeddings", *YARN_NUMBERS[1:]) if rope.is_yarn else ()
-    )
-    found = {"rope_type": rope.rope_type, "type": rope.rope_type, "rope_theta": rope.theta}
-    return found | {name: getattr(rope, name) for name in names}
+    """The rope as a config dict, with both spellings of the type because readers differ."""
+    scaling: dict[str, Any] = {"rope_type": rope.rope_type, "type": rope.rope_type}
+    scaling["rope_theta"] = rope.theta
+    if rope.is_yarn:
+        for name in ("factor", "original_max_position_embeddings", *YARN_NUMBERS[1:]):
+            scaling[name] = getattr(rope, name)
+    return scaling
 
 
 def architecture_config(spec: HeadSpec) -> dict[str, Any]:
     """The layer's dimensions under the names that ModelOpt, transformers and the servers share."""
-    latent = spec.is_mla
-    sizes = {name: getattr(spec, name) for name in (*SIZES, *(LATENT if latent else ("head_dim",)))}
-    return sizes | LAYER | ({"first_k_dense_replace": 1} if latent else {})
+    names = LATENT if spec.is_mla else ("head_dim",)
+    sizes: dict[str, Any] = {name: getattr(spec, name) for name in (*SIZES, *names)} | LAYER
+    if spec.is_mla:
+        sizes["first_k_dense_replace"] = 1
+    return sizes
 
 
 def class_config(spec: HeadSpec) -> dict[str, Any]:
-    """The names by which every project but SafeAILab and speculators knows a head of this attention."""
+    """Class and model type of a head of this attention, except for SafeAILab and speculators."""
     mla = spec.is_mla
     return {
         "architectures": ["Eagle3DeepseekV2ForCausalLM" if mla else "LlamaForCausalLMEagle3"],
@@ -167,9 +182,9 @@ def class_config(spec: HeadSpec) -> dict[str, Any]:
 
 
 def rope_config(rope: RopeSpec) -> dict[str, Any]:
-    """Rope in each place that some reader looks at."""
-    found = rope_scaling(rope)
+    """Rope under each key that some reader looks at."""
+    parameters = rope_scaling(rope)
     scaling: dict[str, Any] | None = None
     if rope.is_yarn:
-        scaling = {key: value for key, value in found.items() if key != "rope_theta"}
-    return {"rope_theta": rope.theta, "rope_scaling": scaling, "rope_parameters": found}
+        scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
+    return {"rope_theta": rope.theta, "rope_scaling": scaling, "rope_parameters": parameters}

@@ -1,9 +1,12 @@
-"""The dialects that Eagle3 heads are stored in and the engines that serve them, each a row of data/dialects.yaml. All
-that differs between them is asked of the row; no file knows a dialect by its name.
+"""The dialects that Eagle3 heads are stored in and the engines that serve them.
 
-Layer ids have two conventions. One counts layer outputs from 0 (ModelOpt, TensorRT-LLM, SpecForge, TorchSpec); the
-other counts the layers that already ran, one more (SafeAILab, vLLM, speculators). SGLang takes ids that start with 1
-for the first and all others for the second. `HeadSpec.aux_layers` always holds outputs.
+Each is a row of data/dialects.yaml. All that differs between them is asked of the row. No file
+knows a dialect by its name.
+
+Layer ids have two conventions. One counts layer outputs from 0 (ModelOpt, TensorRT-LLM, SpecForge,
+TorchSpec). The other counts the layers that already ran, one more (SafeAILab, vLLM, speculators).
+SGLang takes ids that start with 1 for the first and all others for the second.
+`HeadSpec.aux_layers` always holds outputs.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from trtspec.specs import HeadSpec, ModelSpec
 
 @dataclass(frozen=True)
 class HeadEngine:
-    """An engine that serves heads; data/dialects.yaml says what the fields mean."""
+    """An engine that serves heads. data/dialects.yaml says what the fields mean."""
 
     name: str
     title: str
@@ -44,12 +47,15 @@ class HeadEngine:
     flags: dict[str, list[str]] = field(default_factory=dict)
 
     def cannot_load(self, spec: HeadSpec) -> str:
-        """Why this engine fails on such a head, whatever its layout; "" where it does not."""
+        """Why this engine fails on such a head, whatever its layout. "" if it does not."""
         return self.pruned_mla if spec.is_mla and spec.is_pruned else ""
 
     def start(self, head: str, target: str, capture: list[int] | None) -> str:
-        """The shell command that serves a pair. `capture`: the layer outputs that TensorRT-LLM needs in its
-        configuration, since it never reads them from the head; None where its default is right or unknown."""
+        """The shell command that serves a pair.
+
+        `capture`: the layer outputs that TensorRT-LLM needs in its configuration, since it never
+        reads them from the head. None if its default is right or unknown.
+        """
         return self.command.format(
             head=_quoted(head),
             head_in_yaml=json.dumps(head) if _quoted(head) != head else head,
@@ -63,18 +69,18 @@ class HeadEngine:
 
 
 def _quoted(name: str) -> str:
-    """For a shell, a placeholder as it is."""
+    """The name quoted for a shell, or a placeholder as it is."""
     return name if name.startswith("<") else shlex.quote(name)
 
 
 def vllm_speculation(head: str, draft_len: int | None = None) -> dict[str, Any]:
-    """What vLLM's --speculative-config says of a head."""
+    """The value of vLLM's --speculative-config for a head."""
     return {"model": head, "method": "eagle3", "num_speculative_tokens": draft_len or DRAFT_LEN}
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one project writes, reads and trains heads; data/dialects.yaml says what the fields mean."""
+    """How one project writes, reads and trains heads. data/dialects.yaml explains the fields."""
 
     name: str
     title: str
@@ -108,10 +114,12 @@ class Dialect:
         return tuple(number - 1 for number in ids) if ran else ids
 
     def capture(self, config: dict[str, Any]) -> tuple[tuple[int, ...] | None, str]:
-        """(layer outputs that the head was trained on, None where config.json does not say; how two statements of
-        them contradict each other, "" where they do not, which `inspect` makes an error).
+        """(layer outputs that the head was trained on, how two statements of them differ).
 
-        Ids at the top level count the layers that ran. Nested ids that differ from them are outputs already."""
+        None if config.json does not state outputs. "" if no statements differ. `inspect` makes a
+        difference an error. Ids at the top level count the layers that ran. Nested ids that differ
+        from them are outputs already.
+        """
         nested, top = stated_ids(config)
         if not top:
             return self.outputs(nested) if nested else None, ""
@@ -121,12 +129,13 @@ class Dialect:
             return by_top, ""
         where = "eagle_config" if nested else f"{self.title} layout"
         return by_dialect, (
-            f"config.json states layer ids twice: {list(top)} at the top level are the outputs {list(by_top)} (ids "
-            f"there count the layers that ran), {list(nested or top)} in {where} are the outputs {list(by_dialect)}"
+            f"config.json states layer ids twice: {list(top)} at the top level are the outputs "
+            f"{list(by_top)} (ids there count the layers that ran), {list(nested or top)} in "
+            f"{where} are the outputs {list(by_dialect)}"
         )
 
     def ids(self, outputs: tuple[int, ...] | None) -> list[int] | None:
-        """Layer outputs as this dialect stores them; None when they are not known."""
+        """Layer outputs as this dialect stores them. None if they are not known."""
         if outputs is None:
             return None
         ran = self.counts == "layers run" or (self.counts == "by first id" and outputs[0] != 1)
@@ -140,13 +149,13 @@ class Dialect:
 
 
 def _rows(section: str) -> dict[str, dict[str, Any]]:
-    """Rows of data/dialects.yaml by name; their lists as tuples."""
-    return {
-        name: {
+    """Rows of data/dialects.yaml by name, with their lists as tuples."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, row in DIALECT_TABLE[section].items():
+        rows[name] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in row.items()
         }
-        for name, row in DIALECT_TABLE[section].items()
-    }
+    return rows
 
 
 ENGINES = {name: HeadEngine(name, **row) for name, row in _rows("engines").items()}
@@ -161,25 +170,32 @@ DEFAULT = DIALECTS["modelopt"]  # what names and keys do not tell, and what `trt
 
 
 def detect_dialect(config: dict[str, Any], names: set[str]) -> tuple[Dialect, bool]:
-    """The dialect by the tensor names (unprefixed by `model.`) and the keys that only one writer leaves behind, and
-    whether such a key shows it."""
+    """(the dialect, whether a key shows it that only one writer leaves).
+
+    names: of the tensors, without `model.`. They tell some dialects apart.
+    """
     nested, top = stated_ids(config)
     ids = top or nested
     keys = {*config, *(f"eagle_config.{key}" for key in config.get("eagle_config") or ())}
     keys |= {*(config.get("architectures") or ())}
     shown = keys | {str(config.get("model_type"))}
-    shown |= {name.split(".")[0] for name in names} | ({"ids"} if ids else set())
-    shown |= {"ids from 1"} if ids and min(ids) == 1 else set()
+    shown |= {name.split(".")[0] for name in names}
+    if ids:
+        shown.add("ids")
+        if min(ids) == 1:
+            shown.add("ids from 1")
     for row in sorted(DIALECTS.values(), key=lambda row: row.rank):
-        for way in row.wrote:
-            if all((word.removeprefix("!") in shown) != word.startswith("!") for word in way):
-                return row, not keys.isdisjoint(way)
+        for words in row.wrote:
+            if all((word.removeprefix("!") in shown) != word.startswith("!") for word in words):
+                return row, not keys.isdisjoint(words)
     return DEFAULT, False
 
 
 def training_record(path: Path) -> dict[str, Any]:
-    """The provenance of the `trtspec train` that made a head, also when `trtspec convert` rewrote it since; {} for
-    another's head."""
+    """The provenance of the `trtspec train` that made a head, also if `trtspec convert` rewrote it.
+
+    {} for a head of another trainer.
+    """
     record = recorded(path)
     while record.get("command") == "convert":
         record = (record.get("source") or {}).get("provenance") or {}
@@ -187,16 +203,19 @@ def training_record(path: Path) -> dict[str, Any]:
 
 
 def dialect_of(checkpoint: Checkpoint, asked: Dialect | None = None) -> Dialect:
-    """The dialect that `trtspec convert` noted and the tensor names fit, else `asked`, else the detected one.
+    """The dialect that `trtspec convert` noted, else `asked`, else the detected one.
 
-    Some dialects have the same names and keys, and count layers differently. Raises UsageError if `asked` is another
-    one than the note or a key that only one writer leaves behind.
+    A note counts if the tensor names fit it.
+
+    Some dialects have the same names and keys, and count layers differently. Raises UsageError if
+    `asked` is another one than the note or a key that only one writer leaves behind.
     """
     names = {name.removeprefix("model.") for name in checkpoint.tensors}
     shown, certain = detect_dialect(checkpoint.config, names)
     noted = DIALECTS.get(str(recorded(checkpoint.path).get("dialect")))
     if noted is not None and noted.prefix == layer_prefix(checkpoint.tensors):
-        shown, certain = noted, True
+        shown = noted
+        certain = True
     if asked and asked is not shown and certain:
         message = (
             f"`from_` {asked.option} contradicts {checkpoint.path}, whose layout is {shown.option}"
@@ -207,13 +226,17 @@ def dialect_of(checkpoint: Checkpoint, asked: Dialect | None = None) -> Dialect:
 
 def head_config(spec: HeadSpec, target: ModelSpec) -> dict[str, Any]:
     """config.json of a new head as `trtspec train` writes it."""
-    eos = target.eos_token_ids
+    stop_ids = list(target.eos_token_ids)
+    eos: list[int] | int | None = stop_ids
+    if len(stop_ids) < 2:
+        eos = stop_ids[0] if stop_ids else None
     carried = {
         "bos_token_id": target.bos_token_id,
-        "eos_token_id": list(eos) if len(eos) > 1 else eos[0] if eos else None,
+        "eos_token_id": eos,
         "pad_token_id": target.pad_token_id,
         "initializer_range": 0.02,
         "use_cache": True,
     }
     ids = DEFAULT.ids(spec.aux_layers or target.default_aux_layers)
-    return write_config(DEFAULT.config, shared_config(carried, spec, "BF16"), spec, ids, Verifier())
+    shared = shared_config(carried, spec, "BF16")
+    return write_config(DEFAULT.config, shared, spec, ids, Verifier())

@@ -1,4 +1,4 @@
-"""A head against its target: what must agree, and what costs acceptance when it does not."""
+"""Checks that a head agrees with its target, and names differences that cost acceptance."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ from trtspec.specs import HeadSpec, ModelSpec
 
 TP_SIZES = (1, 2, 4, 8, 16, 32, 64)
 SHIFTED = "TS-PAIR-LAYERS-SHIFTED"
-STRETCH = {
-    "rope_type",
-    "factor",
-    "original_max_position_embeddings",
-}  # published heads differ in the others
+# Published heads differ in the other settings.
+YARN_SCALING_KEYS = {"rope_type", "factor", "original_max_position_embeddings"}
 
 
 def pair_problems(
@@ -33,7 +30,7 @@ def pair_problems(
     target_id: str | None = None,
     tp_size: int = 1,
 ) -> list[Problem]:
-    """Problems of serving `head` with `target`; ids, where known, are compared with the published pairs."""
+    """Problems of serving `head` with `target`. Known ids are compared with published pairs."""
     return [
         *_published(head_id, target_id),
         *_shapes(head, target),
@@ -44,9 +41,10 @@ def pair_problems(
 
 
 def target_record(target: Checkpoint) -> dict[str, Any]:
-    """What provenance.json of a head says of the target that it learned from.
+    """The facts about a target that provenance.json of a head records.
 
-    `target_samples` are digests of the target's weights, and of those that `trtspec quantize` made them from.
+    `target_samples`: digests of the target's weights, and of the weights that `trtspec quantize`
+    made them from.
     """
     marks = identity(target)
     record = recorded(target.path)
@@ -57,7 +55,9 @@ def target_record(target: Checkpoint) -> dict[str, Any]:
 
 
 def learned_problems(head: Resolved, target: Resolved) -> list[Problem]:
-    """A warning if the head learned from other weights; [] if they match, are not here, or the head has no record.
+    """A warning if the head learned from other weights.
+
+    [] if they match, are not here, or the head has no record.
 
     Weights of another format cannot be compared, which is no more than told.
     """
@@ -70,7 +70,8 @@ def learned_problems(head: Resolved, target: Resolved) -> list[Problem]:
     here = target_record(target.checkpoint)
     if any(sample in source["target_samples"] for sample in here["target_samples"]):
         return []
-    name, commit = source.get("target"), source.get("commit")
+    name = source.get("target")
+    commit = source.get("commit")
     trained_on = f"{name}@{commit}" if commit else name
     message = f"{head.name} learned from {trained_on}, and the weights of {target.name} are others"
     comparable = source.get("target_tensors") == here["target_tensors"]
@@ -79,23 +80,27 @@ def learned_problems(head: Resolved, target: Resolved) -> list[Problem]:
 
 
 def reported_once(problems: list[Problem]) -> list[Problem]:
-    """One finding for one fault: those that another explains are left out."""
+    """The problems without those that another one explains: one finding for one fault."""
     effects = load_yaml("explained.yaml")
-    caused = {effect.partition(" ") for one in problems for effect in effects.get(one.code, ())}
+    caused = set()
+    for problem in problems:
+        caused.update(effect.partition(" ") for effect in effects.get(problem.code, ()))
     return [
-        one
-        for one in problems
-        if not any(one.code == code and one.where.startswith(at) for code, _, at in caused)
+        problem
+        for problem in problems
+        if not any(problem.code == code and problem.where.startswith(at) for code, _, at in caused)
     ]
 
 
 def config_problems(head: dict[str, Any], target: dict[str, Any]) -> list[Problem]:
-    """What only the two config.json tell: end of text, and a basis that quantization rotated."""
+    """Problems that only the two config.json show: end of text, and a rotated basis."""
     text = target.get("text_config") or target
     problems = []
-    ours, theirs = _ids(head, head.get("transformer_layer_config") or {}), _ids(text, target)
+    ours = _ids(head, head.get("transformer_layer_config") or {})
+    theirs = _ids(text, target)
     if ours and theirs and not ours & theirs:
-        message = f"the head ends text at {sorted(ours)}, the target at {sorted(theirs)}: it was made for another model"
+        ends = f"the head ends text at {sorted(ours)}, the target at {sorted(theirs)}"
+        message = f"{ends}: it was made for another model"
         problems.append(Problem("TS-PAIR-EOS", "warning", "config.json:eos_token_id", message))
     quantization = target.get("quantization_config") or text.get("quantization_config") or {}
     rotation = [
@@ -104,18 +109,27 @@ def config_problems(head: dict[str, Any], target: dict[str, Any]) -> list[Proble
         if value and ("rotat" in key or key == "transform_config")
     ]
     if rotation:
-        message = f"the target's quantization rotates its states ({rotation[0]}); a head of the plain one accepts ~1.1"
+        message = (
+            f"the target's quantization rotates its states ({rotation[0]}); "
+            "a head of the plain one accepts ~1.1"
+        )
         problems.append(Problem("TS-PAIR-ROTATED", "warning", "quantization_config", message))
     return problems
 
 
 def _ids(config: dict[str, Any], other: dict[str, Any]) -> set[int]:
+    """The ids that end a text."""
     value = config.get("eos_token_id", other.get("eos_token_id"))
-    return set(value) if isinstance(value, list) else set() if value is None else {value}
+    if isinstance(value, list):
+        return set(value)
+    return set() if value is None else {value}
 
 
 def yarn_problems(head: HeadSpec, target: ModelSpec) -> list[Problem]:
-    """YaRN's other numbers, for a head whose config.json was read: published ones differ in beta_fast, 1 and 32."""
+    """A problem if YaRN's numbers differ. The head's config.json was read.
+
+    Published heads differ in beta_fast, 1 and 32.
+    """
     names = [field.name for field in fields(head.rope) if field.name != "theta"]
     ours, theirs = (
         {name: getattr(rope, name) for name in names} for rope in (head.rope, target.rope)
@@ -125,7 +139,7 @@ def yarn_problems(head: HeadSpec, target: ModelSpec) -> list[Problem]:
         return []
     values = ", ".join(f"{name} {ours[name]} against {theirs[name]}" for name in other)
     message = f"the head's rope scaling is not the target's: {values}"
-    severity: Severity = "warning" if set(other) & STRETCH else "info"
+    severity: Severity = "warning" if set(other) & YARN_SCALING_KEYS else "info"
     return [Problem("TS-PAIR-ROPE", severity, "rope_scaling", message)]
 
 
@@ -143,15 +157,17 @@ def _published(head_id: str | None, target_id: str | None) -> list[Problem]:
         return []
     record = known_head(head_id)
     targets = ", ".join(record.targets) if record else ""
-    message = f"{head_id} was published for {targets}, not for {target_id}; acceptance drops between versions"
-    theirs = [head.id for head in catalogue().heads.values() if target_id in head.targets]
-    remedy = f"use {' or '.join(theirs)}" if theirs else ""
+    published = f"{head_id} was published for {targets}, not for {target_id}"
+    message = f"{published}; acceptance drops between versions"
+    alternatives = [head.id for head in catalogue().heads.values() if target_id in head.targets]
+    remedy = f"use {' or '.join(alternatives)}" if alternatives else ""
     return [Problem("TS-PAIR-OTHER-TARGET", "warning", head_id, message, remedy)]
 
 
 def _shapes(head: HeadSpec, target: ModelSpec) -> Iterator[Problem]:
     if head.target_hidden_size != target.hidden_size:
-        message = f"the head fuses states of width {head.target_hidden_size}, the target's have {target.hidden_size}"
+        states = f"the head fuses states of width {head.target_hidden_size}"
+        message = f"{states}, the target's have {target.hidden_size}"
         yield Problem("TS-PAIR-WIDTH", "error", "fc.weight", message)
     if head.vocab_size != target.vocab_size:
         message = (
@@ -168,20 +184,21 @@ def _shapes(head: HeadSpec, target: ModelSpec) -> Iterator[Problem]:
 
 
 def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
-    layers, last, default = head.aux_layers, target.num_hidden_layers, target.default_aux_layers
+    layers = head.aux_layers
+    last = target.num_hidden_layers
+    default = target.default_aux_layers
     if layers is None:
         if head.num_aux != len(default):
-            message = f"the head fuses {head.num_aux} states and does not say which; the default is {len(default)}"
-            return [
-                Problem(
-                    "TS-PAIR-LAYERS-UNKNOWN",
-                    "error",
-                    "eagle_config",
-                    message,
-                    "ask the head's author",
-                )
-            ]
-        message = f"the head does not say which layers it reads; engines capture the outputs of {list(default)}"
+            message = (
+                f"the head fuses {head.num_aux} states and does not say which; "
+                f"the default is {len(default)}"
+            )
+            remedy = "ask the head's author"
+            return [Problem("TS-PAIR-LAYERS-UNKNOWN", "error", "eagle_config", message, remedy)]
+        message = (
+            "the head does not say which layers it reads; "
+            f"engines capture the outputs of {list(default)}"
+        )
         remedy = "right for every published Kimi head; `trtspec bench` shows the acceptance"
         return [Problem("TS-PAIR-LAYERS-UNKNOWN", "info", "eagle_config", message, remedy)]
     outside = [layer for layer in layers if not -1 <= layer < last]
@@ -191,7 +208,10 @@ def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
     if layers == default:
         return []
     if tuple(layer - 1 for layer in layers) == default:
-        message = f"{list(layers)} is one more than the usual {list(default)}: the ids probably count layers that ran"
+        message = (
+            f"{list(layers)} is one more than the usual {list(default)}: "
+            "the ids probably count layers that ran"
+        )
         remedy = (
             f"if so, store {list(default)}; `trtspec bench` with both shows which ids accept more"
         )
@@ -223,12 +243,5 @@ def _parallel(head: HeadSpec, tp_size: int) -> list[Problem]:
     message = (
         f"the head's {head.num_attention_heads} attention heads do not split over {tp_size} GPUs"
     )
-    return [
-        Problem(
-            "TS-PAIR-TP",
-            "error",
-            "num_attention_heads",
-            message,
-            f"use a tensor-parallel size of {sizes}",
-        )
-    ]
+    remedy = f"use a tensor-parallel size of {sizes}"
+    return [Problem("TS-PAIR-TP", "error", "num_attention_heads", message, remedy)]

@@ -1,4 +1,4 @@
-"""What goes wrong silently with Eagle3 heads, found in the checkpoint alone. `pairing` looks at head and target."""
+"""Finds silent faults of Eagle3 heads in the checkpoint alone. `pairing` adds the target."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ from trtspec.checkpoint.values import FLOATS, read_values, vocabulary_values
 from trtspec.errors import Problem, Severity
 from trtspec.specs import HeadSpec, RopeSpec, Values
 
-CLASS_WORDS = {
-    "mha": ("llama", "qwen"),
-    "mla": ("deepseek", "kimi"),
-}  # in the names of classes and model types
+# In the names of classes and model types.
+CLASS_WORDS = {"mha": ("llama", "qwen"), "mla": ("deepseek", "kimi")}
 KNOWN_WORDS = ("eagle3", *CLASS_WORDS["mha"], *CLASS_WORDS["mla"])
 EPSILONS = (1e-8, 1e-4)  # between which every published rms_norm_eps lies
 WINDOW = "TensorRT-LLM 1.3 and vLLM before speculators#684 attend to all tokens"
 PARALLEL = "vLLM computes it, TensorRT-LLM and SGLang draft token after token"
 UNKNOWN = "no engine is known to compute it"
-# key -> (values that are computed here, what another value changes, which engines compute that)
+# By key: values that are computed here, the effect of another value, engines that compute that.
 DECISIVE: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "sliding_window": ((None, 0), "attention to a window", WINDOW),
     "layer_types": ((None, [], ["full_attention"]), "attention of another type", WINDOW),
@@ -42,15 +40,14 @@ STRANGE = (".bias", "q_norm.weight", "k_norm.weight")
 SILU = ("silu", "swish")
 ROPE_BASE = "config.json:rope_theta"
 DEFAULT_THETA = 10000.0  # what readers take without a base
-SPREAD = (
-    0.02  # of the input_layernorm gain, from which a second norm moves the fed-back state by 2 %
-)
+# Of the input_layernorm gain. From here a second norm moves the fed-back state by 2 %.
+MIN_GAIN_SPREAD = 0.02
 
 
 def head_problems(
     checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec
 ) -> list[Problem]:
-    """Every problem beyond missing tensors and shapes; `tensors` go by their canonical names."""
+    """Every problem beyond missing tensors and shapes. `tensors` go by their canonical names."""
     return [
         *_layout(checkpoint, tensors, spec),
         *_stated(checkpoint.config, tensors, spec),
@@ -95,16 +92,20 @@ def _layout(
         if info.dtype not in FLOATS and name not in ("d2t", "t2d")
     ]
     if quantized:
-        message = f"{quantized[0]} is stored as {tensors[quantized[0]].dtype}; heads are served unquantized"
-        yield Problem("TS-HEAD-DTYPE", "error", quantized[0], message, "store the head in BF16")
+        first = quantized[0]
+        message = f"{first} is stored as {tensors[first].dtype}; heads are served unquantized"
+        yield Problem("TS-HEAD-DTYPE", "error", first, message, "store the head in BF16")
 
 
 def _other_functions(
     config: dict[str, Any], strange: list[str], spec: HeadSpec
 ) -> Iterator[tuple[str, str]]:
-    """Tensors and keys by which the head computes what no engine's drafter does."""
+    """Yields tensors and keys by which the head computes what no engine's drafter does."""
     if strange:
-        message = "biases, or norms of queries and keys, which engines leave out or load into another function"
+        message = (
+            "biases, or norms of queries and keys, "
+            "which engines leave out or load into another function"
+        )
         yield strange[0], f"the file holds {message}: {', '.join(strange)}"
     if (config.get("hidden_act") or "silu") not in SILU:
         yield (
@@ -113,7 +114,10 @@ def _other_functions(
         )
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key) and not strange:
-            message = f"`{key}: true`, and the file holds no biases: loaders fail, or add biases that were never filled"
+            message = (
+                f"`{key}: true`, and the file holds no biases: "
+                "loaders fail, or add biases that were never filled"
+            )
             yield f"config.json:{key}", message
     if config.get("tie_word_embeddings") and not spec.has_lm_head:
         message = "the head drafts with its embedding; engines would borrow the target's lm_head"
@@ -123,52 +127,62 @@ def _other_functions(
 def _stated(
     config: dict[str, Any], tensors: dict[str, TensorInfo], spec: HeadSpec
 ) -> Iterator[Problem]:
-    """Keys of config.json that engines obey and that the tensors contradict. Converting rewrites them."""
-    found = {**(config.get("eagle_config") or {}), **flat_config(config)}
-    pruned, dtype = spec.is_pruned, DTYPES.get(tensors["fc.weight"].dtype)
-    dtype_key = "dtype" if "dtype" in found and "torch_dtype" not in found else "torch_dtype"
+    """Yields keys of config.json that engines obey and that the tensors contradict.
+
+    Converting rewrites them.
+    """
+    stated = {**(config.get("eagle_config") or {}), **flat_config(config)}
+    pruned = spec.is_pruned
+    dtype = DTYPES.get(tensors["fc.weight"].dtype)
+    dtype_key = "dtype" if "dtype" in stated and "torch_dtype" not in stated else "torch_dtype"
 
     def wrong(key: str, wanted: Any, effect: str, severity: Severity = "error") -> Problem:
         """`wanted` is None where the key must not be there."""
-        said = f"`{key}: {json.dumps(found[key])}`" if key in found else f"no {key}"
+        value = f"`{key}: {json.dumps(stated[key])}`" if key in stated else f"no {key}"
         remedy = "remove the key" if wanted is None else f"set `{key}: {json.dumps(wanted)}`"
-        message = f"config.json has {said:.200}: {effect}"
+        message = f"config.json has {value:.200}: {effect}"
         return Problem("TS-HEAD-CONFIG", severity, f"config.json:{key}", message, remedy)
 
     for key in ("architectures", "model_type"):
-        if not _names_class(found.get(key), spec):
-            effect = "engines choose a head's code by this name, and would build another layer and leave it unfilled"
+        if not _names_class(stated.get(key), spec):
+            effect = (
+                "engines choose a head's code by this name, "
+                "and would build another layer and leave it unfilled"
+            )
             yield wrong(key, class_config(spec)[key], effect)
-    if found.get("tie_word_embeddings") and spec.has_lm_head:
+    if stated.get("tie_word_embeddings") and spec.has_lm_head:
         yield wrong(
             "tie_word_embeddings",
             False,
             "loaders draft with the embedding in place of the head's lm_head",
         )
-    if found.get("quantization_config"):
+    if stated.get("quantization_config"):
         yield wrong(
             "quantization_config",
             None,
             "the target's it seems, and engines would apply it to the head",
         )
-    if found.get("use_aux_hidden_state") is False:
+    if stated.get("use_aux_hidden_state") is False:
         yield wrong(
             "use_aux_hidden_state",
             True,
             "vLLM would hand the head one state, and its fc takes several",
         )
-    if found.get("target_hidden_size", 1) is None:
+    if stated.get("target_hidden_size", 1) is None:
         yield wrong("target_hidden_size", None, "loaders that only test for the key fail")
-    if pruned and not found.get("draft_vocab_size"):
+    if pruned and not stated.get("draft_vocab_size"):
         yield wrong(
             "draft_vocab_size",
             spec.draft_vocab_size,
             "the head drafts from a part of the vocabulary only",
         )
-    if not pruned and not spec.has_lm_head and found.get("draft_vocab_size"):
-        effect = "without an lm_head SGLang then keeps a random one in place of the target's, and accepts nothing"
+    if not pruned and not spec.has_lm_head and stated.get("draft_vocab_size"):
+        effect = (
+            "without an lm_head SGLang then keeps a random one in place of the target's, "
+            "and accepts nothing"
+        )
         yield wrong("draft_vocab_size", None, effect, "warning")
-    if dtype and str(found.get(dtype_key)).removeprefix("torch.") != dtype:
+    if dtype and str(stated.get(dtype_key)).removeprefix("torch.") != dtype:
         yield wrong(
             dtype_key,
             dtype,
@@ -178,15 +192,15 @@ def _stated(
 
 
 def _names_class(value: Any, spec: HeadSpec) -> bool:
-    """Whether `architectures` or `model_type` is a name by which engines know a head of this attention."""
-    text, other = str(value).lower(), "mha" if spec.is_mla else "mla"
-    return any(word in text for word in KNOWN_WORDS) and not any(
-        word in text for word in CLASS_WORDS[other]
-    )
+    """Whether engines know a head of this attention by this class name or model type."""
+    text = str(value).lower()
+    other = "mha" if spec.is_mla else "mla"
+    known = any(word in text for word in KNOWN_WORDS)
+    return known and not any(word in text for word in CLASS_WORDS[other])
 
 
 def _unstated(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
-    """Numbers that no tensor shows: what readers take in their place, or that no head has them."""
+    """Yields problems of numbers that no tensor shows, if they are absent or unlike any head's."""
     where = "config.json:rms_norm_eps"
     epsilon = config.get("rms_norm_eps")
     if epsilon is None:
@@ -201,36 +215,50 @@ def _unstated(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
 
 
 def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
-    """Ids in another order than they are captured in; and ids that start at 2 under a key that counts from 0: either a
-    deliberate choice, or counted one too far."""
-    layers, (nested, top) = spec.aux_layers or (), stated_ids(config)
+    """Problems of the order and the convention of layer ids.
+
+    Ids that start at 2 under a key that counts from 0 are a deliberate choice, or counted one too
+    far.
+    """
+    layers = spec.aux_layers or ()
+    nested, top = stated_ids(config)
     if -1 in layers and -1 not in (top or nested):
-        message = f"layer ids {list(top or nested)} count the layers that ran; no engine hands on 0, the embedding"
+        message = (
+            f"layer ids {list(top or nested)} count the layers that ran; "
+            "no engine hands on 0, the embedding"
+        )
         return [Problem("TS-HEAD-LAYER-IDS", "error", "layer ids", message, REMEDY)]
     captured = sorted(set(layers))  # TensorRT-LLM puts -1, the final state, before the others
     if list(layers) != captured:
         message = (
-            f"the head lists layers {list(layers)}; engines capture each once and in ascending order, so fc would be "
-            "fed other states than it was trained on"
+            f"the head lists layers {list(layers)}; engines capture each once and in ascending "
+            "order, so fc would be fed other states than it was trained on"
         )
         remedy = f"list {captured}, with the columns of fc in that order"
         return [Problem("TS-HEAD-LAYER-ORDER", "error", "layer ids", message, remedy)]
-    if doubt := DIALECTS[spec.dialect].capture(config)[1]:
-        remedy = "keep the ids that the head was trained on: outputs in eagle_config, or one more at the top level"
-        return [Problem("TS-HEAD-LAYER-IDS", "error", "layer ids", doubt, remedy)]
+    difference = DIALECTS[spec.dialect].capture(config)[1]
+    if difference:
+        remedy = (
+            "keep the ids that the head was trained on: "
+            "outputs in eagle_config, or one more at the top level"
+        )
+        return [Problem("TS-HEAD-LAYER-IDS", "error", "layer ids", difference, remedy)]
     if not nested or top or min(nested) != 2:
         return []
     message = (
-        f"eagle_config lists layers {list(nested)}: layer outputs if counted from 0 (ModelOpt, TensorRT-LLM), "
-        f"but {[number - 1 for number in nested]} if they count the layers that ran (vLLM, SGLang); read as "
-        f"{list(spec.aux_layers or ())}"
+        f"eagle_config lists layers {list(nested)}: layer outputs if counted from 0 (ModelOpt, "
+        f"TensorRT-LLM), but {[number - 1 for number in nested]} if they count the layers that ran "
+        f"(vLLM, SGLang); read as {list(spec.aux_layers or ())}"
     )
-    remedy = "look which pair has the higher acceptance, `trtspec inspect HEAD --against TARGET` says what is usual"
+    remedy = (
+        "look which pair has the higher acceptance, "
+        "`trtspec inspect HEAD --against TARGET` says what is usual"
+    )
     return [Problem("TS-HEAD-LAYER-IDS", "warning", "eagle_config", message, remedy)]
 
 
 def _function(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
-    """Flags that make the trained function another one than TensorRT-LLM computes."""
+    """Yields flags that make the trained function another one than TensorRT-LLM computes."""
     if spec.norm_before_residual:
         yield finding("TS-HEAD-NORM-RESIDUAL", "norm_before_residual")
     dialect = DIALECTS[spec.dialect]
@@ -240,7 +268,10 @@ def _function(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
         remedy = f"check the {dialect.title} version that trained the head"
         yield Problem("TS-HEAD-NORM-OUTPUT", "warning", "config.json:norm_output", message, remedy)
     elif spec.fc_norm and not spec.norm_output and not config.get("norm_output"):
-        message = "the head norms its captured states (fc_norm), not the state that it feeds back; EAGLE-3.1 norms both"
+        message = (
+            "the head norms its captured states (fc_norm), not the state that it feeds back; "
+            "EAGLE-3.1 norms both"
+        )
         remedy = "set `norm_output: true` if it was trained as EAGLE-3.1"
         yield Problem("TS-HEAD-NORM-OUTPUT", "warning", "config.json:norm_output", message, remedy)
     elif spec.norm_output and not (spec.fc_norm or spec.norm_before_fc):
@@ -254,13 +285,19 @@ def _function(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
     for engine in map(ENGINES.__getitem__, dialect.read_by):
         for flag, keys in engine.flags.items():
             if getattr(spec, flag) and stated.isdisjoint(keys):
-                message = f"{engine.title} reads {flag} at {' or '.join(keys)} alone, and would compute a head without"
+                message = (
+                    f"{engine.title} reads {flag} at {' or '.join(keys)} alone, "
+                    "and would compute a head without"
+                )
                 remedy = f"`trtspec convert HEAD -o OUT --to {engine.name}` writes it there"
                 yield Problem("TS-HEAD-CONFIG", "warning", f"config.json:{flag}", message, remedy)
 
 
 def uncomputed(config: dict[str, Any]) -> list[Problem]:
-    """A warning for each key by which the head computes what this package does not; nothing may run such a head."""
+    """A warning for each key by which the head computes another function than this package.
+
+    Nothing may run such a head.
+    """
     stated = {**(config.get("eagle_config") or {}), **flat_config(config)}
     if stated.get("use_sliding_window") is False:
         stated["sliding_window"] = None  # the switch of the key
@@ -286,24 +323,33 @@ def _vocabulary(spec: HeadSpec) -> Iterator[Problem]:
 
 
 def unloadable(spec: HeadSpec) -> Iterator[Problem]:
-    """Engines that fail on such a head; a warning where its layout is made for one of them."""
+    """Yields a problem for each engine that cannot load the head, whatever its layout."""
     for engine in (engine for engine in ENGINES.values() if engine.cannot_load(spec)):
         first = DIALECTS[spec.dialect].read_by[:1] == (engine.name,)
-        remedy = f"for {engine.title} train a head with the whole vocabulary, or an MHA head; others load this one"
+        remedy = (
+            f"for {engine.title} train a head with the whole vocabulary, or an MHA head; "
+            "others load this one"
+        )
         severity: Severity = "warning" if first else "info"
         yield Problem("TS-HEAD-PRUNED-MLA", severity, "d2t", engine.cannot_load(spec), remedy)
 
 
 def _rope(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
-    flat, rope = flat_config(config), spec.rope
-    dialect, yarn = DIALECTS[spec.dialect], rope.is_yarn
+    """Yields problems of the rotary embedding."""
+    flat = flat_config(config)
+    rope = spec.rope
+    yarn = rope.is_yarn
+    dialect = DIALECTS[spec.dialect]
     injected = dialect.injected_rope
     if yarn and injected and injected[1:] == (rope.factor, rope.original_max_position_embeddings):
         yield finding("TS-HEAD-ROPE-INJECTED", "config.json:rope_scaling", "warning")
-    yield from (twice := list(_told_twice(flat)))
+    twice = list(_told_twice(flat))
+    yield from twice
     if rope.theta < 1 or (yarn and (rope.factor < 1 or rope.beta_fast < rope.beta_slow)):
-        message = f"a rope of theta {rope.theta:g}, factor {rope.factor:g}, beta {rope.beta_fast:g}-{rope.beta_slow:g}"
-        message += " turns no position as any head was trained"
+        message = (
+            f"a rope of theta {rope.theta:g}, factor {rope.factor:g}, "
+            f"beta {rope.beta_fast:g}-{rope.beta_slow:g} turns no position as any head was trained"
+        )
         yield Problem("TS-HEAD-ROPE-VALUES", "error", "config.json:rope_scaling", message)
         return
     at_top = any(ENGINES[name].theta_at_top for name in dialect.read_by)
@@ -329,35 +375,41 @@ def _rope(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
 
 
 def _told_twice(flat: dict[str, Any]) -> Iterator[Problem]:
-    """Rope is in up to three places, and readers differ in which one they use."""
-    scaling, parameters = flat.get("rope_scaling") or {}, flat.get("rope_parameters") or {}
-    places = (flat, scaling, parameters)
-    thetas = {
-        Values(place, "config.json").number("rope_theta")
-        for place in places
-        if place.get("rope_theta")
-    }
+    """Yields differences between the up to three keys of rope. Readers differ in which they use."""
+    scaling = flat.get("rope_scaling") or {}
+    parameters = flat.get("rope_parameters") or {}
+    thetas = set()
+    for mapping in (flat, scaling, parameters):
+        if mapping.get("rope_theta"):
+            thetas.add(Values(mapping, "config.json").number("rope_theta"))
     if len(thetas) > 1:
         listed = " and ".join(f"{theta:g}" for theta in sorted(thetas))
-        message = f"config.json states rope_theta twice and differently: {listed}; engines differ in which they read"
-        remedy = "keep the one that the head was trained with; `trtspec convert --rope-theta` writes it everywhere"
+        message = (
+            f"config.json states rope_theta twice and differently: {listed}; "
+            "engines differ in which they read"
+        )
+        remedy = (
+            "keep the one that the head was trained with; "
+            "`trtspec convert --rope-theta` writes it everywhere"
+        )
         yield Problem("TS-HEAD-ROPE-TWICE", "error", ROPE_BASE, message, remedy)
     if "rope_scaling" not in flat or not parameters:
         return
-    one, other = (
-        RopeSpec.from_config({"rope_scaling": place | {"rope_theta": 1.0}})
-        for place in (scaling, parameters)
+    first, second = (
+        RopeSpec.from_config({"rope_scaling": mapping | {"rope_theta": 1.0}})
+        for mapping in (scaling, parameters)
     )
-    if one != other:
-        names = [
-            field.name
-            for field in fields(one)
-            if getattr(one, field.name) != getattr(other, field.name)
-        ]
-        listed = ", ".join(
-            f"{name} {getattr(one, name)} and {getattr(other, name)}" for name in names
+    if first != second:
+        differences = []
+        for name in (field.name for field in fields(first)):
+            value = getattr(first, name)
+            other_value = getattr(second, name)
+            if value != other_value:
+                differences.append(f"{name} {value} and {other_value}")
+        message = (
+            f"rope_scaling and rope_parameters of config.json differ: {', '.join(differences)}; "
+            "engines differ in which they read"
         )
-        message = f"rope_scaling and rope_parameters of config.json differ: {listed}; engines differ in which they read"
         remedy = "keep the one that the head was trained with, and write it in both places"
         yield Problem("TS-HEAD-ROPE-TWICE", "error", "config.json:rope_parameters", message, remedy)
 
@@ -365,24 +417,26 @@ def _told_twice(flat: dict[str, Any]) -> Iterator[Problem]:
 def _double_norm(
     checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec
 ) -> list[Problem]:
-    """Some trainers compute LN(LN(x; input_layernorm); hidden_norm); engines compute LN(x; hidden_norm)."""
+    """A problem if the trainer norms twice, LN(LN(x, input_layernorm), hidden_norm).
+
+    Engines compute LN(x, hidden_norm).
+    """
     gain = tensors.get("layer.input_layernorm.weight")
     doubled = DIALECTS[spec.dialect].double_norm and not training_record(checkpoint.path)
     if not doubled or gain is None or gain.dtype not in FLOATS:
         return []
     gains = read_values(checkpoint, gain)
-    spread = (
-        float(np.std(gains)) if np.isfinite(gains).all() else 0.0
-    )  # else `head_value_problems` names it
-    return (
-        [finding("TS-HEAD-DOUBLE-NORM", "input_layernorm.weight", "info")]
-        if spread >= SPREAD
-        else []
-    )
+    # `head_value_problems` reports gains that are not finite.
+    if np.isfinite(gains).all() and float(np.std(gains)) >= MIN_GAIN_SPREAD:
+        return [finding("TS-HEAD-DOUBLE-NORM", "input_layernorm.weight", "info")]
+    return []
 
 
 def _code(checkpoint: Checkpoint) -> list[Problem]:
-    """Engines have the classes of heads, so a head needs no code, and TensorRT-LLM would run it unasked."""
+    """Problems of the head's code, which TensorRT-LLM would run unasked.
+
+    Engines have the classes of heads, so a head needs no code.
+    """
     code = read_code(checkpoint.path)
     if not code.references:
         return code.problems

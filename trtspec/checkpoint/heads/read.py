@@ -1,7 +1,7 @@
-"""Reads a head of any dialect into one canonical record (HeadSpec). Recognises drafts that are no Eagle3 heads, and
-compares a converted head with the one that it was made from.
+"""Reads a head of any dialect into one canonical record (HeadSpec).
 
-A dimension is what config.json states, or what the first tensor shows where it states nothing. Where the two disagree,
+Recognises drafts that are not Eagle3 heads, and compares a converted head with its source. A
+dimension is stated by config.json, or else shown by the first tensor. Where the two disagree,
 `read_head` reports a problem.
 """
 
@@ -41,8 +41,11 @@ STORAGE = (
 
 
 def head_spec(checkpoint: Checkpoint, *, values: bool = False) -> HeadSpec:
-    """The canonical record of a head; raises TrtspecError at the first error that `read_head` finds, and with `values`
-    at the first in a sample of the weights."""
+    """The canonical record of a head.
+
+    Raises TrtspecError at the first error of `read_head`, and with `values` at the first error in a
+    sample of the weights.
+    """
     spec, problems = read_head(checkpoint)
     if values:
         from trtspec.checkpoint.values import head_value_problems
@@ -56,9 +59,10 @@ def head_spec(checkpoint: Checkpoint, *, values: bool = False) -> HeadSpec:
 def read_head(
     checkpoint: Checkpoint, dialect: Dialect | None = None
 ) -> tuple[HeadSpec, list[Problem]]:
-    """The canonical record with every problem found in the checkpoint on its own (not against a target).
+    """(canonical record, every problem of the checkpoint without a target).
 
-    `dialect` overrides what the files only suggest. Raises TrtspecError if the checkpoint is not an Eagle3 head.
+    `dialect` overrides what the files only suggest. Raises TrtspecError if it is not an Eagle3
+    head.
     """
     from trtspec.checkpoint.heads.problems import (
         head_problems,
@@ -70,7 +74,8 @@ def read_head(
     tensors = canonical_names(checkpoint.tensors)
     declared = head_spec_from_config(checkpoint.config, dialect=dialect_of(checkpoint, dialect))
     config = flat_config(checkpoint.config)
-    attention, prefix = attention_of(tensors), layer_prefix(checkpoint.tensors)
+    attention = attention_of(tensors)
+    prefix = layer_prefix(checkpoint.tensors)
     if problems := unreadable(tensors, declared, attention):
         return replace(declared, attention=attention, layer_prefix=prefix), problems
     spec = replace(measured(tensors, declared, config), layer_prefix=prefix)
@@ -82,14 +87,15 @@ def read_head(
 def head_spec_from_config(
     config: dict[str, Any], *, dialect: Dialect | None = None, owns: dict[str, bool] | None = None
 ) -> HeadSpec:
-    """HeadSpec from config.json alone, for heads known only by id. `owns` tells which tensors the file holds."""
+    """HeadSpec from config.json alone, for heads known only by id.
+
+    `owns`: which optional tensors the file holds.
+    """
     flat = flat_config(config)
     owns = owns or {}
     values = Values(flat, "the head's config.json")
-    hidden, heads = (
-        values.whole("hidden_size", least=1),
-        values.whole("num_attention_heads", least=1),
-    )
+    hidden = values.whole("hidden_size", least=1)
+    heads = values.whole("num_attention_heads", least=1)
     vocab = values.whole("vocab_size", least=1)
     dialect = dialect or detect_dialect(config, set())[0]
     mla = bool(flat.get("kv_lora_rank"))
@@ -126,7 +132,7 @@ def head_spec_from_config(
 
 
 def _flags(config: dict[str, Any], dialect: Dialect) -> dict[str, bool]:
-    """Flags that change the function. The same key has another meaning or default in two dialects."""
+    """Flags that change the function. A key differs in meaning or default between dialects."""
     eagle = config.get("eagle_config") or {}
     fc_norm = bool(config.get("fc_norm"))
     norm_output = bool(
@@ -145,10 +151,11 @@ def _flags(config: dict[str, Any], dialect: Dialect) -> dict[str, bool]:
 
 
 def no_eagle3_head(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Problem | None:
-    """Why these tensors are no Eagle3 head, by names and shapes that only other things have; None if they may be."""
+    """Why these tensors are not an Eagle3 head, by names and shapes. None if they may be."""
     names = tensors.keys()
-    kind = config.get("speculators_model_type") or config.get("model_type")
-    if "medusa_num_heads" in config or kind == "medusa" or any(map(MEDUSA.match, names)):
+    model_type = config.get("speculators_model_type") or config.get("model_type")
+    medusa = "medusa_num_heads" in config or model_type == "medusa"
+    if medusa or any(map(MEDUSA.match, names)):
         return finding("TS-HEAD-MEDUSA", "tensor names")
     if config.get("speculators_model_type", "eagle3") != "eagle3":
         return finding("TS-HEAD-OTHER-DRAFT", "speculators_model_type")
@@ -170,7 +177,7 @@ def no_eagle3_head(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Pr
 
 def head_facts(spec: HeadSpec, config: dict[str, Any]) -> dict[str, Any]:
     """The keys of `inspect --json` and `convert --json` that only a head has."""
-    own = (
+    attributes = (
         "eagle",
         "attention",
         "dialect",
@@ -188,14 +195,17 @@ def head_facts(spec: HeadSpec, config: dict[str, Any]) -> dict[str, Any]:
         "own_lm_head": spec.has_lm_head,
         "own_embed_tokens": spec.has_embed_tokens,
         "context": spec.max_position_embeddings,
-        **{name: getattr(spec, name) for name in own},
+        **{name: getattr(spec, name) for name in attributes},
     }
 
 
 @dataclass(frozen=True)
 class HeadComparison:
-    """A converted head beside its source: how many tensors it has, how many both hold and how many of these are the
-    same to the byte; the names that it has alone (`added`) and that the source has alone (`absent`)."""
+    """A converted head beside its source.
+
+    `tensors`: of the head. `compared`: that both hold. `identical`: to the byte. `added` and
+    `absent`: names that only the head has, and only the source.
+    """
 
     tensors: int
     compared: int
@@ -213,14 +223,15 @@ def compare_heads(derived: Checkpoint, source: Checkpoint) -> HeadComparison:
     lost = [name for name in theirs if name not in ours and name not in OPTIONAL]
     problems = [_differs(name, "its bytes are not those of the source") for name in different]
     problems += [_differs(name, "the source has it, the derived head does not") for name in lost]
-    one, other = read_head(derived)[0], read_head(source)[0]
-    for name in (item.name for item in fields(one) if item.name not in STORAGE):
-        if name == "aux_layers" and None in (one.aux_layers, other.aux_layers):
+    record = read_head(derived)[0]
+    source_record = read_head(source)[0]
+    for name in (item.name for item in fields(record) if item.name not in STORAGE):
+        value = getattr(record, name)
+        source_value = getattr(source_record, name)
+        if name == "aux_layers" and None in (value, source_value):
             continue  # one of the two does not say
-        if getattr(one, name) != getattr(other, name):
-            problems.append(
-                _differs(name, f"{getattr(one, name)} here, {getattr(other, name)} in the source")
-            )
+        if value != source_value:
+            problems.append(_differs(name, f"{value} here, {source_value} in the source"))
     return HeadComparison(
         tensors=len(ours),
         compared=len(both),

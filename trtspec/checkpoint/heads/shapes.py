@@ -1,6 +1,6 @@
-"""The tensors of an Eagle3 head against its config.json: which are absent, and whose shape is another one.
+"""Compares the tensors of an Eagle3 head with its config.json: absent tensors and other shapes.
 
-A dimension is what config.json states, or what the first tensor shows where it states nothing.
+A dimension is stated by config.json, or else shown by the first tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def canonical_names(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Drops a leading `model.` and names the first decoder layer `layer.`, whatever the dialect calls it."""
+    """The tensors without `model.`, with `layer.` for the first decoder layer in any dialect."""
     renamed = {}
     for name, info in tensors.items():
         plain = name.removeprefix("model.")
@@ -52,34 +52,35 @@ def layer_prefix(tensors: dict[str, TensorInfo]) -> str:
 
 
 def required_names(attention: str) -> list[str]:
-    """Tensors without which no engine computes the head; lm_head, embed_tokens and d2t may be absent."""
-    names = [
-        "fc",
-        "norm",
-        *(f"layer.{norm}" for norm in NORMS),
-        *(f"layer.mlp.{part}" for part in MLP),
-    ]
-    return [
-        f"{name}.weight"
-        for name in names + [f"layer.self_attn.{part}" for part in ATTENTION[attention]]
-    ]
+    """Names of tensors without which no engine computes the head.
+
+    lm_head, embed_tokens and d2t may be absent.
+    """
+    names = ["fc", "norm"]
+    names += [f"layer.{norm}" for norm in NORMS]
+    names += [f"layer.mlp.{part}" for part in MLP]
+    names += [f"layer.self_attn.{part}" for part in ATTENTION[attention]]
+    return [f"{name}.weight" for name in names]
 
 
 def tensor_names(spec: HeadSpec) -> list[str]:
-    """Every tensor that an engine loads into the layers of such a head, those to be stacked in their order."""
-    norms = [f"fc_norm.{index}.weight" for index in range(spec.num_aux)] if spec.fc_norm else []
-    norms += ["input_norm.weight"] if spec.norm_before_fc else []
-    return required_names(spec.attention) + norms
+    """Names of all tensors that an engine loads into the layers, stacked ones in their order."""
+    names = required_names(spec.attention)
+    if spec.fc_norm:
+        names += [f"fc_norm.{index}.weight" for index in range(spec.num_aux)]
+    if spec.norm_before_fc:
+        names.append("input_norm.weight")
+    return names
 
 
 def expected_shapes(spec: HeadSpec) -> Shapes:
-    """Canonical name -> shape of every tensor that a head of this record may hold. Linears are [outputs, inputs]; the
-    first projections see embedding and state, 2H wide."""
-    hidden, inner, captured = (
-        spec.hidden_size,
-        spec.intermediate_size,
-        spec.num_aux * spec.target_hidden_size,
-    )
+    """Shape by canonical name of every tensor that a head of this record may hold.
+
+    Linears are [outputs, inputs]. The first projections see embedding and state, 2H wide.
+    """
+    hidden = spec.hidden_size
+    inner = spec.intermediate_size
+    captured = spec.num_aux * spec.target_hidden_size
     shapes: Shapes = {f"layer.{norm}.weight": (hidden,) for norm in NORMS}
     shapes |= {
         "fc.weight": (hidden, captured),
@@ -95,27 +96,34 @@ def expected_shapes(spec: HeadSpec) -> Shapes:
         f"fc_norm.{index}.weight": (spec.target_hidden_size,) for index in range(spec.num_aux)
     }
     shapes["lm_head.weight"] = (spec.draft_vocab_size, hidden)
-    return shapes | {
-        "embed_tokens.weight": (spec.vocab_size, hidden), "d2t": (spec.draft_vocab_size,), "t2d": (spec.vocab_size,)
-    }  # fmt: skip
+    shapes["embed_tokens.weight"] = (spec.vocab_size, hidden)
+    shapes["d2t"] = (spec.draft_vocab_size,)
+    shapes["t2d"] = (spec.vocab_size,)
+    return shapes
 
 
 def _attention_shapes(spec: HeadSpec) -> Shapes:
-    hidden, heads = spec.hidden_size, spec.num_attention_heads
-    if not spec.is_mla:
-        queries, keys = heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
-        return {
-            "q_proj": (queries, 2 * hidden), "k_proj": (keys, 2 * hidden), "v_proj": (keys, 2 * hidden),
-            "o_proj": (hidden, queries),
-        }  # fmt: skip
-    return latent_attention(spec, 2 * hidden)
+    inputs = 2 * spec.hidden_size
+    if spec.is_mla:
+        return latent_attention(spec, inputs)
+    queries = spec.num_attention_heads * spec.head_dim
+    keys = spec.num_key_value_heads * spec.head_dim
+    return {
+        "q_proj": (queries, inputs),
+        "k_proj": (keys, inputs),
+        "v_proj": (keys, inputs),
+        "o_proj": (spec.hidden_size, queries),
+    }
 
 
 def unreadable(
     tensors: dict[str, TensorInfo], declared: HeadSpec, attention: Attention
 ) -> list[Problem]:
-    """Why nothing can be said of the shapes: tensors that every head needs are absent, one has another rank, or the
-    config describes another attention."""
+    """Problems that prevent a comparison of shapes.
+
+    Tensors that every head needs are absent, one has another rank, or the config describes another
+    attention.
+    """
     if missing := [name for name in required_names(attention) if name not in tensors]:
         what = f"{len(missing)} tensors that an Eagle3 {attention.upper()} head needs are absent"
         message = f"{what}: {', '.join(missing)}"
@@ -146,7 +154,8 @@ def measured(
     rows = {
         name: tensors[name].shape[0] for name in OPTIONAL if name in tensors and tensors[name].shape
     }
-    draft, states = declared.draft_vocab_size, declared.num_aux
+    draft = declared.draft_vocab_size
+    states = declared.num_aux
     if not config.get("draft_vocab_size"):
         draft = rows.get("lm_head.weight") or rows.get("d2t") or draft
     if declared.aux_layers is None and not config.get("num_aux_hidden_states"):
@@ -164,19 +173,25 @@ def measured(
 
 
 def _wrong_rank(name: str, info: TensorInfo) -> Problem | None:
-    """Linears have two dimensions, norms one, and none is empty; `values` judges the maps."""
+    """The problem of a tensor with another rank or without values, else None.
+
+    Linears have two dimensions and norms one. `values` judges the maps.
+    """
     rank = 1 if "norm" in name else 2
     known = name.endswith(".weight") and not name.startswith("layers.")
     if not known or (len(info.shape) == rank and info.numel):
         return None
-    message = f"{name} is stored as {list(info.shape)}, where a head has {rank} dimension{'s' * (rank > 1)}, none empty"
+    needed = f"{rank} dimension{'s' * (rank > 1)}, none empty"
+    message = f"{name} is stored as {list(info.shape)}, where a head has {needed}"
     return Problem("TS-HEAD-TENSOR-SHAPE", "error", name, message)
 
 
 def misfits(tensors: dict[str, TensorInfo], spec: HeadSpec, declared: HeadSpec) -> list[Problem]:
-    """Tensors of another shape than the record's, in one problem: several at once point at config.json. And flags of
-    `declared` that do not go with the tensors."""
-    found = []
+    """Tensors of another shape than the record's, and flags of `declared` that do not fit tensors.
+
+    Shapes are one problem, because several at once point at config.json.
+    """
+    faults = []
     for name, wanted in expected_shapes(spec).items():
         stored = tensors[name].shape if name in tensors else wanted
         if name in MAPS and len(stored) != 1:
@@ -184,23 +199,28 @@ def misfits(tensors: dict[str, TensorInfo], spec: HeadSpec, declared: HeadSpec) 
         if name == "fc.weight":
             stored, wanted = stored[:1], wanted[:1]  # its inputs are judged with the layer ids
         if stored != wanted:
-            found.append(
-                f"{name} is stored as {list(stored)}, where config.json asks for {list(wanted)}"
-            )
+            asked = f"where config.json asks for {list(wanted)}"
+            faults.append(f"{name} is stored as {list(stored)}, {asked}")
     flags = []
     for flag in (flag for flag in FLAGS if getattr(spec, flag) != getattr(declared, flag)):
         remedy = f"set `{flag}: true`" if getattr(spec, flag) else REMEDY
         flags.append(finding("TS-HEAD-FC-NORM", f"config.json:{flag}", remedy=remedy))
-    if not found:
+    if not faults:
         return flags
-    code = "TS-HEAD-TENSOR-SHAPE" if len(found) == 1 else "TS-HEAD-SHAPE"
-    others = [text.partition(" ")[0] for text in found[1:]]
-    more = f"; of another shape too: {listed(others)}" if others else ""
-    return [Problem(code, "error", found[0].partition(" ")[0], found[0] + more, REMEDY), *flags]
+    code = "TS-HEAD-TENSOR-SHAPE" if len(faults) == 1 else "TS-HEAD-SHAPE"
+    message = faults[0]
+    others = [text.partition(" ")[0] for text in faults[1:]]
+    if others:
+        message += f"; of another shape too: {listed(others)}"
+    return [Problem(code, "error", faults[0].partition(" ")[0], message, REMEDY), *flags]
 
 
 def missing_norms(tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
-    """Of a head whose shapes agree with its record: otherwise their number follows from another fault."""
+    """A problem if norms are absent.
+
+    The shapes of the head agree with its record. Otherwise the number of norms follows from another
+    fault.
+    """
     missing = [name for name in tensor_names(spec) if name not in tensors]
     if not missing:
         return []
@@ -211,23 +231,23 @@ def missing_norms(tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Proble
 def fc_width(
     tensors: dict[str, TensorInfo], spec: HeadSpec, config: dict[str, Any]
 ) -> list[Problem]:
-    """fc sees n_aux target states; layer ids and num_aux_hidden_states say how many those are."""
-    (rows, width), states = tensors["fc.weight"].shape, spec.num_aux
+    """A problem if fc takes another number of target states than config.json says."""
+    rows, width = tensors["fc.weight"].shape
+    states = spec.num_aux
     if rows != spec.hidden_size:
         return []  # not fc as a head has it, which `misfits` says
     if width != states * spec.target_hidden_size or (
         spec.aux_layers is not None and len(spec.aux_layers) != states
     ):
         states = states if spec.aux_layers is None else len(spec.aux_layers)
-        message = f"fc takes {width} inputs, which is not {states} captured states of width {spec.target_hidden_size}"
+        needed = f"{states} captured states of width {spec.target_hidden_size}"
+        message = f"fc takes {width} inputs, which is not {needed}"
         return [Problem("TS-HEAD-FC-WIDTH", "error", "fc.weight", message, REMEDY)]
     stated = config.get("num_aux_hidden_states")
     if stated and stated != states:
-        message = f"config.json says num_aux_hidden_states {stated}, fc takes {states} states; vLLM believes the key"
+        where = "config.json:num_aux_hidden_states"
+        taken = f"fc takes {states} states; vLLM believes the key"
+        message = f"config.json says num_aux_hidden_states {stated}, {taken}"
         remedy = f"set `num_aux_hidden_states: {states}`"
-        return [
-            Problem(
-                "TS-HEAD-FC-WIDTH", "error", "config.json:num_aux_hidden_states", message, remedy
-            )
-        ]
+        return [Problem("TS-HEAD-FC-WIDTH", "error", where, message, remedy)]
     return []
