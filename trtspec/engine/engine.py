@@ -177,10 +177,12 @@ class Engine:
         return outputs
 
     def _round(self, outputs: list[Output]) -> None:
-        """Speculative decoding: every row of the batch advances by its accepted drafts plus one token."""
-        batch, drafter, rows = self.batch, self.drafter, len(self.batch)
+        """Speculative decoding: every row advances by its accepted drafts plus one token."""
+        batch = self.batch
+        drafter = self.drafter
+        rows = len(batch)
 
-        # Draft: guesses at each row's next tokens; a row offers none that it could not emit any more.
+        # Draft: guesses at each row's next tokens. A row offers none that it could not emit.
         proposed = drafter.propose(batch)
         offered = [
             min(count, sequence.remaining - 1)
@@ -196,14 +198,14 @@ class Engine:
         tokens, accepted = self._accept(out.logits, block[:, 1:], offered)
         emitted = on_host(tokens, accepted)  # the round's one wait for the device
 
-        # Commit: each row's last token and its accepted drafts are text now. The pass itself changed nothing.
+        # Commit: each row's last token and accepted drafts are text now. The pass changed nothing.
         self.cache.commit(accepted + 1)
 
         # Learn: the drafter reads the target's states of the tokens that the longest row emits.
         drafter.learn(batch, out.aux, tokens[:, : max(map(len, emitted))], accepted)
         batch.advance(tokens, accepted)
 
-        # Emit: rows that end leave from the last one on, because each gives its place to the last row.
+        # Emit: rows that end leave from the last one on: each gives its place to the last row.
         results = [
             self._emit(row, emitted[row], offered[row], out.logits[row], out.margins[row])
             for row in range(rows)
