@@ -82,7 +82,7 @@ def learned_problems(head: Resolved, target: Resolved) -> list[Problem]:
 def reported_once(problems: list[Problem]) -> list[Problem]:
     """The problems without those that another one explains: one finding for one fault."""
     effects = load_yaml("explained.yaml")
-    caused = set()
+    caused: set[tuple[str, str, str]] = set()
     for problem in problems:
         caused.update(effect.partition(" ") for effect in effects.get(problem.code, ()))
     return [
