@@ -211,7 +211,7 @@ def long_runs_are_handed_on(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> No
     }.items():  # fmt: skip
         monkeypatch.setattr(f"trtspec.{function}", replacement)
     # so that values of a tiny head are sampled
-    for name, size in {"WHOLE": 1024, "PIECE": 16, "PIECES": 8}.items():
+    for name, size in {"WHOLE_BYTES": 1024, "CHUNK_BYTES": 16, "SAMPLED_CHUNKS": 8}.items():
         monkeypatch.setattr(f"trtspec.checkpoint.values.{name}", size)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 

@@ -312,10 +312,6 @@ def judge_part(
     if command.partial:
         deployment = replace(deployment, options=None)
     findings = find(document, deployment)
-    unjudged = {item.key for item in findings if item.code == "TS-LINT-KEY-UNCERTAIN"}
-    if not part.location and document.mapping and unjudged.issuperset(document.mapping):
-        message = f"no rule judges {document.name}: no engine has {listed(sorted(unjudged))}"
-        raise UsageError(message, "pass the engine YAML, or what carries it")
     better, corrected = fix(document, deployment, findings)
     fixable = {finding for finding in corrected if not options.fix}
     if options.fix:

@@ -183,15 +183,15 @@ def is_engine_file(keys: Iterable[str]) -> bool:
 def is_foreign(keys: Iterable[str]) -> bool:
     """Whether the keys of a mapping are another tool's.
 
-    They are if several are no keys of an engine or front and are not spelled like one, and no other
+    They are if some are no keys of an engine or front and are not spelled like one, and no other
     keys are an engine's, except GENERIC ones.
     """
     keys = set(keys)
     _, known = _engine_keys()
     others = keys - known
-    if len(others) < 2 or not keys.isdisjoint(known - GENERIC | FRONT_KEYS):
+    if not others or not keys.isdisjoint(known - GENERIC | FRONT_KEYS):
         return False
-    compared = [*others][:MAX_COMPARED]
+    compared = sorted(others)[:MAX_COMPARED]
     return not any(difflib.get_close_matches(key, known, n=1, cutoff=0.8) for key in compared)
 
 
