@@ -285,19 +285,17 @@ def greedy(
 
 
 def _tipped(greedy_answers: Sequence[Exchange], limit: float) -> list[Exchange]:
-    """Returns the only answer that fails, if most answers to its prompt do not fail.
+    """Returns the failing answers if all are to one prompt, to which most answers do not fail.
 
-    [] if rounding does not explain it. Rounding can tip a router at a near-tie, which moves a token
-    by several nats in one answer.
+    [] if rounding does not explain them. Rounding can tip a router at a near-tie, which moves a
+    token by several nats in one answer.
     """
     failing = [exchange for exchange in greedy_answers if regret(exchange) > limit]
-    if len(set(map(_identity, failing))) != 1:
-        return []
-    first = failing[0]
-    tokens = [score for score in first.scores if score.nats_behind > limit]
-    same_prompt = [exchange for exchange in greedy_answers if exchange.key == first.key]
-    is_rare = 2 * len(failing) < len(same_prompt)
-    if is_rare and len(tokens) <= MAX_TIPPED:
+    keys = {exchange.key for exchange in failing}
+    same_prompt = [exchange for exchange in greedy_answers if exchange.key in keys]
+    counts = [sum(score.nats_behind > limit for score in each.scores) for each in failing]
+    is_rare = len(keys) == 1 and 2 * len(failing) < len(same_prompt)
+    if is_rare and max(counts) <= MAX_TIPPED:
         return failing
     return []
 
