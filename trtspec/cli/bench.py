@@ -7,8 +7,7 @@ from trtspec.verbs.bench import BenchOptions, run_bench
 
 
 def bench(options: BenchOptions) -> report.Result:
-    """Measure acceptance by category, and throughput and latency by load, of any OpenAI-compatible
-    endpoint.
+    """Measure acceptance by category, throughput and latency by load, of any OpenAI endpoint.
 
     Acceptance is available from trtspec's reference backend, trtllm-serve, vLLM and SGLang. Values
     that a server does not report are null.

@@ -24,8 +24,7 @@ MARKS = {"pass": "pass", "fail": "FAIL", "unmeasured": "-"}
 
 
 def check(options: CheckOptions) -> Result:
-    """Check that users get what the model says: the same output as without speculation, at the
-    wanted acceptance.
+    """Check an endpoint: the same output as without speculation, at the wanted acceptance.
 
     Record the speculating server, then let the server without speculation score what it said. The
     last line is the verdict: SAFE (status 0), NOT SAFE, or NOT PROVEN with what could not be

@@ -43,7 +43,7 @@ ANSWERS = "900"
 ANSWER_TOKENS = "96"
 ROWS = "32"  # requests in one batch
 DRAFTS = "2"  # tokens drafted per step
-# Small batches, because the data is small, and as many training-time-test steps as drafts (DRAFTS).
+# Small batches, because the data is small. One training-time-test step for each draft (DRAFTS).
 TRAINING = (
     f"--batch-size 4 --lr 0.004 --epochs 3 --ttt-steps {DRAFTS} --acceptance-prompts 8".split()
 )
@@ -69,9 +69,9 @@ class DemoOptions:
 def demo(options: DemoOptions) -> None:
     """Run the whole workflow on a small Kimi-shaped model on this CPU, and write a report.
 
-    The first stage streams an answer with and without speculation. All other stages are ordinary trtspec commands:
-    inspect, quantize, synthesize, train, bench, prove, build-config, lint, serve. Takes about seven
-    minutes on two cores.
+    The first stage streams an answer with and without speculation. All other stages are ordinary
+    trtspec commands: inspect, quantize, synthesize, train, bench, prove, build-config, lint, serve.
+    Takes about seven minutes on two cores.
     """
     from trtspec.verbs.doctor import require
 

@@ -16,8 +16,7 @@ class DoctorOptions:
 
 
 def doctor(options: DoctorOptions) -> Result:
-    """Report what is installed, what is missing for which command, and what hardware this machine
-    has.
+    """Report what is installed, what each command lacks, and what hardware this machine has.
 
     Changes nothing. Exits with status 3 when something is broken, not when an optional part is
     absent.
