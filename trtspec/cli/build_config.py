@@ -48,7 +48,10 @@ class BuildConfigOptions(Intent):
 
 
 def build_config(options: BuildConfigOptions) -> Result:
-    """Write the engine YAML for exactly one TensorRT-LLM version. It always passes `trtspec lint`."""
+    """Write the engine YAML for exactly one TensorRT-LLM version.
+
+    The file always passes `trtspec lint`.
+    """
     from trtspec.checkpoint.hub import find_target, load_head
     from trtspec.errors import CheckFailed
     from trtspec.trtllm.build import build

@@ -48,9 +48,9 @@ class WatchOptions:
 def watch(options: WatchOptions) -> report.Result | None:
     """Read acceptance of a live endpoint from its server's counters.
 
-    Exports it as a Prometheus metric. The counters are Prometheus metrics or TensorRT-LLM's iteration statistics. --json prints one
-    object per reading. --once compares accepted drafts per step since the server's start with
-    --baseline, and ends with status 3 below it.
+    Exports it as a Prometheus metric. The counters are Prometheus metrics or TensorRT-LLM's
+    iteration statistics. --json prints one object per reading. --once compares accepted drafts per
+    step since the server's start with --baseline, and ends with status 3 below it.
     """
     from trtspec.client.addresses import server_url
 
