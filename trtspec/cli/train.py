@@ -294,7 +294,8 @@ def _lines(output: Path, record: dict[str, Any]) -> Iterator[str]:
     yield f"agreement   {shares} per training-time-test step"
     estimate = training.get("estimated_acceptance_length")
     if estimate:
-        yield f"estimate    {estimate:.3f} acceptance length on held-out answers, without generating"
+        length = f"{estimate:.3f} acceptance length"
+        yield f"estimate    {length} on held-out answers, without generating"
     for row in record.get("acceptance", {}).get("rows", []):
         positions = ", ".join(f"{share:.2f}" for share in row["by_position"])
         where = f"{row['category']}, {row['prompts']} prompts; by draft {positions}"

@@ -106,7 +106,7 @@ def package_state() -> tuple[dict[str, dict[str, str | None]], list[Problem]]:
 def command_state(
     needs: list[str], extras: dict[str, dict[str, str | None]], has_gpu: bool
 ) -> dict[str, Any]:
-    """Returns `ready`, the missing packages, programs or GPU, and the command that installs them."""
+    """Returns `ready`, the missing packages, programs or GPU, and how to install them."""
     absent = [name for name in needs if name in PROGRAMS and not _present(name, has_gpu)]
     if absent:
         return {"ready": False, "missing": absent, "install": PROGRAMS[absent[0]]}

@@ -72,7 +72,7 @@ def compare_pair(
 def compare_derived(
     kind: str, derived: Resolved, source: Resolved, sample: int | None
 ) -> HeadComparison | CheckpointComparison:
-    """Compares all bytes of a converted head with its source, or a target with its source tensor by tensor."""
+    """Compares all bytes of a converted head with its source, or the tensors of a target."""
     for each in (derived, source):
         _ = each.directory  # raises UsageError if its weights are not here
     if kind == "head":

@@ -95,7 +95,8 @@ def train_and_measure(
         return record
     if not whole:
         say(
-            "Acceptance is not measured without the target's layers; serve both, then run `trtspec bench`"
+            "Acceptance is not measured without the target's layers; "
+            "serve both, then run `trtspec bench`"
         )
     elif record["held_out"]:
         ids = set(record["held_out"])
