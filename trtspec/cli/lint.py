@@ -243,7 +243,9 @@ def _failure(judged: list[Judged], strict: bool) -> TrtspecError | None:
     warned = [item.name for item in judged if strict and item.count("warning")]
     if wrong:
         versions = listed(item.version for item in wrong)
-        engine = f"TensorRT-LLM {versions}" if versions else "the engine"
+        engine = "the engine"
+        if versions:
+            engine = f"TensorRT-LLM {versions}"
         names = listed(item.name for item in wrong)
         return CheckFailed(f"{engine} would reject {names} or ignore a part of it")
     if warned:
@@ -297,7 +299,9 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
     for part, item in zip(reversed(parts), reversed(judged), strict=True):
         if item.document is not None and item.document.text != part.text:
             text = part.written_into(text, item.document.text)
-    better = document if text == document.text else Document.parse(text, name)
+    better = document
+    if text != document.text:
+        better = Document.parse(text, name)
     if options.fix and better is not document:
         write_atomic(Path(file).resolve(), text)  # behind a link the file itself is written
     findings: list[Problem] = []
@@ -305,6 +309,7 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
     for item in judged:
         findings += item.findings
         corrected += item.corrected
+    diff = _diff(document, better) if options.diff else ""
     return Judged(
         name,
         better if options.fix else document,
@@ -312,7 +317,7 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
         listed(item.reason for item in judged),
         list(dict.fromkeys(findings)),
         corrected,
-        _diff(document, better) if options.diff else "",
+        diff,
     )
 
 
@@ -340,13 +345,23 @@ def judge_part(
         return _foreign(document) or _of_vllm(judged, part)
     if passed is None and command.engine:
         passed = command.words
-    verdict = _engine_verdict(document, options.trtllm_version) if options.installed else None
+    verdict = None
+    version = options.trtllm_version or part.version
+    if options.installed:
+        verdict = _engine_verdict(document, options.trtllm_version)
+        version = verdict.version
     deployment, reason, problems = deployment_of(
-        document, version=verdict.version if verdict else options.trtllm_version or part.version,
-        target=options.target, head=options.head, named=(part.target, part.head), gpu=options.gpu,
-        passed=passed, here=options.installed, role=part.role or role_in(Path(document.name).stem),
+        document,
+        version=version,
+        target=options.target,
+        head=options.head,
+        named=(part.target, part.head),
+        gpu=options.gpu,
+        passed=passed,
+        here=options.installed,
+        role=part.role or role_in(Path(document.name).stem),
         environ=part.environ if part.location else os.environ,
-    )  # fmt: skip
+    )
     if command.partial:
         deployment = replace(deployment, options=None)
     findings = find(document, deployment)
@@ -358,7 +373,8 @@ def judge_part(
     fixable = {finding for finding in corrected if not options.fix}
     if options.fix:
         findings = find(better, deployment)
-        verdict = _engine_verdict(better, None) if verdict else None
+        if verdict:
+            verdict = _engine_verdict(better, None)
     findings = [item if item in fixable else replace(item, fix=None) for item in findings]
     if verdict is not None:
         findings += verdict.findings
@@ -374,7 +390,8 @@ def judge_part(
         )
         problems.append(Problem("TS-LINT-FILE-ELSEWHERE", "info", "", message))
     findings = [*map(document.placed, problems), *findings]
-    findings += [unread] if part.unread else []
+    if part.unread:
+        findings += [unread]
     return replace(
         judged,
         document=better,
@@ -493,7 +510,9 @@ def _lines(judged: Judged) -> Iterator[str]:
         yield from remedy
     counts = {severity: judged.count(severity) for severity in ("error", "warning")}
     shown = [f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count]
-    verdict = ", ".join(shown if judged.count("error") else ["no errors", *shown])
+    if not judged.count("error"):
+        shown = ["no errors", *shown]
+    verdict = ", ".join(shown)
     engine = f" for TensorRT-LLM {judged.version}" if judged.version else ""
     yield f"{judged.name}: {verdict}{engine} ({judged.reason})"
 

@@ -63,7 +63,7 @@ def quantize(options: QuantizeOptions) -> Result:
 
     Works shard by shard in bounded memory. After an interruption, the same command resumes.
 
-    The bytes equal those of ModelOpt's export for the same scales.
+    The bytes equal ModelOpt's export for the same scales.
     """
     from trtspec.checkpoint.hub import find, resolve
     from trtspec.checkpoint.published import known_target
@@ -80,11 +80,12 @@ def quantize(options: QuantizeOptions) -> Result:
     locate = find if options.dry_run else resolve
     source = locate(options.source).checkpoint
     policy = load_policy(options.policy) if options.policy else None
+    kv_cache = None if options.kv_cache == "none" else options.kv_cache
     input_scales = None if options.input_scales == "one" else Path(options.input_scales)
     settings = fill(
         ConversionOptions,
         options,
-        kv_cache=None if options.kv_cache == "none" else options.kv_cache,
+        kv_cache=kv_cache,
         input_scales=input_scales,
         by_modelopt=options.engine != "stream",
     )

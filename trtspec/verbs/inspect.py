@@ -65,17 +65,17 @@ def compare_pair(
         embedding = canonical_names(checkpoint.tensors).get("embed_tokens.weight")
         if embedding and other.weights:
             more += embedding_problems(checkpoint, embedding, other.checkpoint, target)
-    sizes = pairing.tensor_parallel_sizes(head)
-    return values | {"tensor_parallel_sizes": sizes}, pairing.reported_once(problems + more)
+    values = values | {"tensor_parallel_sizes": pairing.tensor_parallel_sizes(head)}
+    return values, pairing.reported_once(problems + more)
 
 
 def compare_derived(
-    kind: str, derived: Resolved, source: Resolved, sample: int | None
+    checkpoint_kind: str, derived: Resolved, source: Resolved, sample: int | None
 ) -> HeadComparison | CheckpointComparison:
     """Compares all bytes of a converted head with its source, or the tensors of a target."""
     for each in (derived, source):
         _ = each.directory  # raises UsageError if its weights are not here
-    if kind == "head":
+    if checkpoint_kind == "head":
         return compare_heads(derived.checkpoint, source.checkpoint)
     from trtspec.quant.verify import compare
 
