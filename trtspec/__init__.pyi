@@ -41,7 +41,7 @@ def build_config(
     dry_run: bool = False,
     force: bool = False,
 ) -> Result:
-    """Write the engine YAML for exactly one TensorRT-LLM version; it always passes `trtspec lint`."""
+    """Write the engine YAML for exactly one TensorRT-LLM version."""
 
 def convert(
     head: str | Path,
@@ -59,7 +59,7 @@ def convert(
 
 def doctor(
 ) -> Result:
-    """Report what is installed, what is missing for which command, and what hardware this machine has."""
+    """Report what is installed, what each command lacks, and what hardware this machine has."""
 
 def explain(
     code: str | Path,
@@ -93,7 +93,7 @@ def plan(
     max_draft: int | None = None,
     kv_fraction: float | None = None,
 ) -> Result:
-    """Estimate whether a target fits, how fast it runs and what speculation gains, and print the best build-config"""
+    """Estimate whether a target fits, how fast it runs and what speculation gains."""
 
 def quantize(
     source: str | Path,
@@ -162,4 +162,4 @@ def lint(
     gpu: str | None = None,
     options: tuple[str, ...] = (),
 ) -> Result:
-    """Judges an engine configuration: a mapping, YAML text, or the path of a file. Text has a line break or a colon"""
+    """Judges an engine configuration: a mapping, YAML text, or the path of a file."""

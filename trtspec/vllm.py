@@ -204,12 +204,6 @@ def with_file(options: ServeOptions) -> ServeOptions:
     return replace(options, **settings, passed=(*as_words(others), *options.passed))
 
 
-def is_vllm_file(keys: Iterable[Any]) -> bool:
-    """Whether these keys of a configuration file are vLLM's: names of options, with dashes."""
-    names = {str(key) for key in keys if "-" in str(key)}
-    return not names.isdisjoint(known_options())
-
-
 def unknown_options(values: Iterable[Any]) -> Iterator[Problem]:
     """Yields a problem for each unknown key.
 

@@ -1,4 +1,7 @@
-"""The `trtspec` command: lists every subcommand, and turns errors into one message and an exit status."""
+"""The `trtspec` command.
+
+Lists every subcommand, and turns an error into one message and an exit status.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,8 @@ COMMANDS = {
     },
     "Proof": {
         "bench": "Measure acceptance, throughput and latency of an endpoint.",
-        "check": "Check an endpoint: the same output as without speculation, at the wanted acceptance.",
+        "check": "Check an endpoint: the same output as without speculation, "
+        "at the wanted acceptance.",
         "prove": "Prove a target and its head on your own GPUs.",
         "watch": "Read acceptance of a live endpoint, as a Prometheus metric or as one verdict.",
     },
@@ -62,15 +66,22 @@ TITLES = {1: "Error", 2: "Usage error", 3: "Check failed", 4: "Missing", 130: "I
 
 
 class LazyCommand(TyperCommand):
-    """Listed by its summary; trtspec/cli/<name>.py is imported when the command is called, not for `--help`."""
+    """A command that is listed by its summary.
+
+    Imports trtspec/cli/<name>.py when the command is called, not for `trtspec --help`.
+    """
 
     def load(self) -> TyperCommand:
-        """The command itself: the function called like its module. A `Result` that it returns is printed here."""
+        """Returns the command itself: the function with the name of its module.
+
+        Its callback prints the `Result` that the function returns.
+        """
         module = str(self.name).replace("-", "_")
         function = getattr(import_module(f"trtspec.cli.{module}"), module)
 
         def run(options: Any) -> None:
-            if (result := function(ready(options))) is not None:
+            result = function(ready(options))
+            if result is not None:
                 report.print_result(result, options.json_)
 
         run.__doc__ = function.__doc__
@@ -98,7 +109,8 @@ class Commands(PlainHelp, TyperGroup):
 app = typer.Typer(
     name="trtspec",
     cls=Commands,
-    help="Takes Kimi-K2 models to production on TensorRT-LLM with Eagle3 heads, and proves each step.",
+    help="Takes Kimi-K2 models to production on TensorRT-LLM with Eagle3 heads, "
+    "and proves each step.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -133,11 +145,16 @@ def root(
 
 
 def main() -> None:
-    """Entry point. Every failure is one TrtspecError here: its message on stderr, its exit status, and with `--json`
-    an object with `ok` (false) and `error` on stdout, unless stdout has the command's own object already."""
+    """Runs the command line, and ends the process with the exit status.
+
+    Turns every failure into one TrtspecError: its message on stderr and its exit status. With
+    `--json`, stdout gets an object with `ok` (false) and `error`, unless the command has already
+    written its own object.
+    """
     running.set(RunningCommand())
     gc.set_threshold(YOUNG_OBJECTS)
-    if os.getpid() == 1:  # of a container: the kernel drops a signal to it that has no handler
+    if os.getpid() == 1:
+        # in a container, the kernel drops a signal to process 1 that has no handler
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda caught, _: sys.exit(128 + caught))
     _open_missing_streams()
@@ -163,27 +180,34 @@ def main() -> None:
         _fail(TrtspecError(reason, remedy, "TS-ERROR-UNEXPECTED"))
     if status == Interrupted.exit_code:
         _answer(Interrupted("stopped by Ctrl-C"))
-    sys.exit(status if isinstance(status, int) else 0)
+    if not isinstance(status, int):
+        status = 0
+    sys.exit(status)
 
 
 def _open_missing_streams() -> None:
-    """A file or pipe that is opened later must not take the number of a standard stream that the caller closed."""
+    """Opens os.devnull for each standard stream that the caller closed.
+
+    Otherwise a file or pipe that is opened later would take the number of the stream.
+    """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            stream = open(os.devnull, mode)  # noqa: SIM115  # gets the lowest free number, which is this one
+            # gets the lowest free number, which is `number`
+            stream = open(os.devnull, mode)  # noqa: SIM115
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
 
 
 def _missing(module: str) -> TrtspecError:
-    """The smallest extra of trtspec that brings the module."""
+    """Returns the error for a missing module, with the smallest extra that installs it."""
     from trtspec.verbs.doctor import package_state
 
     package = module.partition(".")[0].replace("_", "-")
     extras, _ = package_state()
-    for extra in sorted(filter(None, extras), key=lambda name: len(extras[name])):
+    by_size = sorted(filter(None, extras), key=lambda name: len(extras[name]))
+    for extra in by_size:
         if any(name.endswith(package) for name in extras[extra]):  # such as nvidia-modelopt
             remedy = f'pip install "trtspec[{extra}]"'
             return MissingDependency(f"this command needs {package}", remedy)
@@ -193,7 +217,7 @@ def _missing(module: str) -> TrtspecError:
 
 
 def _of_the_machine(error: Exception) -> TrtspecError:
-    """A failure for want of memory, of a library or of a file, named."""
+    """Returns the error for missing memory, a library or a file, with its name."""
     if isinstance(error, MemoryError):
         message = f"not enough memory: this process held {report.peak_rss():,} bytes"
         return TrtspecError(message, "free memory, or raise the limit of the job (`ulimit -v`)")
@@ -215,23 +239,26 @@ def _fail(error: TrtspecError) -> None:
         traceback.print_exc()
     _answer(error)
     message = f"{TITLES.get(error.exit_code, 'Error')}: {error.message}"
-    remedy = report.wrapped(f"-> {error.remedy}", "   ") + "\n" if error.remedy else ""
+    remedy = ""
+    if error.remedy:
+        remedy = report.wrapped(f"-> {error.remedy}", "   ") + "\n"
     report.write_stderr(f"{report.wrapped(message, '')}\n{remedy}")
     sys.exit(error.exit_code)
 
 
 def _answer(error: TrtspecError) -> None:
-    """The object of `--json` for a failure."""
+    """Prints the failure as the object of `--json`, unless the command has printed an object."""
     if _wants_json(sys.argv[1:]) and not running.get().answered:
         try:
             report.print_json(report.Result({}, failure=error).to_dict())
             sys.stdout.flush()
-        except OSError:  # nobody reads it any more, and the exit status still says what happened
+        except OSError:
+            # nobody reads stdout any more, and the exit status still tells the failure
             report.drop_unwritten(sys.stdout)
 
 
 def _wants_json(words: list[str]) -> bool:
-    own = list(takewhile("--".__ne__, words))
-    command = next((word for word in own if not word.startswith("-")), "")
+    own_words = list(takewhile("--".__ne__, words))
+    command = next((word for word in own_words if not word.startswith("-")), "")
     value = os.environ.get(variable(command.replace("_", "-"), "--json"), "")
-    return "--json" in own or value.lower() in ("1", "true", "t", "yes", "y", "on")
+    return "--json" in own_words or value.lower() in ("1", "true", "t", "yes", "y", "on")

@@ -37,7 +37,8 @@ class BuildConfigOptions(Intent):
     disaggregated: Annotated[
         Path | None,
         option(
-            "Directory for context.yml, generation.yml and front.yml; or dynamo.yml, or values.yaml.",
+            "Directory for context.yml, generation.yml and front.yml; or dynamo.yml, or "
+            "values.yaml.",
             group="Disaggregated servers",
         ),
     ] = None
@@ -47,7 +48,10 @@ class BuildConfigOptions(Intent):
 
 
 def build_config(options: BuildConfigOptions) -> Result:
-    """Write the engine YAML for exactly one TensorRT-LLM version; it always passes `trtspec lint`."""
+    """Write the engine YAML for exactly one TensorRT-LLM version.
+
+    The file always passes `trtspec lint`.
+    """
     from trtspec.checkpoint.hub import find_target, load_head
     from trtspec.errors import CheckFailed
     from trtspec.trtllm.build import build
@@ -57,7 +61,8 @@ def build_config(options: BuildConfigOptions) -> Result:
 
     model = find_target(options.target, options.like)
     drafter = load_head(options.head) if options.head else None
-    coded = [each.resolved.name for each in (model, drafter) if each and each.resolved.code()]
+    pair = (model, drafter)
+    coded = [each.resolved.name for each in pair if each and each.resolved.code()]
     if options.format in ("helm-values", "dynamo") and coded and not options.trust_remote_code:
         message = (
             f"{coded[0]} brings code of its own, and a pod that does not trust it never starts"
@@ -80,7 +85,9 @@ def build_config(options: BuildConfigOptions) -> Result:
     for path, parts in wanted.items():
         if path is not None and not options.dry_run:
             refuse_existing(path, options.force, ENGINE_FILE)
-        name = {"config_path": path.name} if path and options.format == "yaml" else {}
+        name: dict[str, str] = {}
+        if path and options.format == "yaml":
+            name = {"config_path": path.name}
         cache = CACHES.get(options.format)
         files[path] = [build(part, target, head, cache=cache, **name) for part in parts]
     texts = {path: _text(parts, options) for path, parts in files.items()}
@@ -102,7 +109,8 @@ def build_config(options: BuildConfigOptions) -> Result:
             "problems": [finding.to_dict() for finding in findings],
         }
         for path, part, findings in servers
-    ]  # of the first server, then all of them under `files`
+    ]
+    # the first server's object, and the objects of all servers under `files`
     values = {
         "version": version,
         "version_reason": reason,
@@ -114,12 +122,16 @@ def build_config(options: BuildConfigOptions) -> Result:
         problems += [finding for finding in findings if finding.severity == "warning"]
     text = "".join(text for path, text in texts.items() if path not in written)
     messages = [f"wrote {path}" for path in written]
-    messages += _next(options) if written else []
+    if written:
+        messages += _next(options)
     return Result(values, problems, text=text, messages=messages)
 
 
 def _vllm(options: BuildConfigOptions) -> Result:
-    """vLLM's configuration for the pair; refused where the checks of `trtspec serve --backend vllm` find an error."""
+    """Returns vLLM's configuration for the pair.
+
+    Raises CheckFailed if the checks of `trtspec serve --backend vllm` find an error.
+    """
     from trtspec.errors import CheckFailed, UsageError, errors_in
     from trtspec.launch.serve_options import ServeOptions
     from trtspec.report import problem_lines
@@ -143,35 +155,37 @@ def _vllm(options: BuildConfigOptions) -> Result:
 
 
 def _next(options: BuildConfigOptions) -> list[str]:
-    """The command that takes what was written, with its names."""
+    """Returns the next command, with the paths of the written files."""
     if options.format == "helm-values" and options.output:
         return [
             f"next: helm install kimi docker/helm/trtspec -f "
             f"{shlex.quote(str(options.output))} --set image.repository=REPOSITORY"
         ]
     if options.format == "yaml" and options.output and options.role is None:
-        code = ["--trust-remote-code"] if options.trust_remote_code else []
+        code: list[str] = []
+        if options.trust_remote_code:
+            code = ["--trust-remote-code"]
         file = ("--config", options.output, *code, "--dry-run")
         return [next_command("serve", options.target, *file)]
     return []
 
 
 def _wanted(intent: Intent, options: BuildConfigOptions) -> dict[Path | None, list[Intent]]:
-    """The files by path (None: stdout), each with the servers that it describes."""
+    """Returns the files by path (None: stdout), each with the servers that it describes."""
     from trtspec.trtllm.build import disaggregated
 
-    place = options.disaggregated
-    if place is None:
+    directory = options.disaggregated
+    if directory is None:
         return {options.output: [intent]}
     parts = disaggregated(intent)
     if options.format != "yaml":
         name = {"dynamo": "dynamo.yml", "helm-values": "values.yaml"}[options.format]
-        return {place / name: [part for part in parts.values() if part.role != "front"]}
-    return {place / name: [part] for name, part in parts.items()}
+        return {directory / name: [part for part in parts.values() if part.role != "front"]}
+    return {directory / name: [part] for name, part in parts.items()}
 
 
 def _text(parts: list[EngineConfig], options: BuildConfigOptions) -> str:
-    """What the file holds, in the form that was asked for."""
+    """Returns the text of the file, in the format of `options`."""
     if options.format == "yaml":
         return parts[0].text
     from trtspec.trtllm.kubernetes import dynamo, helm_values

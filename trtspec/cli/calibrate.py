@@ -1,4 +1,7 @@
-"""`trtspec calibrate`: activation scales for `quantize --input-scales`, one decoder layer in memory at a time."""
+"""`trtspec calibrate`: activation scales for `quantize --input-scales`.
+
+One decoder layer is in memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,9 @@ class CalibrateOptions(OutputFlags):
 def calibrate(options: CalibrateOptions) -> Result:
     """Measure activation scales with ModelOpt's quantizers, one decoder layer in memory at a time.
 
-    Texts are processed layer by layer, so one machine calibrates a model of any size. An interrupted run resumes with
-    the layer it stopped in. Use the result with `trtspec quantize SRC -o OUT --input-scales FILE`.
+    Texts are processed layer by layer, so one machine calibrates a model of any size. An
+    interrupted run resumes with the layer it stopped in. Use the result with `trtspec quantize SRC
+    -o OUT --input-scales FILE`.
     """
     from trtspec.checkpoint.hub import resolve
     from trtspec.verbs.doctor import require
@@ -44,7 +48,7 @@ def calibrate(options: CalibrateOptions) -> Result:
     require("calibrate")
     check_device(options.device)
     path = resolve(options.source).directory
-    import torch  # only now: it takes seconds
+    import torch  # only now: the import takes seconds
 
     from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint
     from trtspec.quant.policy import load_policy
@@ -59,4 +63,5 @@ def calibrate(options: CalibrateOptions) -> Result:
     values = {name: value for name, value in asdict(result).items() if value is not None}
     scales = ("-o", "OUT", "--policy", result.policy, "--input-scales", result.output)
     then = next_command("quantize", options.source, *scales)
-    return Result(values, tables=[value_table(values)], messages=[] if options.dry_run else [then])
+    messages = [] if options.dry_run else [then]
+    return Result(values, tables=[value_table(values)], messages=messages)

@@ -1,4 +1,4 @@
-"""`trtspec check`: the gate an endpoint passes before traffic: is its output that of the model without speculation?"""
+"""`trtspec check`: whether an endpoint's output equals the output without speculation."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ MARKS = {"pass": "pass", "fail": "FAIL", "unmeasured": "-"}
 
 
 def check(options: CheckOptions) -> Result:
-    """Check that users get what the model says: the same output as without speculation, at the wanted acceptance.
+    """Check an endpoint: the same output as without speculation, at the wanted acceptance.
 
-    Record the speculating server, then let the server without speculation score what it said. The last line is the
-    verdict: SAFE (status 0), NOT SAFE, or NOT PROVEN with what could not be measured (both 3).
+    Record the speculating server, then let the server without speculation score what it said. The
+    last line is the verdict: SAFE (status 0), NOT SAFE, or NOT PROVEN with what could not be
+    measured (both 3).
     """
     options = checked(options, SCORE if options.score else ALONE)
     if options.against:
-        server_url(options.against, AGAINST)  # before anything is asked
+        # a bad URL is refused before any request is sent
+        server_url(options.against, AGAINST)
     if options.record is not None:
         report.refuse_input(options.record, options.score, "record")
         report.refuse_existing(options.record, options.force, "recording.jsonl")
     outcome = asyncio.run(run_check(options))
-    cost, verdict = outcome.cost, outcome.verdict
+    cost = outcome.cost
+    verdict = outcome.verdict
     if verdict is None:
         lines = [
             f"{_cost(cost)}; {outcome.failed} without an answer",
@@ -47,29 +50,34 @@ def check(options: CheckOptions) -> Result:
         values = {"recorded": str(options.record), "failed": outcome.failed, **cost}
         return Result(values, lines=lines)
     problems = []
-    for row in (row for row in verdict.rows if row.faults):
-        code, fault = CODES[row.name], row.faults[0]
+    faulty = (row for row in verdict.rows if row.faults)
+    for row in faulty:
+        code = CODES[row.name]
+        fault = row.faults[0]
         remedy = remedy_for(fault, f"trtspec explain {code}")
         problems.append(Problem(code, "error", row.name, fault, remedy))
     results = [asdict(row) for row in verdict.rows]
     covered = outcome.covered
-    values = {"verdict": verdict.word, "message": verdict.line, "covered": covered, "results": results, **cost,
-              "problems": [problem.to_dict() for problem in problems]}  # fmt: skip
-    remedy = (
-        problems[0].remedy
-        if problems
-        else "record again with more `samples`, or pass `accept_unmeasured` ROW"
-    )
-    failure = (
-        None if verdict.word == "SAFE" else CheckFailed(f"{options.url} is {verdict.word}", remedy)
-    )
-    return Result(
-        values, lines=[*_lines(verdict), covered, _cost(cost), verdict.line], failure=failure
-    )
+    values = {
+        "verdict": verdict.word,
+        "message": verdict.line,
+        "covered": covered,
+        "results": results,
+        **cost,
+        "problems": [problem.to_dict() for problem in problems],
+    }
+    remedy = "record again with more `samples`, or pass `accept_unmeasured` ROW"
+    if problems:
+        remedy = problems[0].remedy
+    failure = None
+    if verdict.word != "SAFE":
+        failure = CheckFailed(f"{options.url} is {verdict.word}", remedy)
+    lines = [*_lines(verdict), covered, _cost(cost), verdict.line]
+    return Result(values, lines=lines, failure=failure)
 
 
 def _lines(verdict: CheckVerdict) -> Iterator[str]:
-    """Each row with its first faults."""
+    """Yields each row with its first faults."""
     for row in verdict.rows:
         mark = "?" if row in verdict.missing else MARKS[row.status]
         yield f"{mark:5} {row.name:11} {row.seen:4} of {row.of:<4} {as_typed(row.why)}".rstrip()

@@ -29,7 +29,8 @@ class ConvertOptions:
     target: Annotated[
         str | None,
         option(
-            "Target model of the head. Checks the pair; supplies shared weights if they are stored here."
+            "Target model of the head. Checks the pair; supplies shared weights if they are "
+            "stored here."
         ),
     ] = None
     embed_tokens: Annotated[
@@ -47,20 +48,24 @@ class ConvertOptions:
 def convert(options: ConvertOptions) -> Result:
     """Rewrite an Eagle3 head from one project's layout to another's.
 
-    Weights pass through unchanged. A conversion that would lose something is refused with the reason, exit status 3.
+    Weights pass through unchanged. A conversion that would lose something is refused with the
+    reason, exit status 3.
     """
     from trtspec.checkpoint.hub import resolve
     from trtspec.heads.convert.conversion import Options, convert_head
 
     # the target's config.json is enough: it fills in what the head's does not say
-    target = resolve(options.target, weights=False) if options.target is not None else None
+    target = None
+    if options.target is not None:
+        target = resolve(options.target, weights=False)
     with progress_bar("converting") as bar:
-        done = convert_head(
-            resolve(options.head), options.output, fill(Options, options), target, bar
-        )
+        head = resolve(options.head)
+        settings = fill(Options, options)
+        done = convert_head(head, options.output, settings, target, bar)
     message = f"{options.head} was not converted to {options.to}"
-    failed = check_failure(message, done.problems)
-    return Result(done.to_json(), done.problems, lines=_lines(done, options.output), failure=failed)
+    failure = check_failure(message, done.problems)
+    lines = _lines(done, options.output)
+    return Result(done.to_json(), done.problems, lines=lines, failure=failure)
 
 
 def _lines(done: HeadConversion, output: Path) -> list[str]:
@@ -68,10 +73,12 @@ def _lines(done: HeadConversion, output: Path) -> list[str]:
     if has_errors(done.problems):
         return [f"not converted to {done.to}:"]
     verb = "would write" if done.dry_run else "wrote"
-    layers = list(head.aux_layers) if head.aux_layers else "not recorded; engines use their default"
+    layers = list(head.aux_layers or ()) or "not recorded; engines use their default"
     lines = [
-        f"{verb} {output}: {done.source_dialect} -> {done.to}, EAGLE-{head.eagle}, {head.attention.upper()}, "
-        f"{done.tensors} tensors, {done.parameters:,} parameters, {done.bytes_out:,} bytes in {done.seconds} s",
+        f"{verb} {output}: {done.source_dialect} -> {done.to}, "
+        f"EAGLE-{head.eagle}, {head.attention.upper()}, "
+        f"{done.tensors} tensors, {done.parameters:,} parameters, "
+        f"{done.bytes_out:,} bytes in {done.seconds} s",
         f"captured layer outputs (0-based): {layers}",
     ]
     if done.capture:
@@ -79,7 +86,7 @@ def _lines(done: HeadConversion, output: Path) -> list[str]:
             "TensorRT-LLM needs in its YAML, under speculative_config (build-config writes it):"
         )
         lines.append(f"    eagle3_layers_to_capture: {done.capture}")
-    lines += [f"repaired: {one.where}: {one.message} [{one.code}]" for one in done.repairs]
-    return lines + [
-        line for engine, command in done.serve.items() for line in ("", f"# {engine}", command)
-    ]
+    lines += [f"repaired: {item.where}: {item.message} [{item.code}]" for item in done.repairs]
+    for engine, command in done.serve.items():
+        lines += ("", f"# {engine}", command)
+    return lines

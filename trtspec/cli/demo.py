@@ -1,4 +1,7 @@
-"""`trtspec demo`: the whole chain on a small Kimi-shaped model, made of ordinary commands and ending in a proof."""
+"""`trtspec demo`: the whole chain on a small Kimi-shaped model.
+
+It consists of ordinary commands and ends in a proof.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +22,34 @@ from trtspec.launch import processes
 from trtspec.records import ForceOption, option
 
 STAGES = 6
+# names of the files and folders that a demo writes
 MADE = (
-    "logs", "nvfp4", "answers.jsonl", ".answers.jsonl.synthesize", "answers.jsonl.provenance.json", "head", "bench",
-    "proof", "extra-llm-api-config.yml", "report.html",
-)  # fmt: skip
-NANO, SHIPPED = "kimi-nano", "kimi-nano-eagle3"
-REAL_TARGET, REAL_HEAD = "nvidia/Kimi-K2.5-NVFP4", "nvidia/Kimi-K2.5-Eagle3"
-ANSWERS, ANSWER_TOKENS, ROWS, DRAFTS = "900", "96", "32", "2"
-# Small batches, because the data is small, and as many training-time-test steps as drafts (DRAFTS).
+    "logs",
+    "nvfp4",
+    "answers.jsonl",
+    ".answers.jsonl.synthesize",
+    "answers.jsonl.provenance.json",
+    "head",
+    "bench",
+    "proof",
+    "extra-llm-api-config.yml",
+    "report.html",
+)
+NANO = "kimi-nano"
+SHIPPED = "kimi-nano-eagle3"
+REAL_TARGET = "nvidia/Kimi-K2.5-NVFP4"
+REAL_HEAD = "nvidia/Kimi-K2.5-Eagle3"
+ANSWERS = "900"
+ANSWER_TOKENS = "96"
+ROWS = "32"  # requests in one batch
+DRAFTS = "2"  # tokens drafted per step
+# Small batches, because the data is small. One training-time-test step for each draft (DRAFTS).
 TRAINING = (
     f"--batch-size 4 --lr 0.004 --epochs 3 --ttt-steps {DRAFTS} --acceptance-prompts 8".split()
 )
 COMPARED = shlex.split("--samples 32 --max-tokens 96 --concurrency 4")
 PROVED = shlex.split("--samples 32 --max-tokens 96 --concurrency 1,4 --accept-slower")
-# long enough to watch
+# the answer takes long enough to watch
 QUESTION = "Tell me a short story about Marcus, Yvonne and a mushroom in Coppermouth."
 TOKENS = 160
 PLAIN = "plain"  # the name of the server without a head
@@ -52,32 +69,33 @@ class DemoOptions:
 def demo(options: DemoOptions) -> None:
     """Run the whole workflow on a small Kimi-shaped model on this CPU, and write a report.
 
-    The first stage streams an answer with and without speculation. All other stages are ordinary trtspec commands:
-    inspect, quantize, synthesize, train, bench, prove, build-config, lint, serve. Takes about seven minutes on two
-    cores.
+    The first stage streams an answer with and without speculation. All other stages are ordinary
+    trtspec commands: inspect, quantize, synthesize, train, bench, prove, build-config, lint, serve.
+    Takes about seven minutes on two cores.
     """
     from trtspec.verbs.doctor import require
 
     require("demo")
     prepare(options.output, options.force)
     processes.require_free_ports(options.port, 2)
-    made = Demo(options.output, options.port)
+    run = Demo(options.output, options.port)
     with termination_as_interrupt():
-        made.all_stages()
+        run.all_stages()
     page = (options.output / "report.html").resolve()
-    made.say(f"\n{NANO} with {SHIPPED}: {made.evidence['sentence']}")
-    made.say(f"{processes.duration(made.seconds)} in all. Report: {page}")
-    if not made.evidence["ok"]:
+    run.say(f"\n{NANO} with {SHIPPED}: {run.evidence['sentence']}")
+    run.say(f"{processes.duration(run.seconds)} in all. Report: {page}")
+    if not run.evidence["ok"]:
         raise CheckFailed("the demo ran to its end, but its proof failed", f"see {page}")
 
 
 def prepare(output: Path, force: bool) -> None:
-    """Makes an empty directory. With `force`, empties one that holds nothing but an earlier demo.
+    """Makes an empty directory. With `force`, empties a directory that holds only an earlier demo.
 
     Raises UsageError if the directory holds anything else.
     """
     present = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
-    if foreign := [name for name in present if name not in MADE]:
+    foreign = [name for name in present if name not in MADE]
+    if foreign:
         message = f"{output} holds {foreign[0]}, which a demo did not write"
         raise UsageError(message, "choose another `output`")
     report.refuse_overwrite(output, force)
@@ -89,8 +107,13 @@ def prepare(output: Path, force: bool) -> None:
 
 @dataclass
 class Demo:
-    """The stages with their paths and servers. `commands`: each as it was run, with its seconds. What a command shows,
-    such as a bar of its work, is on the terminal."""
+    """The stages of a demo, with their paths and servers.
+
+    Args:
+        commands: each command line that was run, with its seconds.
+
+    Progress bars and messages of a command go to the terminal.
+    """
 
     directory: Path
     port: int
@@ -100,7 +123,7 @@ class Demo:
     evidence: dict[str, Any] = field(default_factory=dict)
 
     def all_stages(self) -> None:
-        """In order; a server lives exactly as long as it is needed."""
+        """Runs the stages in order. A server lives exactly as long as a stage needs it."""
         began = time.monotonic()
         self.say(f"trtspec demo: {STAGES} stages in {self.directory}")
         with ExitStack() as servers:
@@ -127,39 +150,42 @@ class Demo:
         return plain
 
     def quantize(self) -> None:
-        about = "a quarter of the bytes, compared with the source tensor by tensor"
-        self.begin("Quantize to NVFP4", about)
+        purpose = "a quarter of the bytes, compared with the source tensor by tensor"
+        self.begin("Quantize to NVFP4", purpose)
         self.run("inspect", NANO)
-        made = self.run("quantize", NANO, "-o", self.path("nvfp4"))
+        result = self.run("quantize", NANO, "-o", self.path("nvfp4"))
         self.run("inspect", self.path("nvfp4"), "--against", NANO)
-        before, after = (f"{made[key] / 1e6:.1f} MB" for key in ("bytes_in", "bytes_out"))
-        self.say(f"    {made['quantized']} tensors: {before} became {after}")
+        before, after = (f"{result[key] / 1e6:.1f} MB" for key in ("bytes_in", "bytes_out"))
+        self.say(f"    {result['quantized']} tensors: {before} became {after}")
 
     def synthesize(self, plain: str) -> None:
         self.begin("Let the target write training data", "a head learns what this target says")
         prompts = str(data_files.kimi_nano_dir() / "prompts_train.jsonl")
         sizes = ("--samples", ANSWERS, "--max-tokens", ANSWER_TOKENS, "--temperature", "0.8")
-        asked = ("--base-url", plain, "--concurrency", ROWS)
-        made = self.run("synthesize", prompts, "-o", self.path("answers.jsonl"), *asked, *sizes)
-        self.say(f"    {made['answered']} answers in answers.jsonl")
+        endpoint = ("--base-url", plain, "--concurrency", ROWS)
+        output = self.path("answers.jsonl")
+        result = self.run("synthesize", prompts, "-o", output, *endpoint, *sizes)
+        self.say(f"    {result['answered']} answers in answers.jsonl")
 
     def train(self, plain: str) -> None:
         """Trains the fresh head, and measures it beside the plain server."""
         from trtspec.bench.report import bench
         from trtspec.bench.results import read_results
 
-        about = "one MLA layer that drafts from three captured hidden states"
-        self.begin("Train an Eagle3 head", about)
-        head, shape = self.path("head"), ("--attention", "mla", "--eagle", "3.1")
-        made = self.run("train", NANO, self.path("answers.jsonl"), "-o", head, *shape, *TRAINING)
+        purpose = "one MLA layer that drafts from three captured hidden states"
+        self.begin("Train an Eagle3 head", purpose)
+        head = self.path("head")
+        shape = ("--attention", "mla", "--eagle", "3.1")
+        record = self.run("train", NANO, self.path("answers.jsonl"), "-o", head, *shape, *TRAINING)
         self.run("inspect", head, "--against", NANO)
-        share = made["training"]["held_out_accuracy"][0]
+        share = record["training"]["held_out_accuracy"][0]
         self.say(f"    its first draft is the target's choice at {share:.0%} of held-out tokens")
         with ExitStack() as fresh:
             url = self.serve(fresh, "fresh-head", "--head", head, "--draft-len", DRAFTS)
-            asked = (f"fresh-head={url}", "--against-url", f"{PLAIN}={plain}", *COMPARED)
-            self.run("bench", *asked, "-o", self.path("bench"), allowed=(0, 3))
-        self.say(f"    {bench.sentence(read_results(Path(self.path('bench'))))}")
+            urls = (f"fresh-head={url}", "--against-url", f"{PLAIN}={plain}")
+            self.run("bench", *urls, *COMPARED, "-o", self.path("bench"), allowed=(0, 3))
+        results = read_results(Path(self.path("bench")))
+        self.say(f"    {bench.sentence(results)}")
 
     def prove(self) -> None:
         """Proves the pair that ships with trtspec, which is the demo's result."""
@@ -170,7 +196,8 @@ class Demo:
 
     def configure(self) -> None:
         self.begin("Configure NVIDIA's published pair", "the end of the same chain on four B200")
-        pair, file = (REAL_TARGET, "--head", REAL_HEAD), self.path("extra-llm-api-config.yml")
+        pair = (REAL_TARGET, "--head", REAL_HEAD)
+        file = self.path("extra-llm-api-config.yml")
         self.run("build-config", *pair, "--tp-size", "4", "-o", file)
         lint = self.run("lint", file, "--target", *pair)
         serve = ("--config", file, "--host", "0.0.0.0", "--trust-remote-code", "--dry-run")
@@ -178,7 +205,7 @@ class Demo:
         self.say(f"    TensorRT-LLM {lint['version']} takes the file: {file}")
 
     def write_page(self) -> None:
-        """The proof's page with the fresh head and the chain behind it."""
+        """Writes the proof's page, followed by the fresh head's results and the chain."""
         from trtspec.bench.prove import write_page
         from trtspec.bench.report import bench
         from trtspec.bench.report.page import Section
@@ -187,11 +214,12 @@ class Demo:
 
         fresh = read_results(Path(self.path("bench")))
         rows = [[command, f"{seconds:.1f}\u00a0s"] for command, seconds in self.commands]
+        first, second = bench.sections(fresh)[:2]
         chain = [
             Section(
                 title="Second result: the head that this demo trained",
                 text=bench.sentence(fresh),
-                tables=[*bench.sections(fresh)[0].tables, *bench.sections(fresh)[1].tables],
+                tables=[*first.tables, *second.tables],
             ),
             Section(title="The chain", tables=[Table("The chain", ["command", "took"], rows)]),
         ]
@@ -200,12 +228,15 @@ class Demo:
     def path(self, name: str) -> str:
         return str(self.directory / name)
 
-    def begin(self, title: str, about: str) -> None:
+    def begin(self, title: str, purpose: str) -> None:
         self.stage += 1
-        self.say(f"\n[{self.stage}/{STAGES}] {title}: {about}")
+        self.say(f"\n[{self.stage}/{STAGES}] {title}: {purpose}")
 
     def run(self, *words: str, allowed: tuple[int, ...] = (0,)) -> dict[str, Any]:
-        """The JSON object of `trtspec WORDS`. Raises TrtspecError if it fails."""
+        """Runs `trtspec WORDS --json` and returns its JSON object.
+
+        Raises TrtspecError if the exit status is not in `allowed`.
+        """
         words = (*words, "--json")
         output = self.directory / "logs" / f"{len(self.commands) + 1:02d}-{words[0]}.json"
         began = time.monotonic()
@@ -217,7 +248,7 @@ class Demo:
         return files.read_object(output)
 
     def serve(self, stack: ExitStack, name: str, *words: str) -> str:
-        """A reference server of kimi-nano for the life of `stack`; its URL."""
+        """Starts a reference server of kimi-nano that lives as long as `stack`. Returns its URL."""
         port = self.port if name == PLAIN else self.port + 1
         url = f"http://127.0.0.1:{port}"
         where = f"--backend reference --host 127.0.0.1 --port {port}".split()
@@ -239,8 +270,12 @@ class Demo:
 
 
 async def ask(url: str, show: Callable[[str], None]) -> Answer:
-    """The greedy answer of a server, whose text is shown as it comes. Raises TrtspecError if the server fails."""
-    shown, messages = 0, [{"role": "user", "content": QUESTION}]
+    """Returns the greedy answer of a server, and shows its text while it arrives.
+
+    Raises TrtspecError if the server fails.
+    """
+    shown = 0  # characters
+    messages = [{"role": "user", "content": QUESTION}]
 
     def draw(so_far: Answer) -> None:
         nonlocal shown
@@ -257,8 +292,9 @@ async def ask(url: str, show: Callable[[str], None]) -> Answer:
 
 
 def verdict(plain: Answer, eagle: Answer) -> str:
-    """How much faster, and whether the text is the same."""
-    rates = [one.completion_tokens / (one.finished - one.started) for one in (plain, eagle)]
+    """Returns a sentence: both rates, whether the texts are equal, and the speedup."""
+    answers = (plain, eagle)
+    rates = [answer.completion_tokens / (answer.finished - answer.started) for answer in answers]
     same = "the same text" if plain.text == eagle.text else "DIFFERENT text, which the proof judges"
     ratio = rates[1] / rates[0]
     return f"{rates[0]:.0f} and {rates[1]:.0f} tokens/s: {same}, {ratio:.1f} times as fast"

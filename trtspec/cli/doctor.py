@@ -1,4 +1,4 @@
-"""`trtspec doctor`: what is installed, what each command lacks, and what to expect of this machine."""
+"""`trtspec doctor`: the installed packages, the needs of each command, and the machine."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ class DoctorOptions:
 
 
 def doctor(options: DoctorOptions) -> Result:
-    """Report what is installed, what is missing for which command, and what hardware this machine has.
+    """Report what is installed, what each command lacks, and what hardware this machine has.
 
-    Changes nothing. Exits with status 3 when something is broken, not when an optional part is absent.
+    Changes nothing. Exits with status 3 when something is broken, not when an optional part is
+    absent.
     """
     from trtspec.verbs.doctor import examine
 
-    found = examine()
-    problems: list[Problem] = found.pop("problems")
-    wrong = check_failure("this installation or machine has errors", problems)
-    return Result(found, problems, tables(found), lines(found, problems), wrong)
+    state = examine()
+    problems: list[Problem] = state.pop("problems")
+    failure = check_failure("this installation or machine has errors", problems)
+    return Result(state, problems, tables(state), lines(state, problems), failure)
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
-    """The commands, then the machine."""
+    """Returns the table of the commands, then the table of the machine."""
     rows = [
         (command, "ready" if state["ready"] else "missing", ", ".join(state["missing"]))
         for command, state in report["commands"].items()
     ]
-    machine = {key: value for key, value in report.items() if key != "commands"} | {
+    disk = [
+        f"{name.replace('_', ' ')} {size / 1e9:,.0f} GB" for name, size in report["disk"].items()
+    ]
+    machine = {key: value for key, value in report.items() if key != "commands"}
+    machine |= {
         "gpus": report["gpus"] or "nvidia-smi is missing or reports no GPU",
-        "disk": ", ".join(
-            f"{name.replace('_', ' ')} {size / 1e9:,.0f} GB"
-            for name, size in report["disk"].items()
-        ),
+        "disk": ", ".join(disk),
     }
     text = frozenset(range(3))
     return [
@@ -49,12 +51,14 @@ def tables(report: dict[str, Any]) -> list[Table]:
 
 
 def lines(report: dict[str, Any], problems: list[Problem]) -> list[str]:
-    """What to install, unwrapped so that it can be copied."""
-    found = [""]
+    """Returns the install commands, unwrapped so that a user can copy them."""
+    output = [""]
     commands: dict[str, list[str]] = {}
     for name, state in report["commands"].items():
         commands.setdefault(state["install"], []).append(name)
     commands.pop("", None)
     for install, names in commands.items():
-        found += [f"for {', '.join(names)}:", f"    {install}"]
-    return found if problems else [*found, "no problems found"]
+        output += [f"for {', '.join(names)}:", f"    {install}"]
+    if not problems:
+        output += ["no problems found"]
+    return output

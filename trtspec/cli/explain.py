@@ -1,4 +1,4 @@
-"""`trtspec explain`: what a problem code means, why it is a problem, where it is seen, and what to do."""
+"""`trtspec explain`: the meaning of a problem code, its reason, its examples and its remedy."""
 
 from __future__ import annotations
 
@@ -21,15 +21,19 @@ def explain(options: ExplainOptions) -> Result:
     """Say what a problem code means, why, and what to do."""
     from trtspec.trtllm.schema import rule_files
 
-    codes, code = documented(), options.code.upper().strip("[]`")
+    codes = documented()
+    code = options.code.upper().strip("[]`")
     if code not in codes:
         page = "docs/reference/problems.md lists all"
         raise UsageError(f"{options.code} is not a problem code", did_you_mean(code, codes, page))
     entry = codes[code]
     what, _, reason = entry["summary"].partition(". ")
-    lines = [code, f"  what     {what}", *([f"  why      {reason}"] if reason else [])]
+    lines = [code, f"  what     {what}"]
+    if reason:
+        lines += [f"  why      {reason}"]
     for release_line in rule_files().values():
-        for rule in filter(None, release_line["rules"].values()):
+        rules = filter(None, release_line["rules"].values())
+        for rule in rules:
             if rule.get("code") == code:
                 lines.append(f"  why      {rule['message']} ({rule['source']})")
     for example in load_yaml("examples.yaml").get(entry["area"], []):

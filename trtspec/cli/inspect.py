@@ -22,14 +22,15 @@ class InspectOptions:
     against: Annotated[
         str | None,
         option(
-            "For a head, its target. For a quantized or converted checkpoint, the source to re-read it against."
+            "For a head, its target. For a quantized or converted checkpoint, the source to "
+            "re-read it against."
         ),
     ] = None
     sample: Annotated[
         int | None,
         option(
-            "Number of large tensors to read; 0 reads all. Default: 64 with --against, else none; small tensors are "
-            "always read. For a head, only 0 applies: check every value.",
+            "Number of large tensors to read; 0 reads all. Default: 64 with --against, else none; "
+            "small tensors are always read. For a head, only 0 applies: check every value.",
             min=0,
         ),
         Modes(TARGET, DERIVED, value="[!0]*"),
@@ -37,7 +38,8 @@ class InspectOptions:
     hashes: Annotated[
         bool,
         option(
-            "Read every byte and compare the files' SHA-256 with provenance.json or the hub's records."
+            "Read every byte and compare the files' SHA-256 with provenance.json or the hub's "
+            "records."
         ),
     ] = False
     json_: JsonOption = False
@@ -46,9 +48,9 @@ class InspectOptions:
 def inspect(options: InspectOptions) -> Result:
     """Report what a target or head checkpoint is and what is wrong with it.
 
-    Reads headers, configs, a target's small tensors and samples of a head's values, so a terabyte takes seconds;
-    --sample, --against and --hashes read more. Published models that are not on this machine are answered from the
-    built-in catalogue. Exits with status 3 when it finds an error.
+    Reads headers, configs, a target's small tensors and samples of a head's values, so a terabyte
+    takes seconds. --sample, --against and --hashes read more. Published models that are not on this
+    machine are answered from the built-in catalogue. Exits with status 3 when it finds an error.
     """
     from trtspec.checkpoint.describe import describe
     from trtspec.checkpoint.hub import resolve
@@ -57,14 +59,15 @@ def inspect(options: InspectOptions) -> Result:
     from trtspec.verbs.inspect import compare_derived, compare_pair, first_releases
 
     resolved = resolve(options.path, weights=False)
-    # tensors that are compared with a source are read there
-    read = options.sample if options.against is None else None
-    report = describe(resolved, all_values=options.sample == 0, sample=read, hashes=options.hashes)
-    alone, beside = (TARGET, DERIVED) if report.kind == "target" else (HEAD, PAIR)
-    options = checked(options, alone if options.against is None else beside)
-    values = {
-        key: value for key, value in report.to_dict().items() if key not in ("ok", "problems")
-    }
+    sample = options.sample
+    if options.against is not None:
+        sample = None  # the comparison reads the tensors
+    everything = options.sample == 0
+    report = describe(resolved, all_values=everything, sample=sample, hashes=options.hashes)
+    alone, against = (TARGET, DERIVED) if report.kind == "target" else (HEAD, PAIR)
+    options = checked(options, alone if options.against is None else against)
+    entries = report.to_dict().items()
+    values = {key: value for key, value in entries if key not in ("ok", "problems")}
     if isinstance(report.known, PublishedHead) and isinstance(report.spec, HeadSpec):
         values["first_releases"] = first_releases(report.known, report.spec)
     problems = list(report.problems)
@@ -83,22 +86,24 @@ def inspect(options: InspectOptions) -> Result:
             raise UsageError(f"{resolved.name} is a target and {other.name} a head", remedy)
     errors = len(errors_in(problems))
     message = f"{options.path} has {errors} error{'s' * (errors != 1)}"
-    wrong = check_failure(message, problems)
-    clean = [] if problems else ["no problems found"]
-    return Result(
-        values, problems, _tables(options.path, values, report.known), ["", *clean], wrong
-    )
+    failure = check_failure(message, problems)
+    lines = [""]
+    if not problems:
+        lines += ["no problems found"]
+    tables = _tables(options.path, values, report.known)
+    return Result(values, problems, tables, lines, failure)
 
 
 def _tables(path: str, values: dict[str, Any], known: object) -> list[Table]:
-    """What it is; the rounding errors by class, of a checkpoint that was re-read; its files of code; and the published
-    tokens per step of a head."""
+    """Returns the tables of a checkpoint that have rows.
+
+    They show its properties, the rounding errors by class after a comparison, its files of code,
+    and a head's published tokens per step.
+    """
     compared = values.get("comparison", {})
-    facts = {
-        key: value
-        for key, value in (values | compared).items()
-        if key not in ("comparison", "classes", "code_files", "acceptance", "sources")
-    }
+    omitted = ("comparison", "classes", "code_files", "acceptance", "sources")
+    entries = (values | compared).items()
+    facts = {key: value for key, value in entries if key not in omitted}
     rows = [
         (name, f"{error['tensors']:,}", f"{error['relative_error']:.4f}", f"{error['worst']:.4f}")
         for name, error in compared.get("classes", {}).items()
@@ -112,4 +117,5 @@ def _tables(path: str, values: dict[str, Any], known: object) -> list[Table]:
     ]
     columns = ("published tokens per step", "drafts", "by")
     published = Table("", columns, measured, text_columns=frozenset({0, 2}), ruled=False)
-    return [value_table(facts, path), *(table for table in (errors, code, published) if table.rows)]
+    tables = (errors, code, published)
+    return [value_table(facts, path), *(table for table in tables if table.rows)]

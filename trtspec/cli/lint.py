@@ -1,4 +1,4 @@
-"""`trtspec lint`: any engine YAML against one TensorRT-LLM version, and the target and head it is for."""
+"""`trtspec lint`: checks engine YAML for one TensorRT-LLM version, a target and a head."""
 
 from __future__ import annotations
 
@@ -33,20 +33,24 @@ MOST_COLUMNS = 65  # of a source line in the output, which then fits 80
 
 @dataclass(frozen=True, kw_only=True)
 class LintOptions:
-    """`files` holds the options of trtllm-serve too, from the first word that begins with a dash."""
+    """The options of `trtspec lint`.
+
+    `files` also holds options of trtllm-serve, from the first word that begins with a dash.
+    """
 
     files: Annotated[
         tuple[str, ...],
         argument(
-            "Engine YAML, or what carries it: Helm values, a manifest, a script. `-`: standard input. After `--`: "
-            "the trtllm-serve options used with it.",
+            "Engine YAML, or what carries it: Helm values, a manifest, a script. `-`: standard "
+            "input. After `--`: the trtllm-serve options used with it.",
             metavar="FILE",
         ),
     ]
     trtllm_version: Annotated[
         str | None,
         option(
-            "Version to check for. Default: the one in the file's first line, else the installed one."
+            "Version to check for. Default: the one in the file's first line, else the installed "
+            "one."
         ),
         OF_TRTLLM,
     ] = None
@@ -82,15 +86,19 @@ class LintOptions:
     json_: JsonOption = False
 
     def split(self) -> tuple[list[str], list[str] | None]:
-        """The files, and the words after `--` (None where there are none)."""
+        """Returns the files, and the words after `--` (None if there are none)."""
         files = [*takewhile(lambda word: word == "-" or not word.startswith("-"), self.files)]
         return files, list(self.files[len(files) :]) or None
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One file: what is wrong with it or the options it is served with. `corrected` are the findings that --fix solved.
-    Where it could not be judged, `error` says why."""
+    """The findings of one file and the options that serve it.
+
+    Args:
+        corrected: findings that --fix solves.
+        error: the reason if the file could not be judged.
+    """
 
     name: str
     document: Document | None = None
@@ -118,11 +126,16 @@ class Judged:
             "fixed": [finding.to_dict() for finding in self.corrected],
             "diff": self.diff,
         }
-        return answer | ({"error": self.error.to_dict()} if self.error else {})
+        if self.error:
+            answer["error"] = self.error.to_dict()
+        return answer
 
 
 def lint(options: LintOptions) -> Result:
-    """Check engine YAML files for one TensorRT-LLM version; report every problem with its line, code and remedy."""
+    """Check engine YAML files for one TensorRT-LLM version.
+
+    Reports every problem with its line, code and remedy.
+    """
     from trtspec.trtllm.deployment import assumed_release
 
     named, passed = options.split()
@@ -138,8 +151,8 @@ def lint(options: LintOptions) -> Result:
     judged = [_judge(file, passed, options) for file in dict.fromkeys(files)]
     if all(item.reason == BY_VLLM for item in judged):
         checked(options, OF_VLLM)
-    for item in judged if len(judged) > 1 else ():
-        if item.error is not None:
+    for item in judged:
+        if len(judged) > 1 and item.error is not None:
             write_stderr(printable(f"{item.name}: not judged: {item.error.message}\n"))
     lines = [line for item in judged for line in _lines(item)]
     notes = (assumed_release(item.reason, item.document) for item in judged)
@@ -148,7 +161,10 @@ def lint(options: LintOptions) -> Result:
 
 
 def _files_of(name: str) -> list[str]:
-    """The file itself; of a directory, every file below it that has engine settings. Raises UsageError if none has."""
+    """Returns the file itself, or every file below a directory that has engine settings.
+
+    Raises UsageError if no file has engine settings.
+    """
     from trtspec.trtllm.carriers import carried
     from trtspec.trtllm.document import Document
     from trtspec.verbs.engine_files import engine_of
@@ -158,7 +174,7 @@ def _files_of(name: str) -> list[str]:
     paths = [path for path in Path(name).rglob("*") if path.suffix in WALKED and path.is_file()]
     files = []
     for path in sorted(paths):
-        with suppress(TrtspecError):  # which is reported where the file is judged
+        with suppress(TrtspecError):  # _judge reports the error
             document = Document.read(path)
             if not engine_of(document.mapping) and not carried(document.text):
                 continue
@@ -180,8 +196,11 @@ def lint_configuration(
     gpu: str | None = None,
     options: tuple[str, ...] = (),
 ) -> Result:
-    """Judges an engine configuration: a mapping, YAML text, or the path of a file. Text has a line break or a colon
-    followed by a space; every other string is a path. `options`: of trtllm-serve, used with the file."""
+    """Judges an engine configuration: a mapping, YAML text, or the path of a file.
+
+    Text has a line break or a colon followed by a space. Every other string is a path.
+    `options`: options of trtllm-serve, used with the file.
+    """
     from trtspec.trtllm.carriers import Carried
     from trtspec.trtllm.document import Document
 
@@ -198,9 +217,12 @@ def lint_configuration(
     else:
         document = Document.read(config)
     asked = LintOptions(
-        files=(document.name,), trtllm_version=trtllm_version, target=str(target) if target else None,
-        head=str(head) if head else None, gpu=gpu,
-    )  # fmt: skip
+        files=(document.name,),
+        trtllm_version=trtllm_version,
+        target=str(target) if target else None,
+        head=str(head) if head else None,
+        gpu=gpu,
+    )
     foreign = _foreign(document)
     if foreign is not None:
         checked(asked, OF_VLLM)
@@ -210,7 +232,10 @@ def lint_configuration(
 
 
 def _failure(judged: list[Judged], strict: bool) -> TrtspecError | None:
-    """The error of the first file that could not be judged, else what the problems mean."""
+    """Returns the error of the first file that could not be judged, else the failed check.
+
+    None if every file passes.
+    """
     for item in judged:
         if item.error is not None:
             return item.error
@@ -218,7 +243,9 @@ def _failure(judged: list[Judged], strict: bool) -> TrtspecError | None:
     warned = [item.name for item in judged if strict and item.count("warning")]
     if wrong:
         versions = listed(item.version for item in wrong)
-        engine = f"TensorRT-LLM {versions}" if versions else "the engine"
+        engine = "the engine"
+        if versions:
+            engine = f"TensorRT-LLM {versions}"
         names = listed(item.name for item in wrong)
         return CheckFailed(f"{engine} would reject {names} or ignore a part of it")
     if warned:
@@ -227,7 +254,7 @@ def _failure(judged: list[Judged], strict: bool) -> TrtspecError | None:
 
 
 def _as_json(judged: list[Judged]) -> dict[str, Any]:
-    """One file as its own object; several with all problems together, and each by itself under `files`."""
+    """Returns the object of a single file. Several files have all problems, and `files`."""
     listed = [item.to_dict() for item in judged]
     if len(listed) == 1:
         return listed[0]
@@ -241,7 +268,10 @@ def _as_json(judged: list[Judged]) -> dict[str, Any]:
 
 
 def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
-    """The file, or every engine file and command that it carries, each finding at its line of the file."""
+    """Judges the file, or every engine file and command that it carries.
+
+    Each finding has its line in the file.
+    """
     from trtspec.trtllm.carriers import Carried, Origin, carried
     from trtspec.trtllm.document import Document
 
@@ -249,7 +279,8 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
         document = Document.read(file)
     except TrtspecError as error:
         return Judged(file, error=error)
-    text, name = document.text, document.name
+    text = document.text
+    name = document.name
     try:
         parts = carried(text)
         if not parts:
@@ -257,7 +288,8 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
             if file.endswith(".sh") or text.startswith("#!") or (document.error and "{{" in text):
                 message = f"{file} is a script or template without engine settings"
                 raise UsageError(message, "pass the engine YAML")
-            if foreign := _foreign(document):
+            foreign = _foreign(document)
+            if foreign:
                 return foreign
         judged = [
             judge_part(Document.parse(part.text, name), part, passed, options) for part in parts
@@ -267,25 +299,35 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
     for part, item in zip(reversed(parts), reversed(judged), strict=True):
         if item.document is not None and item.document.text != part.text:
             text = part.written_into(text, item.document.text)
-    better = document if text == document.text else Document.parse(text, name)
+    better = document
+    if text != document.text:
+        better = Document.parse(text, name)
     if options.fix and better is not document:
         write_atomic(Path(file).resolve(), text)  # behind a link the file itself is written
+    findings: list[Problem] = []
+    corrected: list[Problem] = []
+    for item in judged:
+        findings += item.findings
+        corrected += item.corrected
+    diff = _diff(document, better) if options.diff else ""
     return Judged(
         name,
         better if options.fix else document,
         listed(item.version for item in judged),
         listed(item.reason for item in judged),
-        list(dict.fromkeys(finding for item in judged for finding in item.findings)),
-        [finding for item in judged for finding in item.corrected],
-        _diff(document, better) if options.diff else "",
+        list(dict.fromkeys(findings)),
+        corrected,
+        diff,
     )
 
 
 def judge_part(
     document: Document, part: Carried, passed: list[str] | None, options: LintOptions
 ) -> Judged:
-    """One engine file or command, with what `part` says of how it is served, each finding at its line of the file. The
-    document is the corrected one."""
+    """Judges one engine file or command, served as `part` describes.
+
+    Each finding has its line in the file. The result's document is the corrected one.
+    """
     from trtspec.trtllm.carriers import VLLM, role_in
     from trtspec.trtllm.deployment import deployment_of
     from trtspec.trtllm.lint import fix
@@ -295,20 +337,31 @@ def judge_part(
     above, omitted, _ = part.text.partition(OMITTED)
     line = above.count("\n") + 1 if omitted else None
     unread = document.placed(Problem("TS-LINT-NOT-READ", "warning", "", part.unread, line=line))
-    command, judged = part.command, Judged(document.name, document)
+    command = part.command
+    judged = Judged(document.name, document)
     if part.location and not command.engine and not part.text:
         return replace(judged, findings=[_moved(unread, part)])
     if command.engine == VLLM:
         return _foreign(document) or _of_vllm(judged, part)
     if passed is None and command.engine:
         passed = command.words
-    verdict = _engine_verdict(document, options.trtllm_version) if options.installed else None
+    verdict = None
+    version = options.trtllm_version or part.version
+    if options.installed:
+        verdict = _engine_verdict(document, options.trtllm_version)
+        version = verdict.version
     deployment, reason, problems = deployment_of(
-        document, version=verdict.version if verdict else options.trtllm_version or part.version,
-        target=options.target, head=options.head, named=(part.target, part.head), gpu=options.gpu,
-        passed=passed, here=options.installed, role=part.role or role_in(Path(document.name).stem),
+        document,
+        version=version,
+        target=options.target,
+        head=options.head,
+        named=(part.target, part.head),
+        gpu=options.gpu,
+        passed=passed,
+        here=options.installed,
+        role=part.role or role_in(Path(document.name).stem),
         environ=part.environ if part.location else os.environ,
-    )  # fmt: skip
+    )
     if command.partial:
         deployment = replace(deployment, options=None)
     findings = find(document, deployment)
@@ -316,7 +369,8 @@ def judge_part(
     fixable = {finding for finding in corrected if not options.fix}
     if options.fix:
         findings = find(better, deployment)
-        verdict = _engine_verdict(better, None) if verdict else None
+        if verdict:
+            verdict = _engine_verdict(better, None)
     findings = [item if item in fixable else replace(item, fix=None) for item in findings]
     if verdict is not None:
         findings += verdict.findings
@@ -326,10 +380,14 @@ def judge_part(
     if command.config and not part.text:
         # the rest may be in the file that is not here
         findings = [item for item in findings if item.key in {*deployment.argv, "--tool_parser"}]
-        message = f"the engine file {command.config} is not in this file: only the command's options were judged"
+        message = (
+            f"the engine file {command.config} is not in this file: only the command's options "
+            "were judged"
+        )
         problems.append(Problem("TS-LINT-FILE-ELSEWHERE", "info", "", message))
     findings = [*map(document.placed, problems), *findings]
-    findings += [unread] if part.unread else []
+    if part.unread:
+        findings += [unread]
     return replace(
         judged,
         document=better,
@@ -341,15 +399,17 @@ def judge_part(
 
 
 def _moved(finding: Problem, part: Carried) -> Problem:
-    """A finding about a part of a file at its line of the file, in words of the program that serves it."""
+    """Returns the finding with its line in the file, and the option names of its program."""
     from trtspec.trtllm.carriers import DYNAMO
     from trtspec.trtllm.deployment import dynamo_options
     from trtspec.trtllm.schema import read_beside
 
     if not part.location:
         return finding
-    line, column, variable = part.line, None, finding.key.removeprefix("environment.")
-    if variable in part.environ:  # once, whatever it serves
+    line = part.line
+    column = None
+    variable = finding.key.removeprefix("environment.")
+    if variable in part.environ:  # a variable is reported once for all parts
         return replace(finding, line=part.environ[variable])
     if finding.line:
         line = part.origin.line(finding.line - 1)
@@ -361,17 +421,17 @@ def _moved(finding: Problem, part: Carried) -> Problem:
     if part.command.engine != DYNAMO:
         return finding
 
-    theirs = {ours: option for option, ours in dynamo_options().items()}
-    theirs["--trust_remote_code"] = read_beside("dynamo.yaml")["trust"]
+    dynamo_names = {name: option for option, name in dynamo_options().items()}
+    dynamo_names["--trust_remote_code"] = read_beside("dynamo.yaml")["trust"]
 
     def in_dynamo(text: str) -> str:
-        return re.sub(r"--[a-z_]+", lambda flag: theirs.get(flag[0], flag[0]), text)
+        return re.sub(r"--[a-z_]+", lambda flag: dynamo_names.get(flag[0], flag[0]), text)
 
     return replace(finding, message=in_dynamo(finding.message), remedy=in_dynamo(finding.remedy))
 
 
 def _is_of_dynamo(finding: Problem, part: Carried) -> bool:
-    """Whether it is about a parser of Dynamo, which has names and releases of its own."""
+    """Whether the finding is about a parser of Dynamo, which has its own names and releases."""
     from trtspec.trtllm.carriers import DYNAMO
 
     codes = ("TS-SERVE-OPTION-VALUE", "TS-SERVE-OPTION-UNCERTAIN", "TS-LINT-PARSER-TOO-NEW")
@@ -379,7 +439,7 @@ def _is_of_dynamo(finding: Problem, part: Carried) -> bool:
 
 
 def _of_vllm(judged: Judged, part: Carried) -> Judged:
-    """The options of a `vllm serve` command."""
+    """Judges the options of a `vllm serve` command."""
     from trtspec.vllm import passed_options, unknown_options
 
     options = [
@@ -391,7 +451,7 @@ def _of_vllm(judged: Judged, part: Carried) -> Judged:
 
 
 def _foreign(document: Document) -> Judged | None:
-    """A file of vLLM, or one without any key of an engine; None for any other."""
+    """Judges a file of vLLM, or a file without any key of an engine. None for other files."""
     from trtspec.launch.serve_options import VLLM
     from trtspec.trtllm.carriers import is_foreign
     from trtspec.verbs.engine_files import engine_of
@@ -401,9 +461,8 @@ def _foreign(document: Document) -> Judged | None:
     if engine_of(keys) is VLLM:
         findings = [document.placed(problem) for problem in unknown_options(keys)]
         return Judged(document.name, document, None, BY_VLLM, findings)
-    if "architectures" not in keys and not is_foreign(
-        map(str, keys)
-    ):  # a checkpoint's config.json has it
+    # a checkpoint's config.json has `architectures`
+    if "architectures" not in keys and not is_foreign(map(str, keys)):
         return None
     message = f"no engine file is in it: its keys ({listed(map(str, keys))}) are another tool's"
     finding = document.placed(Problem("TS-LINT-NO-ENGINE-FILE", "error", "", message))
@@ -411,7 +470,7 @@ def _foreign(document: Document) -> Judged | None:
 
 
 def _engine_verdict(document: Document, asked: str | None) -> EngineVerdict:
-    """The installed engine's verdict; raises UsageError when another version was asked for."""
+    """Returns the installed engine's verdict. Raises UsageError if `asked` is another version."""
     from trtspec.trtllm.lint import judge
     from trtspec.trtllm.schema import parse_version
 
@@ -425,7 +484,8 @@ def _engine_verdict(document: Document, asked: str | None) -> EngineVerdict:
 
 
 def _diff(before: Document, after: Document) -> str:
-    old, new = before.text.splitlines(keepends=True), after.text.splitlines(keepends=True)
+    old = before.text.splitlines(keepends=True)
+    new = after.text.splitlines(keepends=True)
     lines = difflib.unified_diff(old, new, before.name, before.name)
     return "".join(
         line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
@@ -446,13 +506,15 @@ def _lines(judged: Judged) -> Iterator[str]:
         yield from remedy
     counts = {severity: judged.count(severity) for severity in ("error", "warning")}
     shown = [f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count]
-    verdict = ", ".join(shown if judged.count("error") else ["no errors", *shown])
+    if not judged.count("error"):
+        shown = ["no errors", *shown]
+    verdict = ", ".join(shown)
     engine = f" for TensorRT-LLM {judged.version}" if judged.version else ""
     yield f"{judged.name}: {verdict}{engine} ({judged.reason})"
 
 
 def _excerpt(document: Document, finding: Problem, number: int) -> Iterator[str]:
-    """The beginning of the line at fault, and carets below the key or value where it holds that."""
+    """Yields the beginning of the line at fault, and carets below the key or value if shown."""
     line = "".join(document.text.split("\n")[number - 1 : number])
     shown = "".join(char if char.isprintable() else " " for char in line[:MOST_COLUMNS])
     yield f"{number:>12} | {shown}"

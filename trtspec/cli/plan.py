@@ -52,7 +52,8 @@ class PlanOptions:
     acceptance: Annotated[
         str | None,
         option(
-            "Measured acceptance: tokens per step as VALUE@DRAFTS, or results.json of `trtspec bench`."
+            "Measured acceptance: tokens per step as VALUE@DRAFTS, or results.json of "
+            "`trtspec bench`."
         ),
         Needs("head"),
     ] = None
@@ -99,8 +100,10 @@ class PlanOptions:
 
 
 def plan(options: PlanOptions) -> Result:
-    """Estimate whether a target fits, how fast it runs and what speculation gains, and print the best build-config
-    command."""
+    """Estimate whether a target fits, how fast it runs and what speculation gains.
+
+    Prints the best build-config command.
+    """
     from trtspec.planning.tables import no_choice, tables_and_lines, to_dict
     from trtspec.trtllm.deployment import choose_version
     from trtspec.trtllm.rules.from_data import support_problems
@@ -108,7 +111,8 @@ def plan(options: PlanOptions) -> Result:
 
     decision = choose_layout(options)
     tables, lines = ((), ()) if decision.refused else tables_and_lines(decision)
-    setting, version = decision.setting, choose_version(None)[0]
+    setting = decision.setting
+    version, _ = choose_version(None)
     release = support_problems(schema_for(version), setting.model, setting.head)
     problems = _warnings(setting) + release
     values = to_dict(decision) | {"version": version}
@@ -116,7 +120,7 @@ def plan(options: PlanOptions) -> Result:
 
 
 def choose_layout(options: PlanOptions) -> Decision:
-    """The best layout for these options among those tried. Raises UsageError."""
+    """Returns the best layout for these options. Raises UsageError for invalid options."""
     from trtspec.checkpoint.hub import find_target, load_head
     from trtspec.planning.acceptance import card_acceptance, parse_acceptance
     from trtspec.planning.decision import decide
@@ -124,26 +128,37 @@ def choose_layout(options: PlanOptions) -> Decision:
     from trtspec.planning.points import Setting, Workload, layouts
     from trtspec.specs import gpu_spec
 
-    model, acceptance = find_target(options.target).spec, None
+    model = find_target(options.target).spec
     concurrency = tuple(sorted(options.concurrency.values))
+    acceptance = None
     if options.head is not None:
-        given = options.acceptance
-        acceptance = (
-            parse_acceptance(given) if given else card_acceptance(options.head, options.target)
-        )
+        if options.acceptance:
+            acceptance = parse_acceptance(options.acceptance)
+        else:
+            acceptance = card_acceptance(options.head, options.target)
+    head = load_head(options.head).spec if options.head else None
     setting = Setting(
-        options.target, model, options.head, load_head(options.head).spec if options.head else None,
-        gpu_spec(options.gpu), Workload(options.isl, options.osl, concurrency), acceptance, options.kv_fraction,
-        options.max_draft, options.ttft, options.tpot,
-    )  # fmt: skip
-    # the layout that was asked for, else every layout of these GPUs, tensor parallel first
+        options.target,
+        model,
+        options.head,
+        head,
+        gpu_spec(options.gpu),
+        Workload(options.isl, options.osl, concurrency),
+        acceptance,
+        options.kv_fraction,
+        options.max_draft,
+        options.ttft,
+        options.tpot,
+    )
+    # the layout that the options name, else every layout of these GPUs, tensor parallel first
     first = layout_of(options.gpus, options.tp_size, options.ep_size, options.attention_dp)
     fixed = options.tp_size is not None or options.ep_size is not None or options.attention_dp
-    return decide([first] if fixed else layouts(model, first.gpus), setting)
+    candidates = [first] if fixed else layouts(model, first.gpus)
+    return decide(candidates, setting)
 
 
 def _warnings(setting: Setting) -> list[Problem]:
-    """Warnings about the pair, and about acceptance that was measured elsewhere."""
+    """Returns warnings about the pair, and about acceptance measured on another model."""
     from trtspec.checkpoint.heads.pairing import learned_problems, pair_problems
     from trtspec.checkpoint.hub import resolve
     from trtspec.planning.acceptance import other_model
@@ -156,5 +171,7 @@ def _warnings(setting: Setting) -> list[Problem]:
     names = (setting.head_name or "", setting.target)
     head, target = [resolve(name, weights=False) for name in names]
     pair += learned_problems(head, target)
-    found = [problem for problem in pair if problem.severity == "warning"]
-    return found + (other_model(setting.acceptance, setting.target) if setting.acceptance else [])
+    warnings = [problem for problem in pair if problem.severity == "warning"]
+    if setting.acceptance:
+        warnings += other_model(setting.acceptance, setting.target)
+    return warnings

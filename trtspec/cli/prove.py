@@ -34,11 +34,10 @@ if TYPE_CHECKING:
 
 # options of serve that a proof sets, or with which a launch would not be one server on this machine
 OWN_OPTIONS = (
-    "--head", "--draft-len", "--draft-sampling", "--backend", "--tp-size", "--host", "--port", "--config", "--dry-run",
-    "--disaggregated", "--role", "--nodes", "--gpus-per-node", "--launcher", "--launcher-args",
+    "--head", "--draft-len", "--draft-sampling", "--backend", "--tp-size", "--host", "--port",
+    "--config", "--dry-run", "--disaggregated", "--role", "--nodes", "--gpus-per-node",
+    "--launcher", "--launcher-args",
 )  # fmt: skip
-
-
 MAX_TOKENS = 256
 
 
@@ -62,8 +61,8 @@ class ProveOptions:
     card: Annotated[
         bool,
         option(
-            "Measure as the head's card did: its data set, thinking, tokens per answer and draft length, unless given; "
-            "and show its figures beside.",
+            "Measure as the head's card did: its data set, thinking, tokens per answer and draft "
+            "length, unless given; and show its figures beside.",
             group="Questions",
         ),
     ] = False
@@ -111,10 +110,10 @@ class ProveOptions:
 
 
 def prove(options: ProveOptions) -> Result:
-    """Prove on your own GPUs that a target with its head is fast and has the same output as without the head.
+    """Prove on your own GPUs that a head makes its target faster and leaves its output the same.
 
-    Launches the target with its head, and without it. Runs bench and check on both. Writes a page with a verdict.
-    --dry-run prints the script. A killed run resumes.
+    Launches the target with its head, and without it. Runs bench and check on both. Writes a page
+    with a verdict. --dry-run prints the script. A killed run resumes.
     """
     _refuse_own_options(options.passed)
     from trtspec.bench import prove as proving
@@ -122,7 +121,7 @@ def prove(options: ProveOptions) -> Result:
     from trtspec.client.addresses import key_header
 
     setup = _setup(options)
-    locate(setup.dataset)
+    locate(setup.dataset)  # raises UsageError for an unknown data set
     steps = proving.script(setup, options.output)
     engine = None
     if not options.dry_run:
@@ -130,27 +129,28 @@ def prove(options: ProveOptions) -> Result:
     _check_launches(setup, launching=not options.dry_run)
     if options.dry_run:
         text = proving.shell_text(setup, options.output, steps)
-        slower = "" if options.accept_slower else "# ends with status 3 if slower at a load\n"
-        return Result({"script": text}, text=text + slower)
+        comment = "" if options.accept_slower else "# ends with status 3 if slower at a load\n"
+        return Result({"script": text}, text=text + comment)
     dataset = load_dataset(setup.dataset, setup.samples)
     same = {"engine": engine, "dataset_sha256": dataset.sha256}
     key_header()  # a key that bench cannot send is refused before hours of work
     with termination_as_interrupt():
-        found = proving.prove(setup, steps, options.output, same, options.startup_timeout)
-    page, wrong = options.output / "report.html", None
-    lines = [found.sentence, f"page: {page}", f"evidence: {options.output / 'evidence.json'}"]
-    if found.verdict != "SAFE":
-        wrong = CheckFailed(f"not proved: {found.verdict}", f"see {page}")
-    elif not found.proved and not options.accept_slower:
+        evidence = proving.prove(setup, steps, options.output, same, options.startup_timeout)
+    page = options.output / "report.html"
+    lines = [evidence.sentence, f"page: {page}", f"evidence: {options.output / 'evidence.json'}"]
+    failure = None
+    if evidence.verdict != "SAFE":
+        failure = CheckFailed(f"not proved: {evidence.verdict}", f"see {page}")
+    elif not evidence.proved and not options.accept_slower:
         remedy = f"see {page}; pass `accept_slower` if that load does not matter"
-        wrong = CheckFailed("not proved: slower than the target alone", remedy)
+        failure = CheckFailed("not proved: slower than the target alone", remedy)
     else:
         lines.append(next_command("build-config", options.target, "--head", options.head))
-    return Result(asdict(found), lines=lines, failure=wrong)
+    return Result(asdict(evidence), lines=lines, failure=failure)
 
 
 def _setup(options: ProveOptions) -> ProveSetup:
-    """What was asked for, else the card's protocol with `card`, else the defaults."""
+    """Returns the user's settings, else the card's protocol with `card`, else the defaults."""
     from trtspec.bench.prove import ProveSetup
     from trtspec.bench.questions import datasets
     from trtspec.checkpoint.published import PublishedAcceptance, known_head, require_published
@@ -176,7 +176,10 @@ def _setup(options: ProveOptions) -> ProveSetup:
 
 
 def _check_launches(setup: ProveSetup, *, launching: bool) -> None:
-    """Makes the checks of `trtspec serve` for both servers. Raises TrtspecError for what would end a launch."""
+    """Makes the checks of `trtspec serve` for both servers.
+
+    Raises TrtspecError for a problem that would end a launch.
+    """
     from trtspec.bench.prove import PLAIN, SPECULATING, serve_words
     from trtspec.launch.preflight import refuse_errors
     from trtspec.verbs.serve import plan_server, reference_problems
@@ -191,28 +194,36 @@ def _check_launches(setup: ProveSetup, *, launching: bool) -> None:
     for server in (SPECULATING, PLAIN):
         words = serve_words(setup, server)[1:]
         problems = command.main(words, prog_name="trtspec serve", standalone_mode=False)
-        # a killed proof may leave servers that are still ending, and the launch waits for their ports
+        # a killed proof may leave servers that are still ending; the launch waits for their ports
         refuse_errors([each for each in errors_in(problems) if each.code != "TS-SERVE-PORT"])
 
 
 def _refuse_own_options(words: tuple[str, ...]) -> None:
-    """Raises UsageError for the first of a user's words for `serve` that would change what is proved. What follows a
-    `--` among them is the engine's."""
+    """Raises UsageError for the first option of `serve` that would change the proof.
+
+    Ignores the words after a `--`, which are the engine's.
+    """
     for word in takewhile("--".__ne__, words):
         flag = word.partition("=")[0]
         if flag in OWN_OPTIONS:
-            remedy = "leave it out; a proof sets head, draft length, GPUs and address of its servers by its own options"
+            remedy = (
+                "leave it out; a proof sets head, draft length, GPUs and address of its servers "
+                "by its own options"
+            )
             raise UsageError(f"{flag} cannot be passed to the servers of a proof", remedy)
 
 
 def _engine(backend: str) -> str | None:
-    """Version of the engine that is installed here. Raises MissingDependency where it is not."""
+    """Returns the version of the installed engine. Raises MissingDependency if it is missing."""
     from trtspec.trtllm.serve.command import PROGRAM, engine_version
     from trtspec.verbs.doctor import require
     from trtspec.vllm import PROGRAM as VLLM
 
-    if backend != "reference":
-        (PROGRAM if backend == "trtllm" else VLLM).require()
-        return engine_version() if backend == "trtllm" else VLLM.version()
-    require("prove --backend reference")
-    return versions()["trtspec"]
+    if backend == "reference":
+        require("prove --backend reference")
+        return versions()["trtspec"]
+    if backend == "trtllm":
+        PROGRAM.require()
+        return engine_version()
+    VLLM.require()
+    return VLLM.version()

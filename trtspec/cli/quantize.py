@@ -28,14 +28,16 @@ class QuantizeOptions(OutputFlags):
     input_scales: Annotated[
         str,
         option(
-            "Activation scales: `one` for 1.0 everywhere, or the file written by `trtspec calibrate`.",
+            "Activation scales: `one` for 1.0 everywhere, or the file written by "
+            "`trtspec calibrate`.",
             group="Scales",
         ),
     ] = "one"
     weight_scales: Annotated[
         Literal["max", "mse"] | None,
         option(
-            "Block scales. max: of each block's maximum. mse: of least squared error, ModelOpt's fp8_scale_sweep.",
+            "Block scales. max: of each block's maximum. mse: of least squared error, "
+            "ModelOpt's fp8_scale_sweep.",
             default="the policy's",
             group="Scales",
         ),
@@ -48,7 +50,8 @@ class QuantizeOptions(OutputFlags):
     engine: Annotated[
         Literal["stream", "modelopt"],
         option(
-            "Who packs a linear. stream: this package. modelopt: ModelOpt's own class, to the same bytes, slower.",
+            "Who packs a linear. stream: this package. modelopt: ModelOpt's own class, to the same "
+            "bytes, slower.",
             group="Run",
         ),
     ] = "stream"
@@ -58,9 +61,9 @@ class QuantizeOptions(OutputFlags):
 def quantize(options: QuantizeOptions) -> Result:
     """Convert BF16, FP8-block or INT4 weights to NVFP4, keeping the names and files of the hub.
 
-    Works shard by shard in bounded memory; after an interruption, the same command resumes.
+    Works shard by shard in bounded memory. After an interruption, the same command resumes.
 
-    The bytes equal those of ModelOpt's export for the same scales.
+    The bytes equal ModelOpt's export for the same scales.
     """
     from trtspec.checkpoint.hub import find, resolve
     from trtspec.checkpoint.published import known_target
@@ -70,16 +73,20 @@ def quantize(options: QuantizeOptions) -> Result:
     from trtspec.quant.run import QuantizePlan, quantize_checkpoint, to_json
 
     check_device(options.device)
-    if record := known_target(options.source):  # before anything is fetched
+    record = known_target(options.source)
+    if record:  # refused before anything is fetched
         refuse_fp4(record.id, WeightFormat(record.format))
-    # of a dry run what the headers say, which are read from the hub if need be
-    source = (find if options.dry_run else resolve)(options.source).checkpoint
+    # a dry run needs the headers only, which `find` reads from the hub if they are not here
+    locate = find if options.dry_run else resolve
+    source = locate(options.source).checkpoint
     policy = load_policy(options.policy) if options.policy else None
+    kv_cache = None if options.kv_cache == "none" else options.kv_cache
+    input_scales = None if options.input_scales == "one" else Path(options.input_scales)
     settings = fill(
         ConversionOptions,
         options,
-        kv_cache=None if options.kv_cache == "none" else options.kv_cache,
-        input_scales=None if options.input_scales == "one" else Path(options.input_scales),
+        kv_cache=kv_cache,
+        input_scales=input_scales,
         by_modelopt=options.engine != "stream",
     )
     with progress_bar("quantizing") as bar:
@@ -95,9 +102,11 @@ def quantize(options: QuantizeOptions) -> Result:
     failure = check_failure(message, result.problems)
     lines = [
         "",
-        f"{result.output}: {result.quantized:,} NVFP4, {result.decoded:,} decoded, {result.copied:,} unchanged; "
+        f"{result.output}: {result.quantized:,} NVFP4, {result.decoded:,} decoded, "
+        f"{result.copied:,} unchanged; "
         f"{result.bytes_in:,} -> {result.bytes_out:,} bytes in {result.seconds} s, "
         f"{result.shards_resumed} shards resumed",
         next_command("inspect", result.output, "--against", options.source),
     ]
-    return Result(to_json(result), result.problems, [table] if rows else [], lines, failure)
+    tables = [table] if rows else []
+    return Result(to_json(result), result.problems, tables, lines, failure)

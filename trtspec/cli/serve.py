@@ -1,5 +1,7 @@
-"""`trtspec serve`: checks, then one server: TensorRT-LLM, the front of several, vLLM, or the reference backend in this
-process."""
+"""`trtspec serve`: checks, then one server.
+
+The server is TensorRT-LLM, the front of several, vLLM, or the reference backend in this process.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ API_KEY = "TRTSPEC_SERVE_API_KEY"  # the key itself is never printed
 
 
 def serve(options: ServeOptions) -> Result | None:
-    """Run all preflight checks, then serve TARGET. Signals and the exit status are passed on; nothing is restarted."""
+    """Run all preflight checks, then serve TARGET.
+
+    Signals and the exit status are passed on. Nothing is restarted.
+    """
     from trtspec.client.addresses import bearer
     from trtspec.launch.preflight import launch, refuse_errors
     from trtspec.verbs.serve import plan_server, serve_reference
@@ -24,17 +29,17 @@ def serve(options: ServeOptions) -> Result | None:
     bearer(options.api_key, "the key of `api_key`")
     plan = None
     if options.mode is REFERENCE:
-        found = _command(options)
+        result = _command(options)
     else:
         plan = plan_server(options)
-        found = Result(plan.to_dict(), plan.problems, text=plan.text())
+        result = Result(plan.to_dict(), plan.problems, text=plan.text())
     if options.dry_run:
         message = "a launch would be refused for the errors above"
-        return replace(found, failure=check_failure(message, found.problems))
+        return replace(result, failure=check_failure(message, result.problems))
     if options.json_:
-        print_json(found.to_dict())
+        print_json(result.to_dict())
     if plan is None:
-        refuse_errors(errors_in(found.problems))
+        refuse_errors(errors_in(result.problems))
         serve_reference(options)
     elif status := launch(plan):
         sys.exit(status)
@@ -42,15 +47,17 @@ def serve(options: ServeOptions) -> Result | None:
 
 
 def _command(options: ServeOptions) -> Result:
-    """The command with every choice written out."""
+    """Returns the command of the reference backend, with every choice written out."""
     from trtspec.verbs.serve import reference_problems
 
     problems = reference_problems(options)
     chosen = replace(options, api_key=None, dry_run=False, json_=False)
     argv = [sys.executable, "-m", "trtspec", "serve"]
     argv += words(chosen, always=("backend", "host", "port", "dtype", "device"))
-    env, key = (
-        ({API_KEY: "(not shown)"}, f'{API_KEY}="${API_KEY}" ') if options.api_key else ({}, "")
-    )
+    env: dict[str, str] = {}
+    key = ""
+    if options.api_key:
+        env = {API_KEY: "(not shown)"}
+        key = f'{API_KEY}="${API_KEY}" '
     text = f"{key}{shlex.join(argv)}\n"
     return Result({"argv": argv, "env": env, "config": {}}, problems, text=text)

@@ -21,7 +21,8 @@ class SynthesizeOptions(OutputFlags):
     prompts: Annotated[
         str,
         argument(
-            "Prompts: JSON lines or a JSON array, a directory of these, or a hub data set org/name[@commit][:config]."
+            "Prompts: JSON lines or a JSON array, a directory of these, or a hub data set "
+            "org/name[@commit][:config]."
         ),
     ]
     output: Annotated[Path, option("Data set to write (jsonl).", "-o")]
@@ -69,8 +70,9 @@ class SynthesizeOptions(OutputFlags):
 def synthesize(options: SynthesizeOptions) -> Result:
     """Generate training data: send prompts to the target through its OpenAI-compatible endpoint.
 
-    The seed of each prompt follows from its text. Run an interrupted command again to resume it;
-    finished answers are not requested again. Prompts that fail are listed and left out, and the exit status is 1.
+    The seed of each prompt follows from its text. Run an interrupted command again to resume it.
+    Finished answers are not requested again. Prompts that fail are listed and left out, and the
+    exit status is 1.
     """
     from trtspec.client.addresses import bearer, server_url
     from trtspec.client.client import wait_ready
@@ -79,9 +81,10 @@ def synthesize(options: SynthesizeOptions) -> Result:
     refuse_input(options.output, Path(options.prompts), "output")
     endpoint = fill(synthesis.TargetEndpoint, options)
     sampling = fill(synthesis.AnswerSampling, options, extra_body=options.extra_body.value)
-    every = synthesis.read_prompts(options.prompts, options.split, options.samples)
-    chosen = synthesis.shard(every, options.shard)
-    output, work = options.output, synthesis.work_directory(options.output)
+    prompts = synthesis.read_prompts(options.prompts, options.split, options.samples)
+    chosen = synthesis.shard(prompts, options.shard)
+    output = options.output
+    work = synthesis.work_directory(output)
     resumes = work.check(options)
     if options.dry_run:
         plan = _dry_run(options, len(chosen), sampling, resumes)
@@ -102,15 +105,18 @@ def synthesize(options: SynthesizeOptions) -> Result:
         "seconds": round(outcome.seconds, 2),
         "quality": quality,
     }
-    used = {"split": options.split, "samples": options.samples, "shard": options.shard}
-    found = summary | {"degenerate_rows": bad}
+    selection = {"split": options.split, "samples": options.samples, "shard": options.shard}
+    results = summary | {"degenerate_rows": bad}
     synthesis.write_provenance(
-        output, options.prompts, chosen, endpoint, sampling, outcome.server, used, found
+        output, options.prompts, chosen, endpoint, sampling, outcome.server, selection, results
     )
     failure = None
     if outcome.failed:
         name, reason = next(iter(outcome.failed.items()))
-        message = f"TS-SYNTH-FAILED {len(outcome.failed)} of {len(chosen)} prompts have no answer; {name}: {reason}"
+        message = (
+            f"TS-SYNTH-FAILED {len(outcome.failed)} of {len(chosen)} prompts have no answer; "
+            f"{name}: {reason}"
+        )
         failure = TrtspecError(message, "run the same command again to ask only these")
     else:
         work.finish()
@@ -121,7 +127,7 @@ def synthesize(options: SynthesizeOptions) -> Result:
 def _dry_run(
     options: SynthesizeOptions, prompts: int, sampling: AnswerSampling, resumes: bool
 ) -> dict[str, Any]:
-    """What --dry-run prints; the key itself is never shown."""
+    """Returns the object that --dry-run prints. The key itself is never shown."""
     return {
         "prompts": prompts,
         "output": str(options.output),

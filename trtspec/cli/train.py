@@ -1,5 +1,8 @@
-"""`trtspec train`: an Eagle3 head from a target and its own answers, measured in the reference engine at the end. First
-the options, the modes that use them, and the configuration file that may hold them."""
+"""`trtspec train`: an Eagle3 head from a target and its own answers.
+
+The reference engine measures the head at the end. The file begins with the options, the modes that
+use them, and the configuration file that may hold them.
+"""
 
 from __future__ import annotations
 
@@ -46,13 +49,14 @@ if TYPE_CHECKING:
 
 DRY_RUN = Mode("--dry-run", "--dry-run")
 WITH_LAYERS = Mode("a training run", "--features auto, memory or DIR")
-# the target's layers run elsewhere, in a stream or in a live server, so no acceptance is measured at the end
+# the target's layers run elsewhere, in a stream or in a live server, so no acceptance is measured
+# at the end
 WITHOUT_LAYERS = Mode("--features stream or URL", "--features stream or URL")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCommand(TrainOptions, OutputFlags):
-    """What decides the loss curve, from TrainOptions, and where a run reads and writes."""
+    """The options of a run: TrainOptions decides the loss curve, the rest its input and output."""
 
     target: Annotated[str | None, argument("Target model: a checkpoint directory or a hub id.")] = (
         None
@@ -77,7 +81,8 @@ class TrainCommand(TrainOptions, OutputFlags):
     features: Annotated[
         str,
         option(
-            "Source of the target's hidden states: auto, memory, a directory, stream, stream:DIR or a server URL."
+            "Source of the target's hidden states: auto, memory, a directory, stream, stream:DIR "
+            "or a server URL."
         ),
     ] = "auto"
     config: Annotated[
@@ -114,9 +119,11 @@ NOT_IN_FILES = ("config", *OUTPUT)  # they belong to one call
 
 
 def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[str]]:
-    """(the command with what its --config file says where neither flag nor variable did, the file's counts of data
-    that are not made yet, the options that came from the file). UsageError for a key that is no option, or a value
-    that the option would refuse."""
+    """Adds the options of the --config file that neither a flag nor a variable sets.
+
+    Returns the command, the file's counts of data that do not exist yet, and the names of the
+    options from the file. Raises UsageError for a key that is not an option, or an invalid value.
+    """
     if command.config is None:
         return command, TrainingRecipe(), set()
     loaded = load_file(command.config) or {}
@@ -129,25 +136,27 @@ def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[
     counts = {field.name for field in fields(TrainingRecipe)}
     recipe = {key: values.pop(key) for key in counts if key in values}
     known = {field.name for field in fields(TrainCommand)} - set(NOT_IN_FILES)
-    if unknown := sorted(set(values) - known):
+    unknown = sorted(set(values) - known)
+    if unknown:
         allowed = ", ".join(sorted(known | counts))
         raise UsageError(
             f"{command.config}: unknown training options {', '.join(unknown)}", f"known: {allowed}"
         )
     values = {key: value for key, value in values.items() if value is not None}
     read = made_of_file(TrainCommand, command.config, {"output": command.output, **values})
-    found = {key: getattr(read, key) for key in values}
-    chosen = {key: value for key, value in found.items() if key not in given(command)}
+    parsed = {key: getattr(read, key) for key in values}
+    chosen = {key: value for key, value in parsed.items() if key not in given(command)}
     return replace(command, **chosen), TrainingRecipe(**recipe), set(chosen)
 
 
 def train(command: TrainCommand) -> Result | None:
     """Train an Eagle3 draft head with ModelOpt on answers written by the target itself.
 
-    The target runs once over the data; its hidden states are cached and reused in every epoch. An interrupted run
-    leaves a usable head and is resumed when the command is repeated, with the same loss curve; a finished one can be
-    extended by more epochs or steps. At the end, the acceptance of the head is measured on held-out prompts in the
-    reference engine. Under torchrun, the processes share each batch.
+    The target runs once over the data. Its hidden states are cached and reused in every epoch. An
+    interrupted run leaves a usable head and is resumed when the command is repeated, with the same
+    loss curve. A finished run can be extended by more epochs or steps. At the end, the acceptance
+    of the head is measured on held-out prompts in the reference engine. Under torchrun, the
+    processes share each batch.
     """
     typed = command
     command, recipe, from_file = with_file(command)
@@ -157,7 +166,8 @@ def train(command: TrainCommand) -> Result | None:
     if command.dry_run:
         mode = DRY_RUN
     command = checked(command, mode)
-    for name in sorted(name for name in from_file if not uses(TrainCommand, name, mode)):
+    unused = sorted(name for name in from_file if not uses(TrainCommand, name, mode))
+    for name in unused:
         where = f"{command.config}: {name} ({fields_of(TrainCommand)[name].typed})"
         raise UsageError(f"{where} is not used by {mode.name}", "remove it from the file")
     layers = None if command.aux_layers is None else command.aux_layers.values
@@ -176,19 +186,17 @@ def train(command: TrainCommand) -> Result | None:
         deadline=deadline,
         output_options=command,
     )
-    # of the processes that torchrun starts, the one that writes and talks
+    # torchrun starts several processes; the main one writes and prints
     main = os.environ.get("RANK", "0") == "0"
     resumes = main and run_directory(run.output).check(run_options(run.output, run.output_options))
     if command.dry_run:
         from trtspec.heads.training.needs import dry_run
         from trtspec.specs import gpu_spec
 
-        found = dry_run(
-            command.target, command.data, features, run, options, recipe, gpu_spec(command.gpu)
-        )
-        return _needs(
-            found | {"acceptance_prompts": command.acceptance_prompts, "resumes": resumes}
-        )
+        gpu = gpu_spec(command.gpu)
+        needs = dry_run(command.target, command.data, features, run, options, recipe, gpu)
+        needs |= {"acceptance_prompts": command.acceptance_prompts, "resumes": resumes}
+        return _needs(needs)
     asked = mode is WITH_LAYERS and "acceptance_prompts" in given(typed) | from_file
     from trtspec.verbs.doctor import require
     from trtspec.verbs.train import train_and_measure
@@ -203,75 +211,93 @@ def train(command: TrainCommand) -> Result | None:
     return _result(command.output, record, shlex.join(["trtspec", "train", *repeated]))
 
 
-def _needs(found: dict[str, Any]) -> Result:
-    """What a run would need: the ways to the target's states, then the commands that start an engine for them."""
+def _needs(needs: dict[str, Any]) -> Result:
+    """Returns the needs of a run, and the commands that start an engine for the target's states."""
     by_option = {"online": "memory", "stream": "stream[:DIR]", "dumps": "DIR", "server": "URL"}
     rows = [
-        (by_option[name], str(way["gpus"]), f"{way['peak_bytes'] / 1e9:,.0f}", f"{way['disk_bytes'] / 1e9:,.0f}",
-         way.get("why") or "possible")
-        for name, way in found["ways"].items()
-    ]  # fmt: skip
-    layers = ", ".join(map(str, found["aux_layers"]))
-    refused = sum(file["refused"] for file in found["files"])
+        (
+            by_option[name],
+            str(way["gpus"]),
+            f"{way['peak_bytes'] / 1e9:,.0f}",
+            f"{way['disk_bytes'] / 1e9:,.0f}",
+            way.get("why") or "possible",
+        )
+        for name, way in needs["ways"].items()
+    ]
+    layers = ", ".join(map(str, needs["aux_layers"]))
+    attention = needs["attention"].upper()
+    data = f"{needs['samples']:,} samples, {needs['tokens']:,} tokens, {needs['steps']:,} steps"
+    refused = sum(file["refused"] for file in needs["files"])
+    if refused:
+        data += f", {refused} rows refused"
     lines = [
-        f"head    EAGLE-{found['eagle']} {found['attention'].upper()}, {found['parameters']:,} parameters",
+        f"head    EAGLE-{needs['eagle']} {attention}, {needs['parameters']:,} parameters",
         f"layers  {layers}",
-        f"data    {found['samples']:,} samples, {found['tokens']:,} tokens, {found['steps']:,} steps"
-        + f", {refused} rows refused" * bool(refused),
-        f"states  {found['feature_bytes'] / 1e9:,.1f} GB",
-        *(f"dumps by {engine}: {line}" for engine, line in found["dump_commands"].items()),
-        *(f"server by {engine}: {line}" for engine, line in found["server_commands"].items()),
+        f"data    {data}",
+        f"states  {needs['feature_bytes'] / 1e9:,.1f} GB",
+        *(f"dumps by {engine}: {line}" for engine, line in needs["dump_commands"].items()),
+        *(f"server by {engine}: {line}" for engine, line in needs["server_commands"].items()),
     ]
     columns = ("--features", "GPUs", "GB each", "GB of disk", "")
-    table = Table(f"Ways on {found['gpu']}", columns, rows, text_columns=frozenset({0, 4}))
-    return Result(found, tables=[table], lines=lines)
+    table = Table(f"Ways on {needs['gpu']}", columns, rows, text_columns=frozenset({0, 4}))
+    return Result(needs, tables=[table], lines=lines)
 
 
 def like_initial(command: TrainCommand, typed: TrainCommand, from_file: set[str]) -> TrainCommand:
-    """With the architecture of --init, but for what was typed or came from the file."""
+    """Returns the command with the architecture of --init, except for options that the user set."""
     if command.init is None:
         return command
     head = load_head(str(command.init)).spec
-    pruned = head.is_pruned
-    theirs: dict[str, Any] = {
+    architecture: dict[str, Any] = {
         "attention": head.attention,
         "eagle": head.eagle,
-        "draft_vocab_size": head.draft_vocab_size if pruned else None,
+        "draft_vocab_size": head.draft_vocab_size if head.is_pruned else None,
         "intermediate_size": head.intermediate_size,
         "aux_layers": CountList(head.aux_layers) if head.aux_layers else None,
     }
     chosen = given(typed) | from_file
-    return replace(command, **{name: value for name, value in theirs.items() if name not in chosen})
+    inherited = {name: value for name, value in architecture.items() if name not in chosen}
+    return replace(command, **inherited)
 
 
-def _result(output: Path, record: dict[str, Any], again: str) -> Result | None:
-    """The end of a run, which the command `again` resumes; it fails where a signal ended it. None on the processes that
-    do not write."""
+def _result(output: Path, record: dict[str, Any], resume: str) -> Result | None:
+    """Returns the result of a run, which is a failure if a signal ended the run.
+
+    `resume`: the command that continues the run. None in the processes that do not write.
+    """
     if not record:
         return None
     training = record["training"]
-    values, lines = {"output": str(output), **record}, list(_lines(output, record))
+    values = {"output": str(output), **record}
+    lines = list(_lines(output, record))
     if training.get("finished", True):
         return Result(values, lines=lines)
-    where = f"after step {training['steps']} of {training['total']}; {output} holds the head of that step"
+    where = (
+        f"after step {training['steps']} of {training['total']}; "
+        f"{output} holds the head of that step"
+    )
     if training["stopped"] in ("SIGINT", "SIGTERM"):
-        failure = Interrupted(f"stopped by {training['stopped']} {where}", f"resume with `{again}`")
+        failure = Interrupted(
+            f"stopped by {training['stopped']} {where}", f"resume with `{resume}`"
+        )
         return Result(values, lines=lines, failure=failure)
-    return Result(values, lines=lines, messages=[f"Time is up {where}. Resume with: {again}"])
+    return Result(values, lines=lines, messages=[f"Time is up {where}. Resume with: {resume}"])
 
 
 def _lines(output: Path, record: dict[str, Any]) -> Iterator[str]:
     training = record["training"]
-    shares = ", ".join(
-        f"{value:.3f}" for value in training.get("held_out_accuracy", training["accuracy"])
-    )
+    accuracy = training.get("held_out_accuracy", training["accuracy"])
+    shares = ", ".join(f"{value:.3f}" for value in accuracy)
     yield f"head        {output}"
     yield f"parameters  {record['parameters']:,}"
     yield f"trained     {training['steps']} steps, {training['tokens_seen']:,} tokens"
     yield f"agreement   {shares} per training-time-test step"
-    if estimate := training.get("estimated_acceptance_length"):
-        yield f"estimate    {estimate:.3f} acceptance length on held-out answers, without generating"
+    estimate = training.get("estimated_acceptance_length")
+    if estimate:
+        length = f"{estimate:.3f} acceptance length"
+        yield f"estimate    {length} on held-out answers, without generating"
     for row in record.get("acceptance", {}).get("rows", []):
         positions = ", ".join(f"{share:.2f}" for share in row["by_position"])
         where = f"{row['category']}, {row['prompts']} prompts; by draft {positions}"
-        yield f"acceptance  {row['acceptance_length']:.3f}, 95 % interval {interval_text(row)} ({where})"
+        interval = f"95 % interval {interval_text(row)}"
+        yield f"acceptance  {row['acceptance_length']:.3f}, {interval} ({where})"

@@ -1,4 +1,7 @@
-"""`trtspec watch`: acceptance of a live endpoint, as a Prometheus metric or as one verdict against a baseline."""
+"""`trtspec watch`: acceptance of a live endpoint.
+
+The output is a Prometheus metric, or one verdict against a baseline.
+"""
 
 from __future__ import annotations
 
@@ -43,63 +46,80 @@ class WatchOptions:
 
 
 def watch(options: WatchOptions) -> report.Result | None:
-    """Read acceptance of a live endpoint from its server's counters, and export it as a Prometheus metric.
+    """Read acceptance of a live endpoint from its server's counters.
 
-    The counters are Prometheus metrics or TensorRT-LLM's iteration statistics. --json prints one object per reading.
-    --once compares accepted drafts per step since the server's start with --baseline, and ends with status 3 below it.
+    Exports it as a Prometheus metric. The counters are Prometheus metrics or TensorRT-LLM's
+    iteration statistics. --json prints one object per reading. --once compares accepted drafts per
+    step since the server's start with --baseline, and ends with status 3 below it.
     """
     from trtspec.client.addresses import server_url
 
     url = server_url(options.url)
-    return asyncio.run(_judge_once(url, options) if options.once else _watch_on(url, options))
+    if options.once:
+        return asyncio.run(_judge_once(url, options))
+    asyncio.run(_watch_on(url, options))
+    return None
 
 
 async def _judge_once(url: str, options: WatchOptions) -> report.Result:
-    """Fails unless the verdict is `pass`. Raises TrtspecError if nothing could be read."""
+    """Reads the counters once. The result is a failure unless the verdict is `pass`.
+
+    Raises TrtspecError if nothing could be read.
+    """
     from trtspec.bench.watch import Watch, judge, read_baseline
     from trtspec.client.client import new_client
 
     if options.baseline is None:
-        remedy = "trtspec bench URL --samples 80 -o DIR, and later trtspec watch URL --once --baseline DIR"
+        remedy = (
+            "trtspec bench URL --samples 80 -o DIR, and later "
+            "trtspec watch URL --once --baseline DIR"
+        )
         raise UsageError("--once judges against a baseline, and --baseline is missing", remedy)
-    found, baseline = Watch(url), read_baseline(options.baseline)
+    readings = Watch(url)
+    baseline = read_baseline(options.baseline)
     async with new_client(url) as client:
-        await found.read(client)
-    verdict = judge(found, baseline, options.max_drop, options.min_steps)
-    code = "TS-WATCH-BASELINE" if verdict.status == "fail" else "TS-WATCH-UNMEASURED"
+        await readings.read(client)
+    verdict = judge(readings, baseline, options.max_drop, options.min_steps)
+    code = "TS-WATCH-UNMEASURED"
+    outcome = "NOT PROVEN"
+    if verdict.status == "fail":
+        code = "TS-WATCH-BASELINE"
+        outcome = "below the baseline"
     problems = [Problem(code, "error", url, verdict.why)] if verdict.why else []
     expected = (
         f"baseline: acceptance length {1 + baseline.accepted_per_step:.2f} ({baseline.category})"
     )
-    message = f"{url}: {'below the baseline' if verdict.status == 'fail' else 'NOT PROVEN'}: {verdict.why}"
-    wrong = CheckFailed(message, problems[0].remedy) if problems else None
-    values = {**found.summary(), **asdict(verdict), "baseline": asdict(baseline)}
-    return report.Result(
-        values, problems, lines=[found.line(), expected, verdict.status], failure=wrong
-    )
+    failure = None
+    if problems:
+        failure = CheckFailed(f"{url}: {outcome}: {verdict.why}", problems[0].remedy)
+    values = {**readings.summary(), **asdict(verdict), "baseline": asdict(baseline)}
+    lines = [readings.line(), expected, verdict.status]
+    return report.Result(values, problems, lines=lines, failure=failure)
 
 
 async def _watch_on(url: str, options: WatchOptions) -> None:
-    """Until SIGINT or SIGTERM."""
+    """Prints a reading per interval until SIGINT or SIGTERM."""
     from trtspec.bench.watch import NO_METRICS, Watch, start_exporter
     from trtspec.client.client import new_client
 
-    found, ended = Watch(url), asyncio.Event()
+    readings = Watch(url)
+    ended = asyncio.Event()
     if options.listen:
-        report.announce(f"trtspec: metrics on {start_exporter(options.listen, found)}")
+        report.announce(f"trtspec: metrics on {start_exporter(options.listen, readings)}")
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     async with new_client(url) as client:
         while not ended.is_set():
             try:
-                await found.read(client)
+                await readings.read(client)
             except TrtspecError as error:
                 if error.code == NO_METRICS:
                     raise
-            shown = {"ok": not found.failure, **found.summary(), "problems": []}
-            sys.stdout.write(
-                (json.dumps(shown, ensure_ascii=False) if options.json_ else found.line()) + "\n"
-            )
+            line = readings.line()
+            if options.json_:
+                values = {"ok": not readings.failure, **readings.summary(), "problems": []}
+                line = json.dumps(values, ensure_ascii=False)
+            sys.stdout.write(line + "\n")
             sys.stdout.flush()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), options.interval)

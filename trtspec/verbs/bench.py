@@ -1,5 +1,7 @@
-"""Measures running endpoints, and compares what was measured with earlier runs: the options, the endpoints, the
-workload, the run."""
+"""Measures running endpoints, and compares the results with earlier runs.
+
+Holds the options, the endpoints, the workload and the run.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,9 @@ class BenchOptions:
     dataset: Annotated[
         str,
         option(
-            "Questions: a data set by name (mt-bench, speed-bench, gsm8k, ...), NAME=FILE for a local copy of one, a "
-            "file or directory of questions or of recorded request bodies, a hub id, or nano for the built-in set.",
+            "Questions: a data set by name (mt-bench, speed-bench, gsm8k, ...), NAME=FILE for a "
+            "local copy of one, a file or directory of questions or of recorded request bodies, "
+            "a hub id, or nano for the built-in set.",
         ),
     ] = "nano"
     samples: Annotated[int, option("Questions to ask at each load; 0 asks all of them.", min=0)] = 0
@@ -63,7 +66,8 @@ class BenchOptions:
     rate: Annotated[
         RateList | None,
         option(
-            "New conversations per second instead of --concurrency, at random (Poisson) times: 0.5,1,2."
+            "New conversations per second instead of --concurrency, at random (Poisson) times: "
+            "0.5,1,2."
         ),
     ] = None
     recorded_times: Annotated[
@@ -108,15 +112,16 @@ class BenchOptions:
     compare: Annotated[
         tuple[Path, ...],
         option(
-            "Results of an earlier run to compare this one with; exit status 3 on a regression. Repeatable: with four "
-            "runs or more of one setup, speed is judged too.",
+            "Results of an earlier run to compare this one with; exit status 3 on a regression. "
+            "Repeatable: with four runs or more of one setup, speed is judged too.",
             group="Comparison",
         ),
     ] = ()
     max_regression: Annotated[
         float | None,
         option(
-            "Largest fall that --compare accepts, such as 0.05; what cannot be compared is then an error.",
+            "Largest fall that --compare accepts, such as 0.05; what cannot be compared is then an "
+            "error.",
             default="0",
             min=0,
             max=0.99,
@@ -127,7 +132,8 @@ class BenchOptions:
     choose_draft: Annotated[
         bool,
         option(
-            "Propose one of the measured draft lengths: the number that is the NAME of each server.",
+            "Propose one of the measured draft lengths: the number that is the NAME of each "
+            "server.",
             group="Comparison",
         ),
         Excludes("rate"),
@@ -160,7 +166,10 @@ class BenchOptions:
 
 
 def run_bench(options: BenchOptions) -> tuple[BenchResults, TrtspecError | None]:
-    """Returns the results, and the failure if they are not valid. Writes both files if an output is given."""
+    """Returns the results, and the failure if they are not valid.
+
+    Writes both files if an output is given.
+    """
     from trtspec.bench import choose_draft
     from trtspec.bench.compare import compare, refuse_different
     from trtspec.bench.report.bench import bench_html
@@ -178,19 +187,19 @@ def run_bench(options: BenchOptions) -> tuple[BenchResults, TrtspecError | None]
             raise UsageError(f"`choose_draft` needs the draft length of {urls[name]}", remedy)
     work = workload(options, urls)
     refuse_different(work.describe(), earlier)
-    results = run(urls, work, options, {where: found.server for where, found in earlier.items()})
+    servers = {where: record.server for where, record in earlier.items()}
+    results = run(urls, work, options, servers)
     if earlier:
         comparison = compare(results, list(earlier.values()), options.max_regression)
-        results = replace(
-            results, comparison=comparison, problems=[*results.problems, *comparison.problems]
-        )
+        problems = [*results.problems, *comparison.problems]
+        results = replace(results, comparison=comparison, problems=problems)
     failure: TrtspecError | None = None
     if options.choose_draft:
         try:
             served = choose_draft.by_draft_len(results.all, lengths)
             results = replace(results, draft_choice=choose_draft.choose(served))
         except UsageError as error:
-            failure = error  # what was measured is written and shown before
+            failure = error  # raised later, after the results are written and shown
     if failure is None and has_errors(results.problems):
         wrong = listed(problem.code for problem in errors_in(results.problems))
         failure = CheckFailed(
@@ -210,12 +219,13 @@ def _refuse_overwrite(options: BenchOptions) -> None:
     begun = options.output is not None and (options.output / ANSWERS).is_file()
     if options.output is not None and not (options.resume and begun):
         remedy = "pass `force`, or choose another `output`"
-        remedy += "; `resume` continues an interrupted run" if begun else ""
+        if begun:
+            remedy += "; `resume` continues an interrupted run"
         report.refuse_overwrite(options.output, options.force, remedy)
 
 
 def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
-    """Returns the load that the options describe. Raises UsageError for an option that is not possible."""
+    """Returns the load that the options describe. Raises UsageError for an impossible option."""
     from trtspec.bench.load.measure import BenchWorkload
     from trtspec.bench.questions.datasets import load_dataset
     from trtspec.client.client import RequestSampling
@@ -226,7 +236,8 @@ def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
     rounds = options.rounds or (1 if len(urls) == 1 else ROUNDS)
     rates = options.rate.values if options.rate is not None else ()
     if options.recorded_times:
-        rates, rounds = (dataset.recorded_rate(),), 1
+        rates = (dataset.recorded_rate(),)
+        rounds = 1
     return fill(
         BenchWorkload,
         options,
@@ -246,8 +257,10 @@ def run(
     options: BenchOptions,
     servers: Mapping[str, DetectedServer],
 ) -> BenchResults:
-    """Runs the measurement, which keeps every answer in answers.jsonl, and stamps it with versions and time. `servers`:
-    those of earlier results shown with it."""
+    """Runs the measurement, and stamps its results with versions and time.
+
+    Keeps every answer in answers.jsonl. `servers`: the servers of earlier results shown with it.
+    """
     import asyncio
 
     from trtspec.bench.load import assemble, measure
@@ -279,20 +292,21 @@ def run(
             with termination_as_interrupt():
                 measurement = asyncio.run(asking)
         except (KeyboardInterrupt, asyncio.CancelledError):
-            kept = f"what was answered is in {path}" if path else "nothing is kept without `output`"
-            remedy = (
-                "give the same command with `resume`"
-                if path
-                else "give `output`, which `resume` continues"
-            )
+            kept = "nothing is kept without `output`"
+            remedy = "give `output`, which `resume` continues"
+            if path:
+                kept = f"what was answered is in {path}"
+                remedy = "give the same command with `resume`"
             raise Interrupted(f"stopped; {kept}", remedy) from None
         results = assemble.assemble(measurement)
     return replace(results, card=options.card, created=report.now(), versions=report.versions())
 
 
 def endpoints(options: BenchOptions) -> tuple[dict[str, str], dict[str, int]]:
-    """Base URLs by name, the first being the one that the results are about, and draft lengths of the endpoints that
-    are named by a number."""
+    """Returns base URLs by name, and draft lengths of the endpoints that are named by a number.
+
+    The results are about the first endpoint.
+    """
     from trtspec.client.addresses import server_url, shown
 
     urls: dict[str, str] = {}
@@ -313,7 +327,10 @@ def endpoints(options: BenchOptions) -> tuple[dict[str, str], dict[str, int]]:
 
 
 def request_limits_of(server: DetectedServer) -> RequestLimits:
-    """How the release of a server treats request parameters under speculation. {} if the release is not known."""
+    """Returns how a server's release treats request parameters under speculation.
+
+    {} if the release is not known.
+    """
     from trtspec.trtllm.rules.speculation import request_limits
     from trtspec.trtllm.schema import schema_for
 

@@ -39,13 +39,15 @@ class CheckOptions:
     record: Annotated[
         Path | None,
         option(
-            "Save the answers of URL to this file, to be judged later. Continues an interrupted run."
+            "Save the answers of URL to this file, to be judged later. Continues an interrupted "
+            "run."
         ),
     ] = None
     score: Annotated[
         Path | None,
         option(
-            "Judge this recording of the speculating server; URL serves the model without speculation."
+            "Judge this recording of the speculating server; URL serves the model without "
+            "speculation."
         ),
     ] = None
     against: Annotated[
@@ -105,8 +107,14 @@ class CheckOptions:
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """`verdict`: None if answers were only recorded. `covered`: the sentence on what the verdict covers. `answered`:
-    recorded requests, of which `failed` have no answer."""
+    """The outcome of a check.
+
+    Args:
+        answered: number of recorded requests.
+        failed: number of recorded requests without an answer.
+        verdict: None if answers were only recorded.
+        covered: the sentence on what the verdict covers.
+    """
 
     cost: dict[str, Any]
     answered: int = 0
@@ -128,9 +136,8 @@ async def run_check(options: CheckOptions) -> CheckOutcome:
         "seconds": round(time.monotonic() - began, 1),
     }
     if options.record and not options.score and options.against is None:
-        return CheckOutcome(
-            cost, len(exchanges), sum(bool(look.fault) for look in answers(exchanges))
-        )
+        failed = sum(bool(look.fault) for look in answers(exchanges))
+        return CheckOutcome(cost, len(exchanges), failed)
     rows = judge(exchanges, plain, min_acceptance=options.min_acceptance, exact=options.exact)
     verdict = CheckVerdict(rows=tuple(rows), accepted=frozenset(options.accept_unmeasured))
     return CheckOutcome(cost, verdict=verdict, covered=coverage(exchanges, rows))
@@ -139,7 +146,10 @@ async def run_check(options: CheckOptions) -> CheckOutcome:
 async def _exchanges(
     options: CheckOptions, bar: report.ProgressBar
 ) -> tuple[list[Exchange], list[Exchange], list[Asker]]:
-    """Returns the answers of the checked server, those without speculation ([] if nobody gave any), and the askers."""
+    """Returns the answers of the checked server, the answers without speculation, and the askers.
+
+    The answers without speculation are [] if only a recording was made.
+    """
     from trtspec.bench.check.asking import record, require_plain, score_answers
     from trtspec.client.exchange import read_recording, to_line
 
@@ -171,7 +181,7 @@ async def _exchanges(
 
 
 def _prompts(options: CheckOptions, asker: Asker) -> Prompts:
-    """The prompts for this server. `withheld`: prompts that its release or its target does not take."""
+    """Returns the prompts for this server, without prompts that its release or target rejects."""
     from trtspec.bench.check.prompts import Prompts
     from trtspec.bench.questions.datasets import load_dataset
     from trtspec.checkpoint.chat_parser import THINK_END
@@ -184,10 +194,15 @@ def _prompts(options: CheckOptions, asker: Asker) -> Prompts:
     if THINK_END not in asker.tokenizer.template.source:
         withheld["reasoning"] = "the target does not think"
     return Prompts(
-        tokenizer=asker.tokenizer, questions=load_dataset(options.dataset).questions, samples=options.samples,
-        max_tokens=options.max_tokens, context=options.context_tokens, limit=asker.server.context or LIMIT,
-        ids=asker.server.adapter.ids, withheld=withheld,
-    )  # fmt: skip
+        tokenizer=asker.tokenizer,
+        questions=load_dataset(options.dataset).questions,
+        samples=options.samples,
+        max_tokens=options.max_tokens,
+        context=options.context_tokens,
+        limit=asker.server.context or LIMIT,
+        ids=asker.server.adapter.ids,
+        withheld=withheld,
+    )
 
 
 @asynccontextmanager
@@ -197,7 +212,10 @@ async def _asking(
     what: str,
     bar: report.ProgressBar,
 ) -> AsyncIterator[Asker]:
-    """One server to ask; `what` names its URL in errors. MAIN's answers are kept beside the recording as they come."""
+    """Opens one server to ask. `what` names its URL in errors.
+
+    The answers of MAIN are kept beside the recording while they arrive.
+    """
     from trtspec.bench.check.asking import CROWD, Asker
     from trtspec.checkpoint.writer import Journal
     from trtspec.client.client import new_client, wait_ready
@@ -209,8 +227,14 @@ async def _asking(
     async with new_client(address, CROWD * options.concurrency) as client:
         server = await detect_server(client, options.model if what == MAIN else None)
         target = options.tokenizer or server.model
-        asker = Asker(client=client, server=server, tokenizer=_tokenizer(target), concurrency=options.concurrency,
-                      timeout=options.timeout, bar=bar)  # fmt: skip
+        asker = Asker(
+            client=client,
+            server=server,
+            tokenizer=_tokenizer(target),
+            concurrency=options.concurrency,
+            timeout=options.timeout,
+            bar=bar,
+        )
         file = options.record
         if file is None or what != MAIN:
             yield asker

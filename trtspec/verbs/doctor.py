@@ -22,7 +22,8 @@ PROGRAMS = {
     "trtllm-serve": "run trtspec in the image of docker/serve.Dockerfile, which has the engine",
     "vllm": "install vLLM in an environment of its own and put its bin directory on PATH",
     CUDA_TORCH: "pip install --force-reinstall torch, from an index with builds for CUDA",
-    GPU: "use a machine with an NVIDIA driver, and start its container with access to the GPUs (--gpus all)",
+    GPU: "use a machine with an NVIDIA driver, and start its container with access to the GPUs "
+    "(--gpus all)",
 }
 # what a command needs beyond the base installation: extras of trtspec, packages, programs
 NEEDS: dict[str, list[str]] = load_yaml("needs.yaml")
@@ -40,17 +41,24 @@ def examine() -> dict[str, Any]:
     extras, wrong = package_state()
     release, reason = choose_version(None)
     gpus = [
-        {"name": gpu.name, "memory": f"{gpu.memory_bytes // 2**20} MiB", "driver": gpu.driver,
-         "compute_capability": gpu.capability}
+        {
+            "name": gpu.name,
+            "memory": f"{gpu.memory_bytes // 2**20} MiB",
+            "driver": gpu.driver,
+            "compute_capability": gpu.capability,
+        }
         for gpu in read_gpus() or ()
-    ]  # fmt: skip
+    ]
     cache = Path(constants.HF_HUB_CACHE)
+    packages: dict[str, str | None] = {}
+    for extra in extras.values():
+        packages |= extra
     directories = {"here": Path.cwd(), "hub_cache": cache, "shared_memory": Path("/dev/shm")}
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu_count": machine.cores(),
-        "packages": {name: version for extra in extras.values() for name, version in extra.items()},
+        "packages": packages,
         "commands": {
             command: command_state(needs, extras, bool(gpus)) for command, needs in NEEDS.items()
         },
@@ -70,7 +78,10 @@ def examine() -> dict[str, Any]:
 
 
 def package_state() -> tuple[dict[str, dict[str, str | None]], list[Problem]]:
-    """Installed version (or None) of every requirement, by extra ("" is the base), and versions that do not fit."""
+    """Returns the installed version (or None) of every requirement by extra, and version problems.
+
+    "" is the base installation.
+    """
     from packaging.requirements import Requirement
 
     extras: dict[str, dict[str, str | None]] = {}
@@ -95,15 +106,21 @@ def package_state() -> tuple[dict[str, dict[str, str | None]], list[Problem]]:
 def command_state(
     needs: list[str], extras: dict[str, dict[str, str | None]], has_gpu: bool
 ) -> dict[str, Any]:
-    """`ready`, what is missing (packages, programs, a GPU) and how to get the first of it."""
+    """Returns `ready`, the missing packages, programs or GPU, and how to install them."""
     absent = [name for name in needs if name in PROGRAMS and not _present(name, has_gpu)]
     if absent:
         return {"ready": False, "missing": absent, "install": PROGRAMS[absent[0]]}
-    installed = {name for packages in extras.values() for name, found in packages.items() if found}
-    wanted = [name for need in needs for name in extras.get(need, [need])]
-    lacking = [name for name in wanted if name not in {*installed, *PROGRAMS}]
+    present = set(PROGRAMS)
+    for packages in extras.values():
+        present.update(name for name, version in packages.items() if version)
+    wanted: list[str] = []
+    for need in needs:
+        wanted += extras.get(need, [need])
+    lacking = [name for name in wanted if name not in present]
     words = [f'"trtspec[{need}]"' if need in extras else need for need in needs]
-    install = f"pip install {' '.join(words)}" if lacking else ""
+    install = ""
+    if lacking:
+        install = f"pip install {' '.join(words)}"
     return {"ready": not lacking, "missing": lacking, "install": install}
 
 
@@ -115,8 +132,10 @@ def _present(name: str, has_gpu: bool) -> bool:
 
 
 def require(command: str) -> None:
-    """Raises MissingDependency for a package that `command`, a key of NEEDS, lacks, and for an installed version that
-    trtspec does not take."""
+    """Raises MissingDependency for a package that `command`, a key of NEEDS, lacks.
+
+    Also raises it for an installed version that trtspec does not support.
+    """
     extras, unfit = package_state()
     state = command_state(NEEDS[command], extras, has_gpu=True)
     if not state["ready"]:
@@ -132,13 +151,16 @@ def environment_problems(gpus: list[dict[str, str]]) -> list[Problem]:
         problems.append(Problem("TS-DOCTOR-FORCED-ACCEPTANCE", "error", FORCED, message))
     old = [gpu["name"] for gpu in gpus if float(gpu["compute_capability"]) < 10.0]
     if old:
-        message = f"{old[0]} has no FP4 tensor cores; NVFP4 checkpoints need Blackwell (compute capability 10.0)"
+        message = (
+            f"{old[0]} has no FP4 tensor cores; NVFP4 checkpoints need Blackwell "
+            "(compute capability 10.0)"
+        )
         problems.append(Problem("TS-DOCTOR-NO-FP4", "warning", "gpu", message))
     return problems
 
 
 def release_problems(release: str | None) -> list[Problem]:
-    """Known issues of the installed engine."""
+    """Returns the known issues of the installed engine."""
     from trtspec.trtllm.schema import known_issues
 
     issues = known_issues(release) if release else []

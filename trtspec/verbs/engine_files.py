@@ -1,4 +1,4 @@
-"""Which engine a configuration file is for, by its keys."""
+"""Tells the engine of a configuration file by its keys."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 from trtspec.launch.serve_options import ENGINE, VLLM
 from trtspec.records import Mode
 from trtspec.trtllm.carriers import is_engine_file
-from trtspec.vllm import is_vllm_file, known_options
+from trtspec.vllm import known_options
 
 
 def engine_of(keys: Iterable[Any]) -> Mode | None:
-    """The mode of `trtspec serve` that reads a file with these keys. None if they do not tell."""
+    """Returns the mode of `trtspec serve` that reads a file with these keys. None if unknown."""
     names = [*map(str, keys)]
-    if is_vllm_file(names):
-        options = known_options()
+    options = known_options()
+    # only vLLM's options have dashes
+    dashed = {name for name in names if "-" in name}
+    if not dashed.isdisjoint(options):
         # both engines have keys such as tensor_parallel_size
         names = [name for name in names if name.replace("_", "-") not in options]
         if not is_engine_file(names):

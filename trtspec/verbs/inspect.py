@@ -1,5 +1,8 @@
-"""Comparisons of `inspect`: a head with its target, a derived checkpoint with its source, a published head with the
-engines' releases."""
+"""Comparisons of `inspect`.
+
+Compares a head with its target, a derived checkpoint with its source, and a published head with the
+engines' releases.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ COMPARED = 64  # default number of tensors that are compared with a source
 
 
 def first_releases(record: PublishedHead, head: HeadSpec) -> dict[str, str | None]:
-    """The oldest release of each engine that serves a published head with its target."""
+    """Returns the oldest release of each engine that serves a published head with its target."""
     trtllm, vllm = ENGINES["trtllm"], ENGINES["vllm"]
     releases = {trtllm.title: first_release(find_target(record.targets[-1]).spec, head)}
     if vllm.name in record.published_on or DIALECTS[head.dialect].served_by(vllm, head):
@@ -41,8 +44,10 @@ def compare_pair(
     resolved: Resolved,
     other: Resolved,
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Compares a head with its target. A draft of another type has nothing to compare. Layers that look shifted are an
-    error."""
+    """Compares a head with its target. Layers that look shifted are an error.
+
+    A draft of another type has nothing to compare.
+    """
     if report.spec is None:
         return values, problems
     target = other.target_spec()
@@ -60,18 +65,20 @@ def compare_pair(
         embedding = canonical_names(checkpoint.tensors).get("embed_tokens.weight")
         if embedding and other.weights:
             more += embedding_problems(checkpoint, embedding, other.checkpoint, target)
-    sizes = pairing.tensor_parallel_sizes(head)
-    return values | {"tensor_parallel_sizes": sizes}, pairing.reported_once(problems + more)
+    values = values | {"tensor_parallel_sizes": pairing.tensor_parallel_sizes(head)}
+    return values, pairing.reported_once(problems + more)
 
 
 def compare_derived(
-    kind: str, made: Resolved, source: Resolved, sample: int | None
+    checkpoint_kind: str, derived: Resolved, source: Resolved, sample: int | None
 ) -> HeadComparison | CheckpointComparison:
-    """Compares all bytes of a converted head with its source, or a target with its source tensor by tensor."""
-    for each in (made, source):
+    """Compares all bytes of a converted head with its source, or the tensors of a target."""
+    for each in (derived, source):
         _ = each.directory  # raises UsageError if its weights are not here
-    if kind == "head":
-        return compare_heads(made.checkpoint, source.checkpoint)
+    if checkpoint_kind == "head":
+        return compare_heads(derived.checkpoint, source.checkpoint)
     from trtspec.quant.verify import compare
 
-    return compare(made.target, source.checkpoint, COMPARED if sample is None else sample)
+    if sample is None:
+        sample = COMPARED
+    return compare(derived.target, source.checkpoint, sample)

@@ -1,4 +1,4 @@
-"""Options of several commands whose choices come from data, and values with a syntax of their own."""
+"""Options that several commands share, and option values with their own syntax."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PolicyOption = Annotated[
 
 @dataclass(frozen=True)
 class OutputFlags(OutputOptions):
-    """The options of a command that takes all three."""
+    """The options of a command that takes --dry-run, --restart and --force."""
 
     dry_run: DryRunOption = False
     restart: RestartOption = False
@@ -65,13 +65,16 @@ class IntList:
 
 
 class RateList(IntList):
-    what, example, number = "a list of requests per second", "0.5,1,2", float
+    what = "a list of requests per second"
+    example = "0.5,1,2"
+    number = float
 
 
 class CountList(IntList):
-    """Whole numbers from 0, one for each of something."""
+    """Whole numbers from 0, which may repeat."""
 
-    what, example = "a list of numbers", "1,29,57"
+    what = "a list of numbers"
+    example = "1,29,57"
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -82,7 +85,7 @@ def _numbers(text: str, number: type, above: int) -> tuple[Any, ...]:
     try:
         values = tuple(number(word) for word in text.split(","))
     except ValueError:
-        raise ValueError from None  # int's own message says nothing more
+        raise ValueError from None  # the caller's message replaces that of `int`
     if not all(above < value < MAX_NUMBER for value in values):
         raise ValueError
     return values

@@ -1,7 +1,7 @@
-"""One start of a server: TensorRT-LLM, the front of several, vLLM, or the reference backend in this process.
+"""Plans one start of a server: TensorRT-LLM, the front of several, vLLM, or the reference backend.
 
-`plan_server` says everything about a start and starts nothing; `launch` of trtspec.launch.preflight starts its plan.
-That of TensorRT-LLM goes from options to intent, configuration, command and problems.
+`plan_server` describes a start and starts nothing. `launch` of trtspec.launch.preflight starts the
+plan. A plan for TensorRT-LLM goes from options to intent, configuration, command and problems.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ from trtspec.trtllm.serve.front import plan_front
 from trtspec.verbs.engine_files import engine_of
 from trtspec.vllm import plan_vllm
 
-# options of trtllm-serve, and the option of serve that decides each: the checks and the readiness probe read ours
+# options of trtllm-serve, and the option of serve that decides each: the checks and the readiness
+# probe read the option of serve
 OWN_OPTIONS = {
     "host": "host", "port": "port", "extra_llm_api_options": "config",
     "served_model_name": "served_model_name", "server_role": "role",
@@ -63,7 +64,7 @@ INTENT_OPTIONS = ("goal", "tp_size", "max_batch_size", "max_num_tokens", "max_se
 
 
 def plan_server(options: ServeOptions) -> ServerPlan:
-    """Plans the start of an engine, or of the front of several."""
+    """Returns the plan for the start of an engine, or of the front of several."""
     launching = not options.dry_run
     if options.mode is FRONT:
         return plan_front(options, launching=launching)
@@ -81,32 +82,44 @@ def plan_server(options: ServeOptions) -> ServerPlan:
 
 
 def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
-    """Raises for what cannot be answered at all (unknown ids, unreadable files, options that contradict each other);
-    everything else is a problem of the plan."""
+    """Returns the plan for the start of TensorRT-LLM.
+
+    Raises UsageError for unknown ids, unreadable files and options that contradict each other.
+    Everything else is a problem of the plan.
+    """
     given = _user_file(options)
     launcher_args = _launcher_args(options)
     head_name = _head_name(options, given)
     written = parse_intent(given.text) if given is not None else None
     version, problems = _version(options, given, written, launching)
     target = find_target(options.target)
-    # before a launch its weights are looked at too, not only its headers
+    # before a launch, the head's weights are checked too, not only its headers
     head = load_head(head_name, values=launching) if head_name else None
+    head_spec = head.spec if head else None
     intent = _intent(options, given, written, version[0], target)
-    file = given or Document.parse(
-        engine_yaml(intent, target.spec, head.spec if head else None), ENGINE_FILE
-    )
+    file = given or Document.parse(engine_yaml(intent, target.spec, head_spec), ENGINE_FILE)
 
     role = options.role or intent.role
     argv = _command(options, intent, target, file, role)
     schema = schema_for(version[0])
     gpus = read_gpus()
     passed, refused = parse_passed(schema, argv[2:])
-    named = compute_capability(intent.gpu) if intent.gpu else None
+    capability = compute_capability(intent.gpu) if intent.gpu else None
+    if launching and gpus:
+        capability = gpus[0].capability
     deployment = Deployment(
-        schema, target.spec, intent.target, head.spec if head else None, intent.head or "", schema.set_by(passed),
-        options=passed, gpu=gpus[0].capability if launching and gpus else named, environ=os.environ, here=True,
+        schema,
+        target.spec,
+        intent.target,
+        head_spec,
+        intent.head or "",
+        schema.set_by(passed),
+        options=passed,
+        gpu=capability,
+        environ=os.environ,
+        here=True,
         role=role,
-    )  # fmt: skip
+    )
     parallel = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
     world = math.prod(deployment.size(file, key, 1) for key in parallel)
     nodes = options.nodes or intent.nodes
@@ -121,8 +134,10 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
     findings = [each for each in lint(file, deployment) if each.key != "--trust_remote_code"]
     problems += assumed_release(version[1], file)
     problems += [*refused, *findings]
-    problems += learned_problems(head.resolved, target.resolved) if head else []
-    models = [target.resolved, *([head.resolved] if head else [])]
+    models = [target.resolved]
+    if head:
+        problems += learned_problems(head.resolved, target.resolved)
+        models += [head.resolved]
     trusted = deployment.setting(file, "trust_remote_code") is True
     problems += check_start(
         PROGRAM, models, options.host, options.port, min(world, cluster.gpus_per_node), gpus,
@@ -151,8 +166,10 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
 
 
 def _user_file(options: ServeOptions) -> Document | None:
-    """The file of `config`. Raises UsageError if it cannot be read, is the file of a front, or decides what another
-    option was set for."""
+    """Returns the file of `config`. None without `config`.
+
+    Raises UsageError if the file cannot be read, is the file of a front, or contradicts `goal`.
+    """
     path = options.config
     if path is None:
         return None
@@ -181,10 +198,13 @@ def _launcher_args(options: ServeOptions) -> tuple[str, ...]:
 
 
 def _head_name(options: ServeOptions, file: Document | None) -> str | None:
-    """The head that was given, else the one that the file names, where that can be looked at here."""
+    """Returns the head of the options, else the head that the file names if it can be read here."""
     named = head_in(file) if file is not None else None
     if options.head and file is not None and named is None and not file.error:
-        message = f"`head` is not used with `config`: {file.name} has no speculative_config that names a head"
+        message = (
+            f"`head` is not used with `config`: {file.name} has no speculative_config that names "
+            "a head"
+        )
         raise UsageError(
             message, "write the file again with `trtspec build-config TARGET --head HEAD`"
         )
@@ -196,13 +216,16 @@ def _head_name(options: ServeOptions, file: Document | None) -> str | None:
 def _version(
     options: ServeOptions, file: Document | None, written: Intent | None, launching: bool
 ) -> tuple[tuple[str, str], list[Problem]]:
-    """The version to judge for and why, and what is doubtful about it."""
+    """Returns the version to judge for with its reason, and the problems of the version."""
     asked = options.trtllm_version
     installed = engine_version() if launching else None
     version, reason = choose_version(asked or installed, written)
     problems = list(PROGRAM.check_version(asked, installed, version)) if launching else []
     if written is not None and file is not None and written.version != version:
-        message = f"{file.name} was written for TensorRT-LLM {written.version} and is judged for {version}"
+        message = (
+            f"{file.name} was written for TensorRT-LLM {written.version} and is judged for "
+            f"{version}"
+        )
         problems.append(Problem("TS-SERVE-OTHER-VERSION", "warning", file.name, message))
     return (version, reason), problems
 
@@ -216,9 +239,8 @@ def _intent(
 ) -> Intent:
     """Takes the options first, then the first line of the file, then the defaults of the goal."""
     base = written or Intent(target=options.target, version=version)
-    given: dict[str, Any] = {
-        key: value for key in INTENT_OPTIONS if (value := getattr(options, key)) is not None
-    }
+    entries = {key: getattr(options, key) for key in INTENT_OPTIONS}
+    given: dict[str, Any] = {key: value for key, value in entries.items() if value is not None}
     named = options.head or (head_in(file) if file is not None else None)
     trusted = options.trust_remote_code or base.trust_remote_code
     intent = replace(
@@ -230,7 +252,7 @@ def _intent(
 def _command(
     options: ServeOptions, intent: Intent, target: Target, file: Document, role: str | None
 ) -> list[str]:
-    """Raises UsageError for an option after `--` that this command has itself."""
+    """Returns the command. Raises UsageError for an option after `--` that serve has itself."""
     schema = schema_for(intent.version)
     given = {
         "tensor_parallel_size": options.tp_size,
@@ -240,17 +262,17 @@ def _command(
     }
     sizes = {key: value for key, value in given.items() if value is not None}
     for name in parse_passed(schema, options.passed)[0]:
-        if own := OWN_OPTIONS.get(name):
-            raise UsageError(
-                f"--{name} is not used after --: `{own}` decides it", f"pass `{own}` before --"
-            )
+        decider = OWN_OPTIONS.get(name)
+        if decider:
+            message = f"--{name} is not used after --: `{decider}` decides it"
+            raise UsageError(message, f"pass `{decider}` before --")
         if name in sizes:
             raise UsageError(f"--{name} is given before -- and after it", "give it once")
     passed = list(options.passed)
-    passed += (
-        ["--served_model_name", options.served_model_name] if options.served_model_name else []
-    )
-    passed += ["--server_role", role.upper()] if role else []
+    if options.served_model_name:
+        passed += ["--served_model_name", options.served_model_name]
+    if role:
+        passed += ["--server_role", role.upper()]
     return build_command(
         intent,
         target.spec,
@@ -264,7 +286,7 @@ def _command(
 
 
 def reference_problems(options: ServeOptions) -> list[Problem]:
-    """Problems that the reference backend has with the pair, of what is here.
+    """Returns the problems of the reference backend with the parts of the pair that are here.
 
     Fetches no weights. Raises TrtspecError for a checkpoint that it would refuse.
     """
@@ -287,12 +309,13 @@ def serve_reference(options: ServeOptions) -> None:
     target = resolve(options.target)
     head = resolve(options.head) if options.head else None
     announce(f"trtspec: loading {target.name}")
-    # again, because a pair that was fetched just now could not be compared before
-    for line in problem_lines(learned_problems(head, target)) if head else ():
-        announce(line)
-    more = (
-        {} if options.prefix_cache_mib is None else {"prefix_bytes": options.prefix_cache_mib << 20}
-    )
+    if head:
+        # again, because a pair that was fetched just now could not be compared before
+        for line in problem_lines(learned_problems(head, target)):
+            announce(line)
+    more: dict[str, Any] = {}
+    if options.prefix_cache_mib is not None:
+        more = {"prefix_bytes": options.prefix_cache_mib << 20}
     published = target.hub_id.name if target.hub_id is not None else None
     settings = fill(
         ServerOptions, options, served_model_name=options.served_model_name or published, **more

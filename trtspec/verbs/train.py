@@ -30,11 +30,13 @@ def train_and_measure(
     prompts: int,
     asked: bool,
 ) -> dict[str, Any]:
-    """Plans, trains and measures on `prompts`. Returns the record of the run in the main process, {} in the others.
+    """Plans, trains and measures on `prompts`.
 
+    Returns the record of the run in the main process, {} in the others.
     `asked`: the user gave `acceptance_prompts`, so a measurement that is impossible is an error.
     """
-    # OpenMP reads this when torch is loaded. Its threads wait busily, which stalls a run where cores are shared.
+    # OpenMP reads this when torch is loaded. Its threads wait busily, which stalls a run on shared
+    # cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from trtspec.heads.training.ranks import process_group
     from trtspec.heads.training.training_plan import MEMORY_SHARE, check_run, make_plan
@@ -43,17 +45,20 @@ def train_and_measure(
         device = ranks.device(run.device)
         if not ranks.main:
             os.environ["TRTSPEC_QUIET"] = "1"
-        options, spec = options.for_device(run.device), require_target(run.target_dir).spec
+        options = options.for_device(run.device)
+        spec = require_target(run.target_dir).spec
         plan = make_plan(run.target_dir, spec, data, options, features)
         check_run(run, plan, options)
         for line in plan.lines():
             say(line)
         if prompts and features.with_layers and not plan.held_out:
-            text = f"none of {len(plan.samples)} conversations is held out, so no acceptance is measured at the end"
+            text = (
+                f"none of {len(plan.samples)} conversations is held out, "
+                "so no acceptance is measured at the end"
+            )
             if asked:
-                raise UsageError(
-                    text, "give a larger `held_out` or more data; or `acceptance_prompts` 0"
-                )
+                remedy = "give a larger `held_out` or more data; or `acceptance_prompts` 0"
+                raise UsageError(text, remedy)
             say(text)
 
         # only now: importing ModelOpt takes many seconds
@@ -72,12 +77,15 @@ def train_and_measure(
             with LayerStream(run.target_dir, dtype=options.dtype, device=device) as stream:
                 model = stream.model_without_layers()
         if not whole and asked and prompts:
-            text = "`acceptance_prompts` is not used where the target does not fit in memory beside its dumps"
+            text = (
+                "`acceptance_prompts` is not used where the target does not fit in memory beside "
+                "its dumps"
+            )
             raise UsageError(text, "leave it out, serve both, then run `trtspec bench`")
         with progress_bar("training", plan.steps, "steps") as bar:
 
             def on_step(point: CurvePoint) -> None:
-                """Draws the loss, and the agreement with the target at the first training-time-test steps."""
+                """Draws the loss and the agreement at the first training-time-test steps."""
                 shares = " ".join(f"{value:.2f}" for value in point.accuracy[:3])
                 note = f"loss {point.loss:.2f}  agree {shares}"
                 bar.update(completed=point.step, note=note)
@@ -87,14 +95,12 @@ def train_and_measure(
         return record
     if not whole:
         say(
-            "Acceptance is not measured without the target's layers; serve both, then run `trtspec bench`"
+            "Acceptance is not measured without the target's layers; "
+            "serve both, then run `trtspec bench`"
         )
     elif record["held_out"]:
-        held = [
-            sample
-            for sample in plan.samples
-            if sample.id in set(record["held_out"]) and sample.prompt > 0
-        ]
+        ids = set(record["held_out"])
+        held = [sample for sample in plan.samples if sample.id in ids and sample.prompt > 0]
         record["acceptance"] = measure_acceptance(model, run, held[:prompts])
         write_record(run.output, plan.spec, record)
     return record
@@ -103,7 +109,7 @@ def train_and_measure(
 def measure_acceptance(
     model: KimiModel, run: TrainingRun, samples: Sequence[Sample]
 ) -> dict[str, Any]:
-    """Measures the acceptance of the new head in greedy answers to prompts that training never saw."""
+    """Measures the new head's acceptance in greedy answers to prompts that training never saw."""
     from trtspec.bench.statistics import by_category, summarize
     from trtspec.checkpoint.tokenizer import KimiTokenizer
     from trtspec.client.servers import TurnCounts
@@ -116,20 +122,23 @@ def measure_acceptance(
     longest = max((sample.prompt for sample in samples), default=0) + ACCEPTANCE_TOKENS
     sizes = EngineOptions(DRAFTS, max_batch_size=8, max_seq_len=longest + DRAFTS)
     engine = Engine(model, head, sizes, tokenizer=KimiTokenizer(run.target_dir))
-    done = engine.generate([
-        GenerationRequest(sample.id, list(sample.tokens[: sample.prompt]), ACCEPTANCE_TOKENS) for sample in samples
-    ])  # fmt: skip
+    requests = [
+        GenerationRequest(sample.id, list(sample.tokens[: sample.prompt]), ACCEPTANCE_TOKENS)
+        for sample in samples
+    ]
+    done = engine.generate(requests)
     counts = []
     for sample in samples:
         answer = done[sample.id]
-        stats, tokens = answer.stats, len(answer.token_ids)
+        stats = answer.stats
+        tokens = len(answer.token_ids)
         counted = stats.steps, stats.accepted, stats.drafted, tuple(stats.histogram)
         counts.append(
             TurnCounts(sample.id, sample.category or "", tokens, *counted, "the reference engine")
         )
-    groups = {"all": summarize(counts)} | by_category(
-        sorted((turn for turn in counts if turn.category), key=lambda turn: turn.category)
-    )
+    labelled = [turn for turn in counts if turn.category]
+    labelled.sort(key=lambda turn: turn.category)
+    groups = {"all": summarize(counts)} | by_category(labelled)
     rows = [
         {
             "category": name,
@@ -138,7 +147,8 @@ def measure_acceptance(
             "accepted": group.accepted or 0,
             "histogram": group.histogram or [],
             "acceptance_length": group.acceptance_length or 1.0,
-            "acceptance_length_interval": group.acceptance_length_interval,  # 95 % over prompts; None for fewer than 3
+            # 95 % over prompts; None for fewer than 3
+            "acceptance_length_interval": group.acceptance_length_interval,
             "by_position": group.cumulative or [],
         }
         for name, group in groups.items()
