@@ -1,4 +1,6 @@
-"""Judges a speculating endpoint against one without speculation, row by row, and exits as `trtspec check` does.
+"""Judges a speculating endpoint against one without speculation, row by row.
+
+The exit status is that of `trtspec check`.
 
 python examples/judge_endpoint.py http://localhost:8000 http://localhost:8001
 """

@@ -1,4 +1,6 @@
-"""Judges every engine YAML of a directory against a TensorRT-LLM release; the exit status is 3 if one has an error.
+"""Judges every engine YAML of a directory against a TensorRT-LLM release.
+
+The exit status is 3 if one has an error.
 
 python examples/lint_repository.py configs 1.4.0rc1
 """

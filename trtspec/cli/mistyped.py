@@ -11,7 +11,7 @@ from trtspec.data_files import load_yaml
 from trtspec.errors import UsageError, did_you_mean, nearest
 from trtspec.records import plain_reason, set_by, spellings
 
-# option that a second argument stands for, and the beginning of its value
+# option that a second argument is meant for, and the beginning of its value
 SECOND = {"--head": "", "--against": "", "--against-url": "plain=", "--output": ""}
 
 
@@ -92,7 +92,7 @@ def _wrong_value(message: str, context: Any, parameter: Any, page: str) -> Usage
 
 
 def _typed_value(parameter: Any, words: list[str]) -> str:
-    """Returns the option and its value, as they stand among the words of the command line."""
+    """Returns the option and its value, as they were typed."""
     for index, word in enumerate(words):
         flag, equals, value = word.replace("_", "-").partition("=")
         if flag in parameter.opts:

@@ -320,7 +320,7 @@ def _try_within_limits(grammars: Grammars, syntax: str, text: str) -> dict[str, 
         return {"error": TOO_DEAR}
     if slowest > MASK_SECONDS:
         return {"error": "it takes too long to follow: simplify it"}
-    return {"bytes": max(1, _data_bytes() - before)}  # 0 stands for a cached grammar
+    return {"bytes": max(1, _data_bytes() - before)}  # 0: a cached grammar
 
 
 def _data_bytes() -> int:

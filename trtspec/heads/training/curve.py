@@ -28,7 +28,7 @@ def is_finished(output: Path) -> bool:
         return False
     path = output / "provenance.json"
     if not path.is_file():
-        # A run that goes on removes it before it writes its head again.
+        # A resumed run removes it before it writes its head again.
         return not (output / WORK_NAME).is_dir()
     training = read_object(path).get("training", {})
     return bool(training.get("finished", True))

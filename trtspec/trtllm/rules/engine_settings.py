@@ -216,7 +216,7 @@ def transfer_buffer(document: Document, deployment: Deployment) -> Iterator[Prob
 
 
 def forced_acceptance(document: Document, deployment: Deployment) -> Iterator[Problem]:
-    """Checks that the engine is not told to accept drafts unseen."""
+    """Checks that no key makes the engine accept drafts unseen."""
     message = f"{FORCED_ACCEPTANCE} accepts drafts unseen: "
     message += "the throughput is made up and the text is corrupt"
     key = f"env_overrides.{FORCED_ACCEPTANCE}"

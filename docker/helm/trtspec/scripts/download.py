@@ -1,5 +1,6 @@
-# Fetches checkpoints into the hub cache at HF_HOME and inspects them; then writes the file that says that they are
-# whole. Arguments: that file, then hub ids, org/name or org/name@COMMIT, or directories, which must be there already.
+# Fetches checkpoints into the hub cache at HF_HOME and inspects them. Then writes the file that
+# says that they are whole. Arguments: that file, then hub ids, org/name or org/name@COMMIT, or
+# directories, which must be there already.
 import pathlib
 import subprocess
 import sys

@@ -1,7 +1,7 @@
 """Before a server is stopped: waits until nobody is connected to its port, at most SECONDS.
 
-The pod leaves the Service at the same moment as this starts, so it waits a while even where it sees nobody: requests
-may still be on their way.
+The pod leaves the Service at the same moment as this starts, so it waits a while even where it
+sees nobody: requests may still be on their way.
 """
 
 import os
