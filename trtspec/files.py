@@ -1,7 +1,7 @@
 """Files that somebody else wrote: read within bounds, and never waited for.
 
-Whatever is at a path (nothing, a directory, a pipe, a loop of links, a failing disk, gigabytes),
-opening it ends in bytes or in one error that names the file and the reason.
+A path may hold nothing, a directory, a pipe, a loop of links, gigabytes, or lie on a failing disk.
+Opening it ends in bytes, or in one error that names the file and the reason.
 
 YAML with positions, which only engine files need, is in trtllm/nodes.py.
 """

@@ -1,7 +1,7 @@
 """Fetches from the hub into its cache, and opens a checkpoint on the hub by its headers.
 
-The small files of such a checkpoint come into the cache. Of each shard the header is read, by
-ranged reads. For a terabyte of weights that is a few megabytes.
+The small files of such a checkpoint come into the cache. Ranged reads fetch
+the header of each shard. For a terabyte of weights that is a few megabytes.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 Standard library only.
 
 It is run by path (it starts in a hundredth of a second): `python -I -S reaper.py GRACE CONTROL`.
-GRACE: seconds between a request to end and SIGKILL. CONTROL: read end of a pipe on which trtspec
-writes the server's command, a line of JSON (a `pkill -f` of the server's name must not match the
-subreaper), and which it then holds open. Its end means that trtspec has ended in any way. Process
-groups do not hold an MPI job together: Open MPI's daemon gives every rank a group of its own. A
-child subreaper (prctl(2)) adopts what the server starts and leaves behind, and ends it too. trtspec
-does the same for the subreaper.
+GRACE: seconds between a request to end and SIGKILL. CONTROL: read end of a pipe. On it trtspec
+writes the server's command, a line of JSON, so that a `pkill -f` of the server's name does not
+match the subreaper. Then trtspec holds the pipe open. Its end means that trtspec has ended in any
+way. Process groups do not hold an MPI job together: Open MPI's daemon gives every rank a group of
+its own. A child subreaper (prctl(2)) adopts what the server starts and leaves behind, and ends it
+too. trtspec does the same for the subreaper.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How a model is spread over GPUs, and whether TensorRT-LLM can run it there at all.
 
-`plan` recommends nothing and `build-config` writes nothing that `refusals` names. What depends on a
-release is in releases.yaml and the schemas. What is here holds for every release that is known.
+`plan` recommends nothing and `build-config` writes nothing that `refusals` names. Facts of one
+release are in releases.yaml and the schemas. The rules here hold for every known release.
 """
 
 from __future__ import annotations

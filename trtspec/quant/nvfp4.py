@@ -217,7 +217,7 @@ SEARCH_CHUNK = 1 << 13  # blocks searched at a time
 def best_scales(blocks: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     """float8_e4m3fn [n] of least squared error for finite `blocks` [n, 16].
 
-    Of scales with equal errors the smallest is taken. A block of zeros gets 2^-9, as in ModelOpt,
+    The smallest of scales with equal errors is taken. A block of zeros gets 2^-9, as in ModelOpt,
     and a tensor of zeros gets 1.0. `amax` is the float32 largest magnitude of all weights that
     share `scale_2`: a nonzero one below TINIEST_AMAX is refused before this function is called.
     """

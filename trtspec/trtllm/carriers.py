@@ -183,8 +183,8 @@ def is_engine_file(keys: Iterable[str]) -> bool:
 def is_foreign(keys: Iterable[str]) -> bool:
     """Whether the keys of a mapping are another tool's.
 
-    They are if some are no keys of an engine or front and are not spelled like one, and no other
-    keys are an engine's, except GENERIC ones.
+    True if a key is unknown to every engine and front, no unknown key is spelled like a known one,
+    and the known keys are GENERIC.
     """
     keys = set(keys)
     _, known = _engine_keys()

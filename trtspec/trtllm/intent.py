@@ -1,7 +1,7 @@
 """The user's intent for one server, before it is written for one engine version.
 
 One record makes the options of `trtspec build-config`, its variables, and the first line of every
-file that it writes. That line is the command that writes the file again, and `parse_intent` reads
+file that it writes. The line is the command that writes the file again. `parse_intent` reads
 it.
 """
 

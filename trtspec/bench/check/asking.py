@@ -1,7 +1,7 @@
 """Asks a server the exchanges of a check, and lets the target alone score the answers.
 
-The server without speculation says how likely each token of an answer was.
-What reached the journal is never asked again. A server that speculates is never asked for
+The server without speculation says how likely each token of an answer was. A request in the journal
+is never asked again. A server that speculates is never asked for
 log-probabilities: some releases die of it.
 """
 
@@ -193,7 +193,7 @@ async def score_answers(
 ) -> tuple[list[Exchange], list[Exchange]]:
     """Returns `candidate` with scores, and the exchanges of the asker's server with scores.
 
-    That server answers the same prompts, every request that shows a fault in `candidate`, and every
+    The server is asked the same prompts, every request that shows a fault in `candidate`, and every
     parameter.
     """
     baseline = await _baseline_answers(asker, candidate)

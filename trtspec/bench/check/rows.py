@@ -280,7 +280,8 @@ def greedy(
     rounding = max(baseline_regrets, default=0.0)
     why = f"at most {max(regrets):.2f} of {limit:g} nats behind, without speculation {rounding:.2f}"
     if tipped:
-        why += f"; {tipped[0].key} ({tipped[0].run}) alone, not when asked again"
+        same_prompt = sum(exchange.key == tipped[0].key for exchange in greedy_answers)
+        why += f", in {len(tipped)} of {same_prompt} answers to {tipped[0].key}"
     return looks, why
 
 

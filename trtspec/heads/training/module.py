@@ -117,7 +117,7 @@ def ttt_attention(
     """Attention of training-time-test step k over the keys of steps 0..k, all of S rows.
 
     The states move right by one row each step. At step k row q drafts for the context that ends at
-    row q-k, so it sees step-0 keys up to q-k. Of step i >= 1 it sees row q-(k-i) alone. So step 0
+    row q-k, so it sees step-0 keys up to q-k. It sees row q-(k-i) alone of step i >= 1. So step 0
     needs a full score matrix, and each later step a diagonal. Padding is on the right, where no
     real row looks, so `attention_mask` is not needed. Returns [B, S, h, d] for transformers'
     interface.

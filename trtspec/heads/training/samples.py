@@ -297,7 +297,7 @@ def read_files(
 ) -> tuple[list[Sample], list[dict[str, Any]]]:
     """(the samples of all files in order, the counts of each file).
 
-    Of conversations with the same training tokens the first is kept.
+    Keeps the first of conversations with the same training tokens.
     """
     seen: set[tuple[int, ...]] = set()
     names: set[str] = set()
