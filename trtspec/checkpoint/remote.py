@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trtspec import machine
+from trtspec import machine, report
 from trtspec.checkpoint.headers import HF_QUANT_NAME, INDEX_NAME, Checkpoint, TensorInfo, tensors_of
 from trtspec.checkpoint.published import similar_id
 from trtspec.errors import MissingDependency, TrtspecError
@@ -125,8 +125,11 @@ class HubFiles:
 def download(hub_id: HubId, patterns: list[str]) -> Path:
     """Fetches the files of these patterns into the hub's own cache. Returns the snapshot's path."""
     from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
 
     require_online(hub_id)
+    if not report.wanted():
+        disable_progress_bars()
     fetch = partial(
         snapshot_download, hub_id.name, revision=hub_id.revision, allow_patterns=patterns
     )

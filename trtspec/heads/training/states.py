@@ -173,15 +173,17 @@ def read_dump(path: Path, spec: ModelSpec, num_aux: int) -> tuple[Sample, dict[s
         # weights_only: a dump runs no code
         record = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
         tokens = tuple(record["input_ids"].flatten().tolist())
-        hidden = record["hidden_states"]
-        aux = record["aux_hidden_states"]
+        hidden_shape = tuple(record["hidden_states"].shape)
+        aux_shape = tuple(record["aux_hidden_states"].shape)
+        answer = (1,) * len(tokens)
+        mask = record.get("loss_mask")
+        if mask is not None:
+            answer = tuple(mask.flatten().tolist())
     except Exception as error:  # torch.load raises many types for a damaged or foreign file
         # The first line. The others advise to load without weights_only.
         reason = str(error).partition("\n")[0]
         message = f"TS-FEATURES-DUMP {path}: not a dump ({reason[:200]})"
         raise TrtspecError(message, "dump the states again") from None
-    hidden_shape = tuple(hidden.shape)
-    aux_shape = tuple(aux.shape)
     hidden_wanted = (len(tokens), spec.hidden_size)
     aux_wanted = (len(tokens), num_aux * spec.hidden_size)
     if hidden_shape != hidden_wanted or aux_shape != aux_wanted:
@@ -202,10 +204,6 @@ def read_dump(path: Path, spec: ModelSpec, num_aux: int) -> tuple[Sample, dict[s
         )
         remedy = "dump the normed state, or apply the final norm to the dumps"
         raise TrtspecError(message, remedy)
-    answer = (1,) * len(tokens)
-    mask = record.get("loss_mask")
-    if mask is not None:
-        answer = tuple(mask.flatten().tolist())
     name = str(record.get("conversation_id", path.stem))
     return Sample(name, tokens, answer, len(tokens)), record
 
