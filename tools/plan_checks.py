@@ -358,7 +358,8 @@ def extrapolation(data: dict[str, Any]) -> list[str]:
         curve, known = CURVES[name], rates_of(CURVES[name][:KNOWN])
         for source, decay in decays.items():
             by_position = lengths([*known, *decay.beyond(known, len(curve))])
-            by_length = lengths(decay.through(curve[KNOWN - 1], KNOWN, len(curve)))
+            one_length = Acceptance("", length_at=(curve[KNOWN - 1], KNOWN))
+            by_length = lengths(one_length.rates(len(curve), decay))
             lines.append(extrapolated_row(name, f"K = 1 to {KNOWN}", source, by_position, curve))
             lines.append(
                 extrapolated_row(

@@ -171,11 +171,7 @@ def signals_handled(handler: Callable[[int, Any], None], *numbers: int) -> Itera
 @contextmanager
 def termination_as_interrupt() -> Iterator[None]:
     """Makes SIGTERM, with which schedulers end a job, unwind like Ctrl-C while the block runs."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with signals_handled(interrupt, signal.SIGTERM):
+    with signals_handled(signal.default_int_handler, signal.SIGTERM):
         yield
 
 

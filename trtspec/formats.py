@@ -7,9 +7,7 @@ and on the command line) with its properties: `format.parts`, `format.values_per
 
 from __future__ import annotations
 
-import fnmatch
 import functools
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -172,30 +170,6 @@ class WeightFormat(StrEnum):
             for suffix, dtypes in zip(self.storage.all_parts, self.storage.dtypes, strict=True)
             if suffix in parts
         )
-
-    def unquantized_modules(self, patterns: tuple[str, ...]) -> re.Pattern[str]:
-        """Matches the modules that `patterns` exclude, as the format's own library reads them.
-
-        ModelOpt reads shell patterns. compressed-tensors reads names, also without their prefix, or
-        `re:` and a regular expression. An invalid regular expression matches nothing.
-        """
-        translate = fnmatch.translate if self.is_fp4 else _named_or_regex
-        return re.compile("|".join(map(translate, patterns)) or r"(?!)")
-
-
-def _named_or_regex(pattern: str) -> str:
-    """Translates an entry of an ignore list to an alternative of a regular expression.
-
-    The list is of compressed-tensors or FP8.
-    """
-    if not pattern.startswith("re:"):
-        return rf"(?:.*\.)?{re.escape(pattern)}\Z"
-    alternative = f"(?:{pattern[3:]})"
-    try:
-        re.compile(alternative)
-    except (re.error, RecursionError, OverflowError):
-        return r"(?!)"
-    return r"(?!)" if "(?P" in alternative else alternative
 
 
 SIDE_PARTS = tuple(

@@ -40,7 +40,7 @@ def free_memory(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
     """Bytes that this process may still take, by the machine and the limits of its cgroups."""
     import psutil
 
-    free = psutil.virtual_memory().available
+    free: int = psutil.virtual_memory().available
     for directory in _cgroups(cgroup, membership):
         match _words(directory / "memory.max"), _words(directory / "memory.current"):
             case [limit], [used] if limit.isdigit():

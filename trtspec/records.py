@@ -398,7 +398,9 @@ def fill(record: type[Record], options: Any, **others: Any) -> Record:
 
 def record_of(function: Callable[..., Any]) -> type:
     """The record that a command takes."""
-    return next(hint for name, hint in typing.get_type_hints(function).items() if name != "return")
+    hints = typing.get_type_hints(function).items()
+    record: type = next(hint for name, hint in hints if name != "return")
+    return record
 
 
 def verb(function: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -478,7 +480,8 @@ def set_by(context: Any, parameter: Any) -> str:
     """The environment variable that sets this parameter of a command. "" if none does."""
     if context.get_parameter_source(parameter.name).name != "ENVIRONMENT":
         return ""
-    return next(name for name in parameter.envvar if name in os.environ)
+    variable: str = next(name for name in parameter.envvar if name in os.environ)
+    return variable
 
 
 def _for_typer(command: str, field: OptionField) -> inspect.Parameter:
@@ -649,7 +652,8 @@ def parse(record: type[Record], line: str | Sequence[str], name: str = "command"
     for parameter in command.params:
         parameter.envvar = None
     try:
-        return command.main(split, prog_name=name, standalone_mode=False)
+        options: Record = command.main(split, prog_name=name, standalone_mode=False)
+        return options
     except CLICK_ERROR as error:
         raise UsageError(f"{shlex.join(split)} does not parse: {error.format_message()}") from None
     except UsageError as error:

@@ -8,6 +8,7 @@ config.json.
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import itertools
 import re
@@ -92,11 +93,6 @@ class Values:
     def mapping(self, key: str) -> Values:
         """The mapping at a key, empty if the key is absent or null."""
         return Values(self.read(key, dict, {}), f"{self.where}: {key}")
-
-    def wholes(self, key: str) -> tuple[int, ...]:
-        """The integers of a key that holds one or a list of them. () if it is absent or null."""
-        integers = self.read(key, list[ID] | ID, [])
-        return tuple(integers) if isinstance(integers, list) else (integers,)
 
 
 @functools.cache
@@ -204,8 +200,13 @@ class QuantSpec:
 
     @functools.cached_property
     def unquantized(self) -> re.Pattern[str]:
-        """Matches the modules that `exclude` leaves alone."""
-        return self.format.unquantized_modules(self.exclude)
+        """Matches the modules that `exclude` leaves alone, as the format's own library reads it.
+
+        ModelOpt reads shell patterns. compressed-tensors reads names, also without their prefix, or
+        `re:` and a regular expression. An invalid regular expression matches nothing.
+        """
+        translate = fnmatch.translate if self.format.is_fp4 else _named_or_regex
+        return re.compile("|".join(map(translate, self.exclude)) or r"(?!)")
 
     def format_of(self, module: str, role: str) -> WeightFormat:
         """The format of a linear as an engine decides it.
@@ -261,6 +262,21 @@ class QuantSpec:
             kv_cache = "fp8"
         layers = formats_of_layers(block)
         return QuantSpec(format, group_size, exclude, kv_cache, block_size, layers, where)
+
+
+def _named_or_regex(pattern: str) -> str:
+    """Translates an entry of an ignore list to an alternative of a regular expression.
+
+    The list is of compressed-tensors or FP8.
+    """
+    if not pattern.startswith("re:"):
+        return rf"(?:.*\.)?{re.escape(pattern)}\Z"
+    alternative = f"(?:{pattern[3:]})"
+    try:
+        re.compile(alternative)
+    except (re.error, RecursionError, OverflowError):
+        return r"(?!)"
+    return r"(?!)" if "(?P" in alternative else alternative
 
 
 @dataclass(frozen=True)
@@ -336,7 +352,11 @@ class ModelSpec(Sizes):
                 f"{quant.where} lists a format for each layer, and no {family.name} is published so"
             )
             raise TrtspecError(message, "quantize its source again", "TS-TARGET-FORMAT-UNKNOWN")
-        ids = {name: (text if name in text.values else top).wholes(name) for name in TOKEN_IDS}
+        ids = {}
+        for name in TOKEN_IDS:
+            level = text if name in text.values else top
+            integers = level.read(name, list[ID] | ID, [])
+            ids[name] = tuple(integers) if isinstance(integers, list) else (integers,)
         architectures = top.read("architectures", list[str], [])
         return ModelSpec(
             family=family,

@@ -13,11 +13,11 @@ from tests.tiny import make_target
 from trtspec.checkpoint.data_rows import from_hub
 from trtspec.checkpoint.hub import (
     cached_snapshot,
+    canonical_id,
     engine_name,
     engine_path,
     engine_revision,
     resolve,
-    same_checkpoint,
     snapshot_id,
 )
 from trtspec.checkpoint.published import (
@@ -371,5 +371,6 @@ def test_engines_are_given_a_name_and_a_revision_or_the_snapshot(
         engine_path("someone/head@v1", "/models/hub")
     snapshot = published(empty_cache, "someone/head", make_target(tmp_path / "source"))
     assert engine_path("someone/head@main") == str(snapshot)
-    assert same_checkpoint("someone/head@main", str(snapshot))
-    assert not same_checkpoint("someone/head@main", head)
+    canonical = canonical_id("someone/head@main")
+    assert canonical == canonical_id(str(snapshot))
+    assert canonical != canonical_id(head)

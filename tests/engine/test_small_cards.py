@@ -93,12 +93,12 @@ def test_what_fits_on_small_cards(nano: ModelSpec, medium: ModelSpec) -> None:
     """By hand, 16.0e9 weights of 2 or 4 bytes with 5 % to spare fit on none of the cards."""
     print("\n| card | GB | type | kimi-nano |\n|---|---|---|---|")
     for card in CARDS:
-        rows = footprint(Path(), nano, None, load(card)).rows_in(card.free)
+        rows, _ = footprint(Path(), nano, None, load(card)).fitting(card.free)
         print(f"| {card.name} | {card.gib} | {dtype_name(card.dtype)} | {rows} x {LENGTH} |")
         assert rows > 300
         large = footprint(Path(), medium, None, load(card))
         assert large.needed(0) >= 1.05 * 16.0e9 * card.dtype.itemsize > card.free
-        assert (large.rows_in(card.free), large.length_in(card.free)) == (0, 0)
+        assert large.fitting(card.free) == (0, 0)
 
 
 def test_what_does_not_fit_is_refused(
@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_refused(
     monkeypatch.setattr("trtspec.models.footprint.free_bytes", lambda device: card.free)
     require_fitting(Path("target"), nano, None, load(card))
     many = replace(load(card), rows=10**6)
-    fitting = footprint(Path("target"), nano, None, many).rows_in(card.free)
+    fitting, _ = footprint(Path("target"), nano, None, many).fitting(card.free)
     for spec, asked, remedy in (
         (medium, load(card), "its weights alone do not fit"),
         (nano, many, f"use `max_batch_size` {fitting}, or"),

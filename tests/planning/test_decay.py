@@ -52,9 +52,8 @@ def test_grown_from_three_positions_of_one_curve_it_predicts_the_other(
     grown = fit(lengths([*known, *minimax().beyond(known, 8)]))
     start = rates_of(CURVES[other][:KNOWN])
     assert lengths([*start, *grown.beyond(start, 8)]) == pytest.approx(CURVES[other], rel=0.02)
-    assert lengths(grown.through(CURVES[other][2], 3, 8)) == pytest.approx(
-        CURVES[other], rel=0.04
-    )  # one length alone
+    one_length = Acceptance("", length_at=(CURVES[other][2], 3))
+    assert lengths(one_length.rates(8, grown)) == pytest.approx(CURVES[other], rel=0.04)
 
 
 @pytest.mark.parametrize("name", KIMI)

@@ -437,7 +437,8 @@ def read_results(path: Path) -> BenchResults:
         schema = values.get("schema", SCHEMA)
         if schema != SCHEMA:
             raise ValueError(f"its schema is {str(schema)[:40]!r}, and this release reads {SCHEMA}")
-        return adapter(BenchResults).validate_python(values)
+        results: BenchResults = adapter(BenchResults).validate_python(values)
+        return results
     except FileNotFoundError:
         raise files.missing(file, remedy) from None
     except ValidationError as error:

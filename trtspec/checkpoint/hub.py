@@ -246,13 +246,11 @@ def _has_all_shards(snapshot: Path) -> bool:
     return all((snapshot / shard).exists() for shard in set(shards.values()))
 
 
-def same_checkpoint(first: str, second: str) -> bool:
-    """Whether two names are one directory, one shipped model, or one commit of a repository."""
-    return _canonical(first) == _canonical(second)
+def canonical_id(name: str) -> HubId | str:
+    """The hub's own id of a checkpoint, with its commit if the cache tells it, or a directory.
 
-
-def _canonical(name: str) -> HubId | str:
-    """The hub's own id of a checkpoint, with its commit if the cache tells it, or a directory."""
+    Two names of one directory, one shipped model or one commit of a repository have the same.
+    """
     hub_id = named_hub_id(name)
     if hub_id is None:
         return snapshot_id(Path(name)) or engine_name(name)

@@ -20,7 +20,7 @@ from trtspec.checkpoint.target_tensors import coverage_problems, tensor_problems
 from trtspec.checkpoint.tokenizer_problems import tokenizer_problems
 from trtspec.errors import Problem, Severity, TrtspecError, UsageError, errors_in, has_errors
 from trtspec.families.family import Role
-from trtspec.families.known import is_target
+from trtspec.families.known import REFUSED_TYPES, model_types
 from trtspec.formats import WeightFormat
 from trtspec.specs import ModelSpec
 
@@ -158,7 +158,7 @@ def config_kind(config: dict[str, Any], name: str) -> Kind:
         return "head"
     if config.get("num_hidden_layers") == 1:
         return "head"
-    if is_target(config):
+    if config.get("model_type") in (*model_types(), *REFUSED_TYPES):
         return "target"
     stated = f"model_type {config.get('model_type')!r}, architecture {architecture!r}"
     message = f"{name} is neither a Kimi-K2 target nor an Eagle3 head ({stated})"

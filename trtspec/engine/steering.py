@@ -37,7 +37,8 @@ class Steering:
     @cached_property
     def grammar(self) -> Grammar:
         """The sequence's own copy, made at its first token. Before, it shares the request's."""
-        return self.request.grammar.copy()
+        grammar: Grammar = self.request.grammar.copy()
+        return grammar
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Takes the tokens that were emitted. Raises RequestRefused if no token is allowed next."""

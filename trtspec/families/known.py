@@ -17,11 +17,6 @@ def model_types() -> dict[str, Family]:
     return {name: family for family in FAMILIES for name in family.model_types}
 
 
-def is_target(config: dict[str, Any]) -> bool:
-    """Whether the model_type is a target's, served or refused."""
-    return config.get("model_type") in (*model_types(), *REFUSED_TYPES)
-
-
 def family_of(config: dict[str, Any]) -> Family:
     """The family of a target, by its config.json alone.
 

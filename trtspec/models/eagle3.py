@@ -70,7 +70,8 @@ class Eagle3Head(nn.Module):
             states = aux.unflatten(-1, self.fc_norm.shape)
             normed = F.rms_norm(states, self.fc_norm.shape[1:], eps=self.spec.rms_norm_eps)
             aux = (normed * self.fc_norm).flatten(-2)
-        return self.fc(aux)
+        fused: Tensor = self.fc(aux)
+        return fused
 
     def forward(
         self,
@@ -133,7 +134,8 @@ class Eagle3Head(nn.Module):
 
     def logits(self, normed: Tensor) -> Tensor:
         """normed [..., H] -> float32 [..., Vd]."""
-        return self.lm_head(normed).float()
+        logits: Tensor = self.lm_head(normed)
+        return logits.float()
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft ids, any shape -> ids of the target's vocabulary."""
@@ -172,7 +174,8 @@ class LlamaAttention(nn.Module):
         q, k = step.rotate(qk).split((self.heads, self.kv_heads), 2)
         entry = torch.cat((k, v), 2).flatten(2)
         attended = step.attend(entry, q, self.attention)
-        return self.o_proj(attended.flatten(2))
+        output: Tensor = self.o_proj(attended.flatten(2))
+        return output
 
     def attention(self, queries: Tensor, entries: Tensor, mask: CausalMask) -> Tensor:
         """Attention over cached entries.
@@ -188,7 +191,7 @@ class LlamaAttention(nn.Module):
         scores = torch.matmul(scaled, keys.mT).unflatten(2, (-1, tokens))
         scores = scores + mask.blocked[:, None, None]  # [B, K, G, T, S]
         weights = scores.softmax(-1, dtype=torch.float32).to(queries.dtype)
-        attended = torch.matmul(weights.flatten(2, 3), values).unflatten(2, (-1, tokens))
+        attended: Tensor = torch.matmul(weights.flatten(2, 3), values).unflatten(2, (-1, tokens))
         return attended.permute(0, 3, 1, 2, 4).flatten(2, 3)  # [B, T, N, D]
 
 

@@ -126,7 +126,7 @@ class PackedWeight:
 
     def product(self, x: Tensor) -> Tensor:
         """x W^T, summed in float32: x float32 or bfloat16 [..., in] -> [..., out] of x's type."""
-        product = torch.ops.quantized.linear_dynamic_fp16.default(x.float(), self.packed)
+        product: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x.float(), self.packed)
         return product.mul_(self.unscale).to(x.dtype)
 
 

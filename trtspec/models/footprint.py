@@ -87,16 +87,16 @@ class Footprint:
     def needed(self, rows: int) -> int:
         return self.kept + rows * self.row
 
-    def rows_in(self, free: int) -> int:
-        """Requests of the full length that fit."""
-        return max(0, free - self.kept) // self.row
+    def fitting(self, free: int) -> tuple[int, int]:
+        """Requests of the full length that fit, and tokens that a single request may have.
 
-    def length_in(self, free: int) -> int:
-        """Tokens that a single request may have. 0 if they are not worth proposing."""
+        The tokens are 0 if they are not worth proposing.
+        """
+        rows = max(0, free - self.kept) // self.row
         tokens = (free - self.kept - self.logits) * self.length // self.row
         if tokens < MIN_LENGTH:
-            return 0
-        return min(tokens, self.length)
+            return rows, 0
+        return rows, min(tokens, self.length)
 
 
 def footprint(
@@ -125,8 +125,7 @@ def require_fitting(
     needed = total.needed(load.rows)
     if needed <= free:
         return
-    rows = total.rows_in(free)
-    length = total.length_in(free)
+    rows, length = total.fitting(free)
     if rows:
         remedy = f"use `max_batch_size` {rows}, or a `max_seq_len` below {load.length}"
     elif length:

@@ -160,4 +160,5 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
         """x [B, T, H] -> [B, T, H]."""
         x = x + self.self_attn(self.input_layernorm(x), step)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        output: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return output

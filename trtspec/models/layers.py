@@ -46,12 +46,15 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., H] -> [..., H]."""
         gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(F.silu(gate) * up)
+        output: Tensor = self.down_proj(F.silu(gate) * up)
+        return output
 
 
 def embedding(vocab_size: int, hidden_size: int) -> nn.Embedding:
     if torch.empty(0).is_meta:
         # torch's random values for a meta tensor would import torch._dynamo: over a second of every
         # start.
-        return nn.Embedding.from_pretrained(torch.empty(vocab_size, hidden_size), freeze=False)
+        weight = torch.empty(vocab_size, hidden_size)
+        meta: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False)
+        return meta
     return nn.Embedding(vocab_size, hidden_size)

@@ -73,7 +73,8 @@ class LatentAttention(nn.Module):
 
         attended = step.attend(entry, queries, self.attention)  # [B, T, N, C]
         values = torch.einsum("btnc,nvc->btnv", attended, w_uv)
-        return self.o_proj(values.flatten(-2))
+        output: Tensor = self.o_proj(values.flatten(-2))
+        return output
 
     def attention(self, queries: Tensor, entries: Tensor, mask: CausalMask) -> Tensor:
         """Multi-query attention over cached entries.
@@ -84,7 +85,8 @@ class LatentAttention(nn.Module):
         scores = torch.baddbmm(mask.by_head(self.heads), flat, entries.mT, alpha=self.scale)
         weights = scores.softmax(-1)  # accumulates in float32
         attended = torch.bmm(weights, entries[..., : self.kv_lora_rank])
-        return attended.unflatten(1, (-1, self.heads))
+        by_token: Tensor = attended.unflatten(1, (-1, self.heads))
+        return by_token
 
     def up_projections(self) -> tuple[Tensor, Tensor]:
         """W_UK [N, nope, C] and W_UV [N, v, C], the rows of kv_b_proj by head."""

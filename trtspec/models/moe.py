@@ -34,7 +34,7 @@ class MoE(nn.Module):
         """x [..., H] -> [..., H]."""
         flat = x.flatten(0, -2)
         ids, weights = self.gate(flat)
-        output = self.experts(flat, ids, weights) + self.shared_experts(flat)
+        output: Tensor = self.experts(flat, ids, weights) + self.shared_experts(flat)
         return output.view_as(x)
 
 
@@ -110,6 +110,6 @@ def dispatch(
     )
     indices = torch.arange(len(order), device=order.device)
     inverse = torch.empty_like(order).scatter_(0, order, indices)
-    by_token = outputs[inverse].unflatten(0, weights.shape)  # [tokens, k, H]
+    by_token: Tensor = outputs[inverse].unflatten(0, weights.shape)  # [tokens, k, H]
     weighted = by_token * weights.unsqueeze(-1).to(outputs.dtype)
     return weighted.sum(1)

@@ -214,7 +214,7 @@ class States:
         self.directory = directory
         self.durable = durable
         sizes = [math.prod(shape) * dtype.itemsize for shape in self.shapes]
-        self.offsets = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
+        self.offsets: list[int] = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
         self.in_memory = self.bytes <= budget
         self.on_disk = durable or not self.in_memory
         if self.on_disk and directory is None:

@@ -57,4 +57,5 @@ class NVFP4Experts(nn.Module):
 
     def one_expert(self, expert: int, x: Tensor) -> Tensor:
         gate, up = self.gate_up[expert](x).chunk(2, -1)
-        return self.down[expert](F.silu(gate) * up)
+        output: Tensor = self.down[expert](F.silu(gate) * up)
+        return output

@@ -73,7 +73,8 @@ class Acceptance:
         """
         decay = decay or self.decay or published_decay()
         if self.length_at is not None:
-            return decay.through(*self.length_at, drafts)
+            power = _power(decay, *self.length_at)
+            return [decay.rate(position) ** power for position in range(1, drafts + 1)]
         return [*self.known[:drafts], *decay.beyond(self.known, drafts)]
 
     @property
@@ -242,11 +243,6 @@ class Decay:
         decay_logs = sum(math.log(self.rate(position)) for position in positions)
         power = known_logs / decay_logs
         return [self.rate(position) ** power for position in range(len(known) + 1, drafts + 1)]
-
-    def through(self, length: float, at: int, drafts: int) -> list[float]:
-        """Rates of positions 1 .. drafts, for an acceptance length of `length` at `at` drafts."""
-        power = _power(self, length, at)
-        return [self.rate(position) ** power for position in range(1, drafts + 1)]
 
 
 @lru_cache(maxsize=1024)  # a plan needs the same few at every one of its points

@@ -68,7 +68,8 @@ class EngineConfig:
 
     @property
     def values(self) -> dict[str, Any]:
-        return Document.parse(self.text).value
+        values: dict[str, Any] = Document.parse(self.text).value
+        return values
 
 
 def build(

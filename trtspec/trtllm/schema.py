@@ -479,7 +479,8 @@ def _entry(owner: str, name: str, facts: Mapping[str, Any]) -> Entry:
     parent = owner.partition(":")[0].removeprefix(OPTIONS)
     path = f"{parent}.{name}".lstrip(".")
     lists = {key: tuple(facts[key]) for key in ("allowed", "choices", "flags") if key in facts}
-    return entry_class(path=path, **{**facts, **lists})
+    entry: Entry = entry_class(path=path, **{**facts, **lists})
+    return entry
 
 
 def parse_version(text: str) -> Version:

@@ -113,7 +113,8 @@ def measure_acceptance(
     from trtspec.bench.statistics import by_category, summarize
     from trtspec.checkpoint.tokenizer import KimiTokenizer
     from trtspec.client.servers import TurnCounts
-    from trtspec.engine.engine import Engine, EngineOptions, GenerationRequest
+    from trtspec.engine.engine import Engine, EngineOptions
+    from trtspec.engine.request import GenerationRequest
     from trtspec.models.head_weights import load_head
     from trtspec.models.precision import dtype_name
 

@@ -90,7 +90,8 @@ BETS: tuple[tuple[str, str, Tilt], ...] = (
 def mixed(bets: Sequence[Evidence]) -> float:
     """Logarithm of the mean winnings of all bets."""
     won = [bet.won for bet in bets]
-    return np.logaddexp.reduce(won) - math.log(len(won))
+    total: float = np.logaddexp.reduce(won)
+    return total - math.log(len(won))
 
 
 @cache

@@ -191,7 +191,8 @@ class BenchWorkload:
         if self.recorded_times:
             sent_ms = [question.sent_ms for _, question in asked]
             times = np.array(sent_ms, dtype=np.float64)
-            return (times - times.min()) / 1000
+            seconds: NDArray[np.float64] = (times - times.min()) / 1000
+            return seconds
         # a Poisson process has exponential gaps
         rng = np.random.default_rng((self.sampling.seed, number))
         return np.cumsum(rng.exponential(1 / rate, size=len(asked)))

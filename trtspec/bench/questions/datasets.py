@@ -107,7 +107,7 @@ class Dataset:
         if not all(isinstance(time, (int, float)) for time in times):
             remedy = "give each row a `timestamp` in milliseconds, or leave out `recorded_times`"
             raise UsageError(f"{self.name} has rows without a time", remedy)
-        duration_ms = max(max(times) - min(times), 1000)
+        duration_ms: float = max(max(times) - min(times), 1000)
         return len(times) * 1000 / duration_ms
 
 

@@ -16,7 +16,6 @@ from trtspec.checkpoint.heads.config import LATENT, flat_config
 from trtspec.checkpoint.heads.dialects import Dialect, detect_dialect, dialect_of
 from trtspec.checkpoint.heads.shapes import (
     OPTIONAL,
-    attention_of,
     canonical_names,
     fc_width,
     layer_prefix,
@@ -28,8 +27,9 @@ from trtspec.checkpoint.heads.shapes import (
 from trtspec.checkpoint.target_problems import refusal
 from trtspec.checkpoint.target_tensors import finding
 from trtspec.errors import Problem, TrtspecError, has_errors
-from trtspec.specs import HeadSpec, RopeSpec, Values
+from trtspec.specs import Attention, HeadSpec, RopeSpec, Values
 
+LATENT_TENSORS = ("layer.self_attn.kv_", "layer.self_attn.q_a_", "layer.self_attn.q_b_")
 MEDUSA = re.compile(r"^(medusa_heads?\.)?\d+\.\d+\.linear\.weight$|^medusa_heads?\.")
 STORAGE = (
     "dialect",
@@ -74,7 +74,8 @@ def read_head(
     tensors = canonical_names(checkpoint.tensors)
     declared = head_spec_from_config(checkpoint.config, dialect=dialect_of(checkpoint, dialect))
     config = flat_config(checkpoint.config)
-    attention = attention_of(tensors)
+    is_latent = any(name.startswith(LATENT_TENSORS) for name in tensors)
+    attention: Attention = "mla" if is_latent else "mha"
     prefix = layer_prefix(checkpoint.tensors)
     if problems := unreadable(tensors, declared, attention):
         return replace(declared, attention=attention, layer_prefix=prefix), problems

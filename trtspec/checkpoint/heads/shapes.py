@@ -142,11 +142,6 @@ def unreadable(
     return []
 
 
-def attention_of(tensors: dict[str, TensorInfo]) -> Attention:
-    latent = ("layer.self_attn.kv_", "layer.self_attn.q_a_", "layer.self_attn.q_b_")
-    return "mla" if any(name.startswith(latent) for name in tensors) else "mha"
-
-
 def measured(
     tensors: dict[str, TensorInfo], declared: HeadSpec, config: dict[str, Any]
 ) -> HeadSpec:

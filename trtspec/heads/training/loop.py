@@ -252,7 +252,10 @@ class Stepper:
         is_bf16 = self.options.dtype == torch.bfloat16
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=is_bf16):
             counts = counted.to(self.device, non_blocking=True)
-            return self.objective(batch.tokens, batch.hidden, batch.aux, batch.positions, counts)
+            terms: tuple[Tensor, Tensor] = self.objective(
+                batch.tokens, batch.hidden, batch.aux, batch.positions, counts
+            )
+            return terms
 
 
 def peak_learning_rate(options: TrainOptions, hidden_size: int) -> float:
@@ -436,7 +439,9 @@ class _LossWithGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, teacher: Teacher, lm_head: Tensor, *states: Tensor):
+    def forward(
+        ctx: Any, teacher: Teacher, lm_head: Tensor, *states: Tensor
+    ) -> tuple[Tensor, Tensor]:
         lm_head_gradient = torch.zeros_like(lm_head, dtype=torch.float32)
         gradients = Gradients(lm_head_gradient, [torch.zeros_like(state) for state in states])
         values, agree = losses(lm_head.to(teacher.lm_head.dtype), states, teacher, gradients)

@@ -93,7 +93,8 @@ class DraftLayer(nn.Module):
             position_embeddings=position_embeddings,
         )
         hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        output: Tensor = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return output
 
 
 class LlamaDraftLayer(DraftLayer):

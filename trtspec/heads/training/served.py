@@ -141,7 +141,7 @@ class ServedFeatures(Features):
         for attempt in range(MAX_ATTEMPTS):
             reason: object = "no states for it"
             try:
-                planes = self._thread.fetch(sample)
+                planes: Tensor | None = self._thread.fetch(sample)
                 if planes is not None:
                     return planes
             except (httpx.HTTPError, OSError) as error:

@@ -141,7 +141,8 @@ class TrainOptions:
         """dtype of the target's frozen weights and of a step. `precision` must not be `auto`."""
         import torch
 
-        return getattr(torch, DTYPES[self.precision])
+        dtype: torch.dtype = getattr(torch, DTYPES[self.precision])
+        return dtype
 
     def for_device(self, device: str) -> TrainOptions:
         """The same options with `auto` precision replaced by the device's.

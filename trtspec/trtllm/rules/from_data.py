@@ -156,7 +156,8 @@ def _holds(
     if word in ("above", "below"):
         if not isinstance(value, (int, float)):
             return False
-        return value > operand if word == "above" else value < operand
+        is_beyond: bool = value > operand if word == "above" else value < operand
+        return is_beyond
     excluded = operand if word == "outside" else [operand]
     return not any(_same(value, item) for item in excluded)
 
@@ -189,4 +190,5 @@ def _same(value: Any, wanted: Any) -> bool:
         return value is wanted
     if isinstance(value, str) and isinstance(wanted, str):
         return value.lower() == wanted.lower()
-    return value == wanted
+    is_equal: bool = value == wanted
+    return is_equal

@@ -8,7 +8,7 @@ from functools import partial
 
 from trtspec.checkpoint import published
 from trtspec.checkpoint.heads.pairing import pair_problems
-from trtspec.checkpoint.hub import same_checkpoint
+from trtspec.checkpoint.hub import canonical_id
 from trtspec.errors import Problem
 from trtspec.planning.layout import format_refusal, layout_refusals
 from trtspec.trtllm.deployment import (
@@ -97,7 +97,9 @@ def head_use(document: Document, deployment: Deployment) -> Iterator[Problem]:
     """Checks that the file and the command name the same head."""
     written = head_in(document)
     given = deployment.head_name
-    if written and given and decoding_type(document) and not same_checkpoint(written, given):
+    if not (written and given and decoding_type(document)):
+        return
+    if canonical_id(written) != canonical_id(given):
         key = next(key for key in MODEL_KEYS if document.has(key))
         message = f"the file names the head {written}, the command {given}"
         yield Problem("TS-LINT-HEAD-DIFFERS", "warning", key, message)
