@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from trtspec.checkpoint.hub import load_head, resolve
-from trtspec.errors import Interrupted, UsageError
+from trtspec.errors import Interrupted, UsageError, nearest
 from trtspec.files import load_file
 from trtspec.heads.card import interval_text
 from trtspec.heads.training.curve import run_directory, run_options
@@ -138,10 +138,13 @@ def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[
     known = {field.name for field in fields(TrainCommand)} - set(NOT_IN_FILES)
     unknown = sorted(set(values) - known)
     if unknown:
-        allowed = ", ".join(sorted(known | counts))
-        raise UsageError(
-            f"{command.config}: unknown training options {', '.join(unknown)}", f"known: {allowed}"
-        )
+        remedy = f"known: {', '.join(sorted(known | counts))}"
+        flags = {"--" + name.replace("_", "-"): name for name in known}
+        near = nearest(unknown[0], flags, "options")
+        if near:
+            remedy = f"did you mean {flags[near]}?"
+        message = f"{command.config}: unknown training options {', '.join(unknown)}"
+        raise UsageError(message, remedy)
     values = {key: value for key, value in values.items() if value is not None}
     read = made_of_file(TrainCommand, command.config, {"output": command.output, **values})
     parsed = {key: getattr(read, key) for key in values}

@@ -200,6 +200,8 @@ async def first_model(
             return dict(entries[name or first])
     except RequestFailed as failure:
         message = f"{where} answered {failure.message}" if failure.status else failure.message
+        if "HTTPS" in message:
+            remedy = "write http:// in place of https://"
         if failure.status == 404:
             message = f"{where} answered 404: this is not an OpenAI-compatible server"
         raise RequestFailed(message, REMEDIES.get(failure.status, remedy), failure.status) from None
@@ -267,7 +269,7 @@ def remedy_for(error: str, otherwise: str) -> str:
 
 def describe(error: Exception) -> str:
     if isinstance(error, httpx.ConnectError) and "SSL" in str(error):
-        return "it does not speak HTTPS; write http://"
+        return "it does not speak HTTPS"
     if isinstance(error, httpx.ConnectError):
         return "nothing accepts connections there"
     name = type(error).__name__

@@ -17,10 +17,16 @@ from trtspec.checkpoint.hub import Target, find_head, find_target, findable, loa
 from trtspec.checkpoint.target_problems import sound
 from trtspec.errors import Problem, UsageError, errors_in
 from trtspec.files import STDIN, read_yaml_text
-from trtspec.launch.preflight import ServerPlan, as_in_dry_run, check_start, read_gpus
+from trtspec.launch.preflight import (
+    ServerPlan,
+    as_in_dry_run,
+    check_port,
+    check_start,
+    read_gpus,
+)
 from trtspec.launch.serve_options import FRONT, VLLM, ServeOptions
 from trtspec.launch.server_launch import LogPatterns, ServerAddress
-from trtspec.machine import check_device, listen
+from trtspec.machine import check_device
 from trtspec.records import fill
 from trtspec.report import announce, problem_lines
 from trtspec.trtllm.build import engine_yaml
@@ -294,16 +300,18 @@ def reference_problems(options: ServeOptions) -> list[Problem]:
     if target.resolved.path is not None:
         sound(target.resolved.target)
     head = find_head(options.head) if options.head else None
-    if head is None or not findable(head.name):
-        return []
-    pair = errors_in(pair_problems(head.head_spec(), target.spec))
-    return pair + learned_problems(head, target.resolved)
+    problems = [*check_port(options.host, options.port)]
+    if options.dry_run:
+        problems = [as_in_dry_run(problem) for problem in problems]
+    if head is not None and findable(head.name):
+        problems += errors_in(pair_problems(head.head_spec(), target.spec))
+        problems += learned_problems(head, target.resolved)
+    return problems
 
 
 def serve_reference(options: ServeOptions) -> None:
     """Fetches what is not here, then serves in this process until a signal ends it."""
     check_device(options.device)
-    listen(options.host, options.port).close()
     from trtspec.engine.server import ServerOptions, run
 
     target = resolve(options.target)

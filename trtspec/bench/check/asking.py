@@ -174,7 +174,9 @@ async def require_plain(asker: Asker, texts: Sequence[Exchange]) -> None:
             f"{asker.server.url} speculates, "
             "and the answers must be scored by a server that does not"
         )
-        raise UsageError(message, "swap the URLs, or serve the target there without its head")
+        raise UsageError(
+            message, "swap the URLs, or serve the target without its head on another port"
+        )
 
 
 # --- the target scores the answers ---
