@@ -93,9 +93,7 @@ def check_engines(objects: dict[str, list[Any]], wanted: dict[str, str]) -> None
     data = objects["ConfigMap"][0]["data"]
     assert data == wanted
     for text in data.values():
-        found = lint(
-            text, deployment_of(Document.parse(text), version=None, target=None, head=None)[0]
-        )
+        found = lint(text, deployment_of(Document.parse(text))[0])
         assert not [item for item in found if item.severity != "info"]
 
 

@@ -306,16 +306,16 @@ async def stream_answer(
     category: str,
     turn: int = 0,
     *,
-    path: str = CHAT,
     limit_s: float | None = None,
     on_event: Callable[[Answer], None] = lambda answer: None,
 ) -> Answer:
-    """Sends one request and reads its stream.
+    """Sends one request and reads its stream. A body with `prompt` is not a chat.
 
     A failure is returned in `error`, never raised. An answer that is incomplete after `limit_s`
     seconds has failed. `on_event` gets the answer so far after each event.
     """
     answer = Answer(question, category, turn, started=time.perf_counter())
+    path = RAW if "prompt" in body else CHAT
 
     async def trace(event: str, info: dict[str, Any]) -> None:
         if event.endswith(".send_request_headers.complete"):  # the body follows
