@@ -329,10 +329,11 @@ async def stream_answer(
     try:
         sending = client.stream("POST", path, json=streamed, extensions={"trace": trace})
         async with asyncio.timeout(limit_s), sending as response:
-            if response.status_code != 200:
-                answer.status = response.status_code
+            status = response.status_code
+            if status != 200:
+                answer.status = status
                 content = await response.aread()
-                answer.error = error_message(answer.status, content.decode("utf-8", "replace"))
+                answer.error = error_message(status, content.decode("utf-8", "replace"))
             else:
                 async for now, event in events(response):
                     absorb(answer, event, now)

@@ -21,10 +21,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from trtspec.errors import UsageError
-from trtspec.trtllm.deployment import ROLES, dynamo_flags, dynamo_options, dynamo_releases
+from trtspec.trtllm.deployment import ROLES, dynamo_options, dynamo_releases
 from trtspec.trtllm.intent import Role
 from trtspec.trtllm.nodes import BLOCK, Node, YamlError, compose
-from trtspec.trtllm.schema import option_names, parse_version, releases, schema_for
+from trtspec.trtllm.schema import (
+    option_names,
+    parse_version,
+    read_beside,
+    releases,
+    schema_for,
+)
 from trtspec.trtllm.shell import (
     HEREDOC,
     INTO,
@@ -400,7 +406,8 @@ class _Carrier:
         free = values if flag == "--trust_remote_code" else [flag, *values[1:]]
         command.partial |= any(text.startswith("$") for text in free)
         if command.engine == DYNAMO:
-            if flag.replace("--no-", "--") not in dynamo_flags():
+            known = {*dynamo_options(), *read_beside("dynamo.yaml")["others"]}
+            if flag.replace("--no-", "--") not in known:
                 self.notes.append(Carried(flag, origin=Origin(line), unread=UNKNOWN_FLAG))
             flag = dynamo_options().get(flag, "")
         if value.startswith("{") and flag in (*CONFIG, OVERRIDES):

@@ -116,7 +116,7 @@ class Deployment:
     role: Role | None = None
 
     def served_on(
-        self, gpu: str | None, environ: Mapping[str, object], role: Role | None = None
+        self, gpu: str | None, environ: Mapping[str, object], role: Role | None
     ) -> Deployment:
         """The deployment on a GPU, with a server's variables. `role` None: its own role.
 
@@ -317,13 +317,11 @@ def name_problem(name: str, here: bool = False) -> Problem | None:
     except TrtspecError as error:
         return Problem("TS-NAME-UNKNOWN", "error", name, error.message, error.remedy)
     severity: Severity = "error"
-    is_placeholder = PLACEHOLDER.search(name)
-    similar = None if is_placeholder else similar_id(name)
-    if is_placeholder:
+    if PLACEHOLDER.search(name):
         code = "TS-NAME-PLACEHOLDER"
         message = f"{name!r} names no checkpoint"
         remedy = "write its id or path"
-    elif similar:
+    elif similar := similar_id(name):
         code = "TS-NAME-UNKNOWN"
         message = f"{name} is not a published checkpoint that is known here"
         remedy = f"did you mean {similar}?"
@@ -356,11 +354,6 @@ def dynamo_options() -> dict[str, str]:
     """The option of trtllm-serve with the same meaning, by option of Dynamo's worker."""
     options: dict[str, str] = read_beside("dynamo.yaml")["options"]
     return options
-
-
-def dynamo_flags() -> set[str]:
-    """Every option that Dynamo's worker is known to have."""
-    return {*dynamo_options(), *read_beside("dynamo.yaml")["others"]}
 
 
 def dynamo_releases() -> dict[str, str]:

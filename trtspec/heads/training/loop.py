@@ -56,9 +56,9 @@ def train_head(
     run: TrainingRun,
     fingerprint: dict[str, Any],
     *,
-    on_step: Callable[[CurvePoint], None] = lambda _: None,
-    export: Callable[[CurvePoint], None] = lambda _: None,
-    stop: Stop | None = None,
+    on_step: Callable[[CurvePoint], None],
+    export: Callable[[CurvePoint], None],
+    stop: Stop,
 ) -> TrainingResult:
     """Trains the module of `stepper` in place by AdamW over a schedule.
 
@@ -69,7 +69,6 @@ def train_head(
     Args:
         export: writes the heads that are due after a step.
     """
-    stop = stop or Stop()
     ranks = stepper.ranks
     total = stepper.total
     saved = load_state(run, stepper.parameters, stepper.optimizer, fingerprint, total)

@@ -55,11 +55,13 @@ def build_command(
     model = engine_name(intent.target) if takes_revision else engine_path(intent.target, cache)
     argv = ["trtllm-serve", model, "--host", address.host, "--port", str(address.port)]
     revision = engine_revision(intent.target)
-    if revision is not None and decided("revision"):
-        message = f"{intent.target} names its revision, and `revision` is given to the engine too"
-        raise UsageError(message, "give it once")
-    if revision is not None and takes_revision:
-        argv += ["--revision", revision]
+    if revision is not None:
+        if decided("revision"):
+            message = f"{intent.target} names its revision, "
+            message += "and `revision` is given to the engine too"
+            raise UsageError(message, "give it once")
+        if takes_revision:
+            argv += ["--revision", revision]
     if not decided("backend"):
         argv += ["--backend", "pytorch"]
     for key, value in {**intent.settings_in_argv(), **sizes}.items():
