@@ -315,7 +315,9 @@ async def stream_answer(
     seconds has failed. `on_event` gets the answer so far after each event.
     """
     answer = Answer(question, category, turn, started=time.perf_counter())
-    path = RAW if "prompt" in body else CHAT
+    path = CHAT
+    if "prompt" in body:
+        path = RAW
 
     async def trace(event: str, info: dict[str, Any]) -> None:
         if event.endswith(".send_request_headers.complete"):  # the body follows

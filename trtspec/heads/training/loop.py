@@ -71,14 +71,17 @@ def train_head(
     """
     ranks = stepper.ranks
     total = stepper.total
-    saved = load_state(run, stepper.parameters, stepper.optimizer, fingerprint, total)
+    parameters = stepper.parameters
+    optimizer = stepper.optimizer
+    saved = load_state(run, parameters, optimizer, fingerprint, total)
+    resumed_at = saved.step
     ranks.wait()  # no process saves before all have read
     curve = Curve(run.curve, saved.position) if ranks.main else None
-    result = TrainingResult(saved.step, total)
+    result = TrainingResult(resumed_at, total)
     start = time.monotonic()
     longest_step_s = 0.0
     longest_save_s = 0.0
-    steps = list(data.steps())[saved.step :]
+    steps = list(data.steps())[resumed_at:]
     evaluate_every = stepper.options.eval_every or max(1, total // EVALUATIONS)
     for index, (step, window) in enumerate(steps):
         for _, next_window in steps[index : index + 2]:
@@ -98,7 +101,7 @@ def train_head(
         export(point)
         if curve and (stopping or step % run.save_every == 0 or step == total):
             state = SavedRun(step, total, curve.position, fingerprint)
-            save_state(run, stepper.parameters, stepper.optimizer, state)
+            save_state(run, parameters, optimizer, state)
         longest_save_s = max(longest_save_s, time.monotonic() - save_start)
         on_step(point)
         if stopping:
