@@ -356,12 +356,12 @@ def judge_part(
         target=options.target,
         head=options.head,
         named=(part.target, part.head),
-        gpu=options.gpu,
         passed=passed,
         here=options.installed,
-        role=part.role or role_in(Path(document.name).stem),
-        environ=part.environ if part.location else os.environ,
     )
+    environ = part.environ if part.location else os.environ
+    role = part.role or role_in(Path(document.name).stem)
+    deployment = deployment.served_on(options.gpu, environ, role)
     if command.partial:
         deployment = replace(deployment, options=None)
     findings = find(document, deployment)

@@ -308,16 +308,18 @@ async def stream_answer(
     category: str,
     turn: int = 0,
     *,
-    path: str = CHAT,
     limit_s: float | None = None,
     on_event: Callable[[Answer], None] = lambda answer: None,
 ) -> Answer:
-    """Sends one request and reads its stream.
+    """Sends one request and reads its stream. A body with `prompt` is not a chat.
 
     A failure is returned in `error`, never raised. An answer that is incomplete after `limit_s`
     seconds has failed. `on_event` gets the answer so far after each event.
     """
     answer = Answer(question, category, turn, started=time.perf_counter())
+    path = CHAT
+    if "prompt" in body:
+        path = RAW
 
     async def trace(event: str, info: dict[str, Any]) -> None:
         if event.endswith(".send_request_headers.complete"):  # the body follows
@@ -331,10 +333,11 @@ async def stream_answer(
     try:
         sending = client.stream("POST", path, json=streamed, extensions={"trace": trace})
         async with asyncio.timeout(limit_s), sending as response:
-            if response.status_code != 200:
-                answer.status = response.status_code
+            status = response.status_code
+            if status != 200:
+                answer.status = status
                 content = await response.aread()
-                answer.error = error_message(answer.status, content.decode("utf-8", "replace"))
+                answer.error = error_message(status, content.decode("utf-8", "replace"))
             else:
                 async for now, event in events(response):
                     absorb(answer, event, now)

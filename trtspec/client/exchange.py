@@ -109,9 +109,7 @@ async def ask(client: httpx.AsyncClient, model: str, asked: Exchange, timeout: f
     """
     body = {"model": model, **asked.body}
     if body.get("stream"):
-        answer = await stream_answer(
-            client, body, asked.key, asked.kind, path=asked.path, limit_s=timeout
-        )
+        answer = await stream_answer(client, body, asked.key, asked.kind, limit_s=timeout)
         return answered(asked, answer)
     answer = Answer(asked.key, asked.kind, 0, started=time.perf_counter())
     try:

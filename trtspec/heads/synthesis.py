@@ -265,17 +265,8 @@ def work_directory(output: Path) -> OutputDirectory:
     return OutputDirectory.beside(output, "synthesize")
 
 
-def write_provenance(
-    output: Path,
-    prompts: str,
-    chosen: list[Prompt],
-    endpoint: TargetEndpoint,
-    sampling: AnswerSampling,
-    server: dict[str, str],
-    options: dict[str, Any],
-    summary: dict[str, Any],
-) -> None:
-    """Writes the data set's provenance beside it.
+def prompt_source(prompts: str, chosen: list[Prompt]) -> dict[str, Any]:
+    """Name and hash of the prompts for provenance.
 
     `prompts_sha256` is the hash of the prompt file. For a directory or a hub data set it is the
     hash of the chosen prompts' ids.
@@ -286,12 +277,20 @@ def write_provenance(
     else:
         ids = "".join(prompt.id for prompt in chosen)
         digest = hashlib.sha256(ids.encode()).hexdigest()
-    source = {
-        "prompts": file.name,
-        "prompts_sha256": digest,
-        "endpoint": endpoint.base_url,
-        "server": server,
-    }
+    return {"prompts": file.name, "prompts_sha256": digest}
+
+
+def write_provenance(
+    output: Path,
+    source: dict[str, Any],
+    endpoint: TargetEndpoint,
+    sampling: AnswerSampling,
+    server: dict[str, str],
+    options: dict[str, Any],
+    summary: dict[str, Any],
+) -> None:
+    """Writes the data set's provenance beside it. `source`: its prompts."""
+    source = {**source, "endpoint": endpoint.base_url, "server": server}
     sampled = sampling.__dict__ | {"model": server.get("model")}
     record = provenance("synthesize", source, {"sampling": sampled, **options}, **summary)
     write_json(output.with_name(f"{output.name}.provenance.json"), record)

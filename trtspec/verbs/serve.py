@@ -106,7 +106,8 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
     file = given or Document.parse(engine_yaml(intent, target.spec, head_spec), ENGINE_FILE)
 
     role = options.role or intent.role
-    argv = _command(options, intent, target, file, role)
+    address = ServerAddress(options.host, options.port, generates=role is None)
+    argv = _command(options, intent, target, file, address, role)
     schema = schema_for(version[0])
     gpus = read_gpus()
     passed, refused = parse_passed(schema, argv[2:])
@@ -146,7 +147,7 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
         models += [head.resolved]
     trusted = deployment.setting(file, "trust_remote_code") is True
     problems += check_start(
-        PROGRAM, models, options.host, options.port, min(world, cluster.gpus_per_node), gpus,
+        PROGRAM, models, address, min(world, cluster.gpus_per_node), gpus,
         trusted=trusted, launching=launching,
     )  # fmt: skip
     if launching:
@@ -165,7 +166,7 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
         writes_config=given is None,
         problems=problems if launching else [as_in_dry_run(problem) for problem in problems],
         version=version,
-        endpoint=ServerAddress(options.host, options.port, generates=role is None),
+        endpoint=address,
         limits=options.limits,
         own_statuses=cluster.launcher != "direct",
     )
@@ -256,7 +257,12 @@ def _intent(
 
 
 def _command(
-    options: ServeOptions, intent: Intent, target: Target, file: Document, role: str | None
+    options: ServeOptions,
+    intent: Intent,
+    target: Target,
+    file: Document,
+    address: ServerAddress,
+    role: str | None,
 ) -> list[str]:
     """Returns the command. Raises UsageError for an option after `--` that serve has itself."""
     schema = schema_for(intent.version)
@@ -279,16 +285,7 @@ def _command(
         passed += ["--served_model_name", options.served_model_name]
     if role:
         passed += ["--server_role", role.upper()]
-    return build_command(
-        intent,
-        target.spec,
-        file,
-        file.name,
-        host=options.host,
-        port=options.port,
-        sizes=sizes,
-        passed=passed,
-    )
+    return build_command(intent, target.spec, file, address=address, sizes=sizes, passed=passed)
 
 
 def reference_problems(options: ServeOptions) -> list[Problem]:

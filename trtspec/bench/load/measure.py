@@ -25,9 +25,7 @@ from trtspec.bench.statistics import without_surplus
 from trtspec.checkpoint.published import ThinkingLevel
 from trtspec.client import servers
 from trtspec.client.client import (
-    CHAT,
     OWNED,
-    RAW,
     Answer,
     RequestSampling,
     chat_body,
@@ -441,14 +439,12 @@ class MeasuredEndpoint:
                 body = chat_body(model, messages, sampling, index)
                 if question.tools:
                     body["tools"] = list(question.tools)
-            path = RAW if "prompt" in body else CHAT
             answer = await stream_answer(
                 self.client,
                 body | workload.body(),
                 question.id,
                 question.category,
                 turn,
-                path=path,
                 limit_s=workload.limit_s,
             )
             yield answer

@@ -34,7 +34,7 @@ from trtspec.heads.training.curve import (
     run_options,
     summary,
 )
-from trtspec.heads.training.loop import peak_learning_rate, train_head
+from trtspec.heads.training.loop import Stepper, peak_learning_rate, train_head
 from trtspec.heads.training.ranks import SINGLE_PROCESS, Ranks, Stop, require_shared
 from trtspec.heads.training.samples import coverage, draft_vocabulary, split_data
 from trtspec.heads.training.saved import STATE_NAME, run_fingerprint
@@ -104,16 +104,10 @@ def run_training(
             closing(open_states(run, model, plan, options, ranks, journal)) as states,
             signals_handled(stop.hear, *signals),
         ):
+            data = split_data(states.samples, options)
+            stepper = Stepper(module, states, options, data.total, ranks)
             result = train_head(
-                module,
-                states,
-                options,
-                run,
-                fingerprint,
-                on_step=on_step,
-                export=writer.after,
-                stop=stop,
-                ranks=ranks,
+                stepper, data, run, fingerprint, on_step=on_step, export=writer.after, stop=stop
             )
             record = writer.write(run.output, result.to_dict())
         if ranks.main and result.finished:
