@@ -32,9 +32,10 @@ from trtspec.errors import TrtspecError
 from trtspec.heads.training.curve import Curve, CurvePoint
 from trtspec.heads.training.ranks import SINGLE_PROCESS, Ranks, Stop
 from trtspec.heads.training.samples import MAX_HELD_OUT, counted_positions, split_data
-from trtspec.heads.training.saved import SavedRun, load_state, save_state
+from trtspec.heads.training.saved import Fingerprint, SavedRun, load_state, save_state
 from trtspec.heads.training.states import Features, collate
 from trtspec.heads.training.train_options import TrainingRun, TrainOptions
+from trtspec.heads.training.training_record import Evaluation, TrainingProgress
 
 if TYPE_CHECKING:
     # ModelOpt takes many seconds, and a dry run needs none of it.
@@ -55,7 +56,7 @@ def train_head(
     features: Features,
     options: TrainOptions,
     run: TrainingRun,
-    fingerprint: dict[str, Any],
+    fingerprint: Fingerprint,
     *,
     on_step: Callable[[CurvePoint], None] = lambda _: None,
     export: Callable[[CurvePoint], None] = lambda _: None,
@@ -131,7 +132,7 @@ class TrainingResult:
     def finished(self) -> bool:
         return self.steps == self.total
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> TrainingProgress:
         """The result for the provenance record."""
         return {
             "steps": self.steps,
@@ -205,7 +206,7 @@ class Stepper:
         return CurvePoint(step, self.total, loss_value, accuracy, rate, norm, tokens, seconds)
 
     @torch.no_grad()
-    def evaluate(self, indices: list[int]) -> dict[str, Any]:
+    def evaluate(self, indices: list[int]) -> Evaluation:
         """Loss and accuracy by step on held-out samples. All counted positions weigh the same.
 
         Has the acceptance length too if the samples have answers (see `simulate_acceptance`).
@@ -225,7 +226,7 @@ class Stepper:
                 simulated += torch.tensor(counts)
         loss_value, accuracy = self._means(figures, counted)
         verifications, accepted = self.ranks.sum(simulated).tolist()
-        evaluation: dict[str, Any] = {"loss": loss_value, "accuracy": accuracy}
+        evaluation: Evaluation = {"loss": loss_value, "accuracy": accuracy}
         if verifications:
             evaluation["acceptance_length"] = 1 + accepted / verifications
         return evaluation
