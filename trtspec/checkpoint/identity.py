@@ -17,6 +17,7 @@ from typing import Any, TypedDict
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo, read_json
 from trtspec.errors import TrtspecError
 from trtspec.files import read_object
+from trtspec.foreign import PlainName
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 NUMBER = re.compile(r"\d+")  # of a layer or an expert in a tensor's name
@@ -37,7 +38,7 @@ class Identity(TypedDict):
     tensors: str
     sample: str
     places: str
-    shards: dict[str, int]
+    shards: dict[PlainName, int]
 
 
 def identity(checkpoint: Checkpoint) -> Identity:
