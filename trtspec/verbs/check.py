@@ -106,7 +106,7 @@ class CheckOptions:
 
 
 class CheckCost(TypedDict):
-    """What a check sent and received, and how long it took."""
+    """Requests of a check, tokens of its answers, and its duration."""
 
     requests: int
     tokens: int

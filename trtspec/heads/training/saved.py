@@ -31,7 +31,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Fingerprint(TypedDict):
-    """What a resumed run must repeat: options, and digests of data, target and initial head."""
+    """Options and digests of data, target and initial head, which a resumed run must repeat."""
 
     options: dict[str, Any]
     data: str
