@@ -218,7 +218,6 @@ class KernelTables(TypedDict):
     `mla_decode`, `mla_prefill`: by `tpN`. `same_links_as`: a GPU with the same links between GPUs.
     """
 
-    about: str
     source: str
     same_links_as: NotRequired[str]
     moe: dict[str, dict[str, dict[str, Any]]]

@@ -35,7 +35,7 @@ from trtspec.quant.policy import KV_CACHES, WEIGHT_SCALES, Policy
 from trtspec.quant.shards import (
     ERROR_ROWS,
     Errors,
-    ShardRecord,
+    Record,
     choose_packer,
     convert_shards,
     summed,
@@ -97,7 +97,7 @@ def quantize_checkpoint(
         hashes = recorded_hashes(checkpoint.path)
         for plan, record in convert_shards(conversion, remaining, threads, hashes, bar):
             journal.record(plan.shard, **record)
-        records: dict[str, ShardRecord] = {
+        records: dict[str, Record] = {
             plan.shard: journal.done[plan.shard] for plan in conversion.plans
         }
         result = _summary(conversion, records)
@@ -185,7 +185,7 @@ def _kept_shards(conversion: Conversion, journal: Journal) -> set[str]:
     """
 
     def is_whole(plan: ShardPlan) -> bool:
-        record: ShardRecord | None = journal.done.get(plan.shard)
+        record = journal.done.get(plan.shard)
         if record is None or record.get("times") != plan.source_times(conversion.checkpoint.path):
             return False
         path = conversion.output / plan.shard
@@ -196,7 +196,7 @@ def _kept_shards(conversion: Conversion, journal: Journal) -> set[str]:
         return {plan.shard for plan, kept in zip(conversion.plans, whole, strict=True) if kept}
 
 
-def _summary(conversion: Conversion, records: dict[str, ShardRecord]) -> Quantized:
+def _summary(conversion: Conversion, records: dict[str, Record]) -> Quantized:
     """The counts and errors of all shards, from their journal records."""
     entries = list[tuple[str, Errors]]()
     for record in records.values():
@@ -217,7 +217,7 @@ def _summary(conversion: Conversion, records: dict[str, ShardRecord]) -> Quantiz
     return Quantized(**_size(conversion), classes=classes, problems=problems)
 
 
-def _findings(conversion: Conversion, records: dict[str, ShardRecord]) -> Findings:
+def _findings(conversion: Conversion, records: dict[str, Record]) -> Findings:
     """Findings of all shards' records, and matrices with the same bytes as another."""
     findings = Findings()
     for record in records.values():
@@ -273,10 +273,7 @@ def _estimate(conversion: Conversion, resumes: bool) -> QuantizePlan:
 
 
 def _finish(
-    conversion: Conversion,
-    records: dict[str, ShardRecord],
-    result: Quantized,
-    header: dict[str, Any],
+    conversion: Conversion, records: dict[str, Record], result: Quantized, header: dict[str, Any]
 ) -> None:
     """Writes index, carried files, card and provenance, then the configs.
 

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -49,26 +49,10 @@ ERROR_ROWS = 64  # the rows of each tensor on which the rounding error is measur
 COPY_BYTES = 16 << 20  # of a copied tensor in memory at a time
 # More than a thread holds of any Kimi: gate and up of the dense layer, stored and packed.
 THREAD_BYTES = 1 << 30
+# A shard's record for the journal. `classes` sums errors and zero blocks by class of linear.
+Record = dict[str, Any]
 # `tensors`, `error` and `norm` (squared, of their first rows), `zero_blocks`
 Errors = dict[str, float]
-
-
-class ShardRecord(TypedDict):
-    """A shard's record for the journal.
-
-    Args:
-        read: the digest of each weight that was read.
-        found: (code, tensor or file) of each finding.
-        classes: errors and zero blocks, added up by class of linear.
-        times: when each source was last written, in nanoseconds.
-        sha256: of the published shard.
-    """
-
-    read: list[str]
-    found: Findings
-    classes: dict[str, Errors]
-    times: dict[str, int]
-    sha256: NotRequired[str]
 
 
 def convert_shards(
@@ -77,7 +61,7 @@ def convert_shards(
     threads: int,
     hashes: dict[str, str],
     bar: ProgressBar,
-) -> Iterator[tuple[ShardPlan, ShardRecord]]:
+) -> Iterator[tuple[ShardPlan, Record]]:
     """Yields each shard's plan and journal record once the shard is durable.
 
     The first failure stops the other threads. Raises TrtspecError naming the tensor that cannot be
@@ -96,7 +80,7 @@ def convert_shards(
     )
     reader = ShardReader(source)
     files = list[ShardFile]()
-    publishing: deque[tuple[ShardPlan, Future[ShardRecord]]] = deque()
+    publishing: deque[tuple[ShardPlan, Future[Record]]] = deque()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="convert")
     torch_threads = _set_torch_threads(1)
     try:
@@ -361,7 +345,7 @@ def weight_class(name: str) -> str:
     return title + module.rpartition(".")[2]
 
 
-def _shard_record(results: list[Converted], times: dict[str, int]) -> ShardRecord:
+def _shard_record(results: list[Converted], times: dict[str, int]) -> Record:
     """The journal record of a shard. `times`: when its sources were last written."""
     digests = list[str]()
     findings = Findings()
@@ -389,7 +373,7 @@ def summed(entries: Iterable[tuple[str, Errors]]) -> dict[str, Errors]:
     return totals
 
 
-def _publish(file: ShardFile, record: ShardRecord, recorded: dict[Path, str]) -> ShardRecord:
+def _publish(file: ShardFile, record: Record, recorded: dict[Path, str]) -> Record:
     """Makes the shard durable under its name. Returns the record with checksum and findings.
 
     `recorded`: SHA-256 of source files that were just read and so are in the page cache.
