@@ -47,6 +47,9 @@ from trtspec.verbs.options import CountList, OutputFlags
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from trtspec.heads.training.needs import WayNeeds
+    from trtspec.heads.training.training_record import TrainingRecord
+
 DRY_RUN = Mode("--dry-run", "--dry-run")
 WITH_LAYERS = Mode("a training run", "--features auto, memory or DIR")
 # the target's layers run elsewhere, in a stream or in a live server, so no acceptance is measured
@@ -217,6 +220,7 @@ def train(command: TrainCommand) -> Result | None:
 def _needs(needs: dict[str, Any]) -> Result:
     """Returns the needs of a run, and the commands that start an engine for the target's states."""
     by_option = {"online": "memory", "stream": "stream[:DIR]", "dumps": "DIR", "server": "URL"}
+    ways: dict[str, WayNeeds] = needs["ways"]
     rows = [
         (
             by_option[name],
@@ -225,7 +229,7 @@ def _needs(needs: dict[str, Any]) -> Result:
             f"{way['disk_bytes'] / 1e9:,.0f}",
             way.get("why") or "possible",
         )
-        for name, way in needs["ways"].items()
+        for name, way in ways.items()
     ]
     layers = ", ".join(map(str, needs["aux_layers"]))
     attention = needs["attention"].upper()
@@ -263,7 +267,7 @@ def like_initial(command: TrainCommand, typed: TrainCommand, from_file: set[str]
     return replace(command, **inherited)
 
 
-def _result(output: Path, record: dict[str, Any], resume: str) -> Result | None:
+def _result(output: Path, record: TrainingRecord, resume: str) -> Result | None:
     """Returns the result of a run, which is a failure if a signal ended the run.
 
     `resume`: the command that continues the run. None in the processes that do not write.
@@ -279,15 +283,14 @@ def _result(output: Path, record: dict[str, Any], resume: str) -> Result | None:
         f"after step {training['steps']} of {training['total']}; "
         f"{output} holds the head of that step"
     )
-    if training["stopped"] in ("SIGINT", "SIGTERM"):
-        failure = Interrupted(
-            f"stopped by {training['stopped']} {where}", f"resume with `{resume}`"
-        )
+    stopped = training["stopped"]
+    if stopped in ("SIGINT", "SIGTERM"):
+        failure = Interrupted(f"stopped by {stopped} {where}", f"resume with `{resume}`")
         return Result(values, lines=lines, failure=failure)
     return Result(values, lines=lines, messages=[f"Time is up {where}. Resume with: {resume}"])
 
 
-def _lines(output: Path, record: dict[str, Any]) -> Iterator[str]:
+def _lines(output: Path, record: TrainingRecord) -> Iterator[str]:
     training = record["training"]
     accuracy = training.get("held_out_accuracy", training["accuracy"])
     shares = ", ".join(f"{value:.3f}" for value in accuracy)

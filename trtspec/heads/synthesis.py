@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NotRequired, TypedDict, TypeVar
 
 import httpx
 from pydantic import Field
@@ -195,6 +195,16 @@ class TargetEndpoint:
         bearer(self.api_key, "the key of `api_key` or OPENAI_API_KEY")
 
 
+class AnsweredRow(TypedDict):
+    """A row of the data set. `conversations`: its messages."""
+
+    conversation_id: str
+    category: NotRequired[str]
+    finish_reason: NotRequired[str]
+    tools: NotRequired[list[dict[str, Any]]]
+    conversations: list[dict[str, Any]]
+
+
 @dataclass
 class Outcome:
     """The result of one run.
@@ -212,7 +222,7 @@ class Outcome:
     tokens: int = 0
     seconds: float = 0.0
     server: dict[str, str] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[AnsweredRow] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -296,7 +306,7 @@ def write_provenance(
     write_json(output.with_name(f"{output.name}.provenance.json"), record)
 
 
-def judge_answers(rows: list[dict[str, Any]]) -> tuple[dict[str, int], dict[str, str]]:
+def judge_answers(rows: list[AnsweredRow]) -> tuple[dict[str, int], dict[str, str]]:
     """Judges the last answer of each row: ANSWER_FAULTS are faults that a head should not learn.
 
     Returns ("answers" and each fault -> count, conversation id -> fault).

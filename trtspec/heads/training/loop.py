@@ -32,9 +32,10 @@ from trtspec.errors import TrtspecError
 from trtspec.heads.training.curve import Curve, CurvePoint
 from trtspec.heads.training.ranks import Ranks, Stop
 from trtspec.heads.training.samples import MAX_HELD_OUT, TrainingData, counted_positions
-from trtspec.heads.training.saved import SavedRun, load_state, save_state
+from trtspec.heads.training.saved import Fingerprint, SavedRun, load_state, save_state
 from trtspec.heads.training.states import Features, collate
 from trtspec.heads.training.train_options import TrainingRun, TrainOptions
+from trtspec.heads.training.training_record import Evaluation, TrainingProgress
 
 if TYPE_CHECKING:
     # ModelOpt takes many seconds, and a dry run needs none of it.
@@ -54,7 +55,7 @@ def train_head(
     stepper: Stepper,
     data: TrainingData,
     run: TrainingRun,
-    fingerprint: dict[str, Any],
+    fingerprint: Fingerprint,
     *,
     on_step: Callable[[CurvePoint], None],
     export: Callable[[CurvePoint], None],
@@ -130,7 +131,7 @@ class TrainingResult:
     def finished(self) -> bool:
         return self.steps == self.total
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> TrainingProgress:
         """The result for the provenance record."""
         return {
             "steps": self.steps,
@@ -204,7 +205,7 @@ class Stepper:
         return CurvePoint(step, self.total, loss_value, accuracy, rate, norm, tokens, seconds)
 
     @torch.no_grad()
-    def evaluate(self, indices: list[int]) -> dict[str, Any]:
+    def evaluate(self, indices: list[int]) -> Evaluation:
         """Loss and accuracy by step on held-out samples. All counted positions weigh the same.
 
         Has the acceptance length too if the samples have answers (see `simulate_acceptance`).
@@ -224,7 +225,7 @@ class Stepper:
                 simulated += torch.tensor(counts)
         loss_value, accuracy = self._means(figures, counted)
         verifications, accepted = self.ranks.sum(simulated).tolist()
-        evaluation: dict[str, Any] = {"loss": loss_value, "accuracy": accuracy}
+        evaluation: Evaluation = {"loss": loss_value, "accuracy": accuracy}
         if verifications:
             evaluation["acceptance_length"] = 1 + accepted / verifications
         return evaluation
