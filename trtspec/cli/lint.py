@@ -461,11 +461,17 @@ def _foreign(document: Document) -> Judged | None:
     if engine_of(keys) is VLLM:
         findings = [document.placed(problem) for problem in unknown_options(keys)]
         return Judged(document.name, document, None, BY_VLLM, findings)
-    # a checkpoint's config.json has `architectures`
-    if "architectures" not in keys and not is_foreign(map(str, keys)):
-        return None
+    severity: Severity = "error"
     message = f"no engine file is in it: its keys ({listed(map(str, keys))}) are another tool's"
-    finding = document.placed(Problem("TS-LINT-NO-ENGINE-FILE", "error", "", message))
+    if document.name.endswith(".jsonl"):
+        message = "no engine file is in it: JSON lines are data"
+    elif document.value is None and document.error is None:
+        severity = "warning"
+        message = "the file is empty: it sets nothing, and some releases stop on it"
+    # a checkpoint's config.json has `architectures`
+    elif "architectures" not in keys and not is_foreign(map(str, keys)):
+        return None
+    finding = document.placed(Problem("TS-LINT-NO-ENGINE-FILE", severity, "", message))
     return Judged(document.name, document, None, "not an engine file", [finding])
 
 

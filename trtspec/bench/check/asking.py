@@ -175,7 +175,8 @@ async def require_plain(asker: Asker, texts: Sequence[Exchange]) -> None:
             "and the answers must be scored by a server that does not"
         )
         raise UsageError(
-            message, "swap the URLs, or serve the target without its head on another port"
+            message,
+            "with `against` swap the URLs; else name a server of the target without its head",
         )
 
 
