@@ -176,7 +176,7 @@ async def require_plain(asker: Asker, texts: Sequence[Exchange]) -> None:
         )
         raise UsageError(
             message,
-            "with `against` swap the URLs; else name a server of the target without its head",
+            "with `against` swap the URLs; else pass a server without the head",
         )
 
 
