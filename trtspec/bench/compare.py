@@ -43,7 +43,7 @@ ACCEPTANCE = "acceptance"  # name of the figure
 def compare(
     new: BenchResults, earlier: Sequence[BenchResults], max_regression: float | None = None
 ) -> Comparison:
-    """Returns the figures of a run over those of earlier runs, with the regressions found.
+    """Compares the figures of a run with earlier runs and lists the regressions.
 
     Args:
         new: Results of this run.

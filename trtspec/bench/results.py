@@ -109,8 +109,8 @@ class StatedWorkload:
     template: description of the chat template
     thinking: level of thinking that was requested
     system: message before every question
-    concurrency: numbers of conversations in flight, one per level
-    rates: conversations begun per second, one per level, in place of `concurrency`
+    concurrency: number of conversations in flight at each level
+    rates: number of conversations that begin per second at each level, replaces `concurrency`
     rounds: number of parts into which the questions are divided
     limit_s: seconds after which an answer has failed
     extra_body: request fields merged into every request
@@ -345,7 +345,7 @@ class LengthFigures:
 
     acceptance_length: tokens per verification step
     tokens_per_s: output tokens per second of a user
-    of_best: speed over that of the fastest draft length, None for the fastest
+    of_best: speed divided by the speed of the fastest draft length, None for the fastest
     """
 
     draft_len: int

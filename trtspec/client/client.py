@@ -4,9 +4,9 @@ The client sends requests, streams answers with the time of every chunk, and wai
 ready.
 
 A streamed request starts when its header has been sent and before its body. Name lookup,
-connecting, TLS and waiting for a free connection therefore do not count. The time of a chunk is
-that of the network read of its last byte, without parsing. Chunks that a proxy sends at once have
-the same time.
+connecting, TLS and waiting for a free connection therefore do not count. A chunk has the time of
+the network read of its last byte, without parsing. Chunks that a proxy sends at once have the same
+time.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RequestFailed(TrtspecError):
 class RequestSampling:
     """Sampling parameters of requests.
 
-    seed: seed of the first request; later requests add their index, so that sampled answers differ
+    seed: seed of the first request, to which a later request adds its index to differ
     """
 
     max_tokens: int = 256
@@ -176,7 +176,7 @@ def new_client(
     timeouts = httpx.Timeout(silence, connect=min(10, silence), pool=None)
     return httpx.AsyncClient(
         base_url=url, headers=headers, limits=limits, timeout=timeouts, trust_env=proxies,
-        verify=url.startswith("https"),  # loading certificates takes 20 ms, which http does not need
+        verify=url.startswith("https"),  # without TLS, saves 20 ms of loading certificates
     )  # fmt: skip
 
 
@@ -213,7 +213,7 @@ async def health(client: httpx.AsyncClient, timeout: float = 2.0) -> None:
 async def first_model(
     client: httpx.AsyncClient, timeout: float = 30.0, name: str | None = None
 ) -> dict[str, Any]:
-    """Returns an entry of /v1/models: that of the model called `name`, or the first.
+    """Returns the entry of the model called `name` in /v1/models. None for the first entry.
 
     Raises RequestFailed if the server does not answer or lists no model. Raises UsageError if it
     lists models, but not `name`.

@@ -36,7 +36,7 @@ class Score:
 
     @property
     def nats_behind(self) -> float:
-        """Log-probability of the likeliest token minus that of the answer's token."""
+        """Difference in log-probability between the likeliest token and the answer's token."""
         return self.top[0] - self.chosen
 
 

@@ -37,16 +37,14 @@ REREAD_S = 1.0
 STABLE_TIMEOUT_S = 30.0  # counters that change for longer count the requests of other users
 METADATA_S = 10.0  # time limit of a request for /metrics, /version and similar pages
 Count = Annotated[int, Field(ge=0, lt=2**53)]  # exact as a float; checked where files are read
-Samples = dict[
-    str, list[tuple[Mapping[str, str], float]]
-]  # labels and value, by name of the metric
+Samples = dict[str, list[tuple[Mapping[str, str], float]]]  # labels and value by name of a metric
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
     """Description of an inference server: what it reports, and how it is asked.
 
-    A counter's name is that of a Prometheus metric without `_total`, "" if the server has none.
+    The name of a counter is given without `_total`, and is "" if the server has no such counter.
 
     name: short name of the server
     owner: value of `owned_by` in /v1/models
@@ -188,7 +186,7 @@ class TurnCounts:
     steps: number of verification steps, without the prefill
     accepted: number of accepted draft tokens, without `surplus`
     drafted: number of drafted tokens, None if it is not reported
-    histogram: number of steps that accepted exactly j drafts, surplus included, None if not reported
+    histogram: number of steps that accepted exactly j drafts, with `surplus`, None if not reported
     source: description of the server's report
     answers: number of answers
     questions: number of questions
@@ -387,7 +385,7 @@ def counts_between(
             f"by position in {counted.steps} steps"
         )
     elif counted.per_position:
-        # steps with exactly j accepted drafts: those with at least j, less those with at least j + 1
+        # the steps with exactly j drafts have at least j, but not at least j + 1
         pairs = zip(at_least, [*at_least[1:], 0], strict=True)
         histogram = tuple(count - next_count for count, next_count in pairs)
     counts = counted.steps, counted.accepted, counted.drafted, histogram

@@ -171,7 +171,7 @@ class Asker:
     def _finished(self, answer: Exchange) -> Exchange:
         """Returns the answer with its raw text, and with the end of turn if the server omitted it.
 
-        The raw text is that of the token ids, before any parser.
+        The raw text is decoded from the token ids, without any parser.
         """
         ids = answer.token_ids
         if not ids:

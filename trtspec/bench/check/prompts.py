@@ -350,7 +350,7 @@ class Prompts:
         """Yields the question of a known answer with stop strings from its `content`.
 
         There are three lists: a string of the answer, a string that does not occur before a string
-        of the answer, and two strings of which only the beginning occurs.
+        of the answer, and two strings that only begin as the answer does.
         """
         half = len(content) // 2
         middle = content[half : half + STOP_CHARACTERS]

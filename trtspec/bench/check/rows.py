@@ -649,8 +649,8 @@ def _object(exchange: Exchange) -> dict[str, Any]:
 def _expected(exchange: Exchange, raws: Sequence[Exchange]) -> list[Parts]:
     """Returns the messages that the server may have meant, parsed from raw text.
 
-    The raw text is that of the answer itself. Without it, every answer to the same prompt (`raws`)
-    gives one message. A message ends before the first stop string of the request.
+    If the answer itself has no raw text, every answer to the same prompt (`raws`) gives a message.
+    A message ends before the first stop string of the request.
     """
     sources = [exchange] if exchange.raw else raws
     messages = []

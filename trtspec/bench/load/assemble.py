@@ -53,8 +53,7 @@ Findings = Iterator[tuple[str, Severity, str]]  # code, severity, message
 def assemble(targets: Sequence[MeasuredEndpoint]) -> BenchResults:
     """Returns the results of a run.
 
-    The main figures are those of the first endpoint. The other endpoints are entries of
-    `endpoints`.
+    The main figures are about the first endpoint. The other endpoints are in `endpoints`.
     """
     endpoints = [describe_target(target) for target in targets]
     first, *others = endpoints

@@ -149,10 +149,10 @@ RequestLimits = Mapping[str, Sequence[str]]
 class BenchWorkload:
     """Requests of a run: all questions of a data set, sent once at each level of load.
 
-    concurrency: numbers of conversations in flight, one per level
+    concurrency: number of conversations in flight at each level
     rounds: number of equal parts into which the questions are divided
     extra_body: request fields that are added to every request
-    rates: conversations that begin per second, one per level, in place of `concurrency`
+    rates: number of conversations that begin per second at each level, replaces `concurrency`
     thinking: level of thinking that is requested
     system: message before every question
     recorded_times: whether conversations begin at the times recorded in the data set
@@ -217,7 +217,7 @@ class BenchWorkload:
     def body(self) -> dict[str, Any]:
         """Returns the request fields that are merged into every request.
 
-        Fields of `extra_body` replace those of the thinking level.
+        A field of `extra_body` replaces a field that sets the thinking level.
         """
         level = self.thinking
         thinking: dict[str, Any] = {}
