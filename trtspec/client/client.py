@@ -213,7 +213,7 @@ async def health(client: httpx.AsyncClient, timeout: float = 2.0) -> None:
 async def first_model(
     client: httpx.AsyncClient, timeout: float = 30.0, name: str | None = None
 ) -> dict[str, Any]:
-    """Returns the entry of the model called `name` in /v1/models. None for the first entry.
+    """Returns the entry of the model called `name` in /v1/models, or the first entry for None.
 
     Raises RequestFailed if the server does not answer or lists no model. Raises UsageError if it
     lists models, but not `name`.
