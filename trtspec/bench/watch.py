@@ -321,7 +321,7 @@ def judge(watch: Watch, baseline: Baseline, max_drop: float, min_steps: int) -> 
     return WatchVerdict("fail", drop, significant, why)
 
 
-# --- the exporter ---
+# --- the exporter, which Prometheus reads ---
 
 # name, key of the summary, type and help of each metric
 METRICS = (

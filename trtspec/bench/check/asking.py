@@ -26,7 +26,13 @@ from trtspec.bench.check.prompts import (
     repeated,
     request_of,
 )
-from trtspec.bench.check.rows import FAIL_NATS, MAX_TIPPED, form_looks, is_greedy, speculates
+from trtspec.bench.check.rows import (
+    FAIL_NATS,
+    MAX_TIPPED,
+    is_greedy,
+    speculates,
+    standalone_judgements,
+)
 from trtspec.checkpoint.chat_parser import END_OF_TURN
 from trtspec.checkpoint.writer import Journal
 from trtspec.client.client import RAW, RequestFailed, complete, finite
@@ -257,7 +263,8 @@ async def _baseline_answers(asker: Asker, candidate: Sequence[Exchange]) -> list
     # a quarter of the samples suffices to see whether the scores are plausible
     baseline = await asker.all([*text_requests, *sampled[::4]])
     # a fault counts unless the scoring server shows it too
-    faults = {look.name for look in form_looks(candidate, candidate) if look.fault}
+    judgements = standalone_judgements(candidate, candidate)
+    faults = {judgement.name for judgement in judgements if judgement.fault}
     compared = []
     for answer in candidate:
         request = request_of(answer)

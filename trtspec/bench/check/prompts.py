@@ -99,7 +99,7 @@ class Prompts:
                 yield from self._stops(f"stop {index}", messages, content)
         yield from self._parameters(known)
 
-    # --- requests ---
+    # --- what all requests are built with ---
 
     def twins(
         self,
@@ -225,7 +225,7 @@ class Prompts:
         # without the last token, which would end the user's turn
         return replace(request, body=request.body | {"prompt": prompt[:-1]})
 
-    # --- the first requests ---
+    # --- requests that depend on no answer ---
 
     @cached_property
     def texts(self) -> list[list[Message]]:
@@ -344,7 +344,7 @@ class Prompts:
         parts = [_user([{"type": "text", "text": text}])]
         yield from self._steered(request, {"parts": {"messages": parts}})
 
-    # --- requests made from the first answers ---
+    # --- requests that depend on the first answers ---
 
     def _stops(self, key: str, messages: list[Message], content: str) -> Iterator[Exchange]:
         """Yields the question of a known answer with stop strings from its `content`.

@@ -1,9 +1,9 @@
 """Judges the recordings of `trtspec check`: one row of the report per group of faults.
 
-Every row is a pure function of one or two recordings. A `Look` says whether one exchange shows one
-fault. A row fails if a look has a fault. A row is unmeasured if no look could judge one of its
-faults, or if fewer than half of its looks could be judged. Every other row passes. A fault that the
-baseline server shows for the same request never counts.
+Every row is a pure function of one or two recordings. A `Judgement` says whether one exchange shows
+one fault. A row fails if a judgement has a fault. A row is unmeasured if no exchange could show one
+of its faults, or if fewer than half of its judgements were possible. Every other row passes. A
+fault that the baseline server shows for the same request never counts.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def judge(
         exact: Both servers compute in float32, so every difference fails.
     """
     all_exchanges = [*candidate, *baseline]
-    answer_looks = [*answers(candidate), *_streams(candidate)]
-    # by row: its looks, and what was measured in words
-    measurements: dict[str, tuple[Iterable[Look], str]] = {
-        "answers": (answer_looks, ""),
+    answer_judgements = [*answers(candidate), *_streams(candidate)]
+    # judgements, and measured figures in words, by row
+    measurements: dict[str, tuple[Iterable[Judgement], str]] = {
+        "answers": (answer_judgements, ""),
         "prompts": (prompts(candidate), ""),
         "greedy": greedy(candidate, baseline, exact),
         "sampled": sampled(candidate, baseline),
@@ -56,15 +56,20 @@ def judge(
     # without a baseline server, nobody knows whether it would honour a refused request
     if not baseline:
         excusable = [exchange for exchange in candidate if exchange.refused]
-    baseline_looks = form_looks(excusable, all_exchanges)
-    excused = {(look.probe, look.name) for look in baseline_looks if look.fault}
+    baseline_judgements = standalone_judgements(excusable, all_exchanges)
+    excused = {
+        (judgement.probe, judgement.name) for judgement in baseline_judgements if judgement.fault
+    }
     skipped = not_asked(candidate)
-    return [_row(name, looks, why, excused, skipped) for name, (looks, why) in measurements.items()]
+    rows = []
+    for name, (judgements, why) in measurements.items():
+        rows.append(_row(name, judgements, why, excused, skipped))
+    return rows
 
 
 # --- every threshold of the gate ---
 
-# The distances in nats are log-probabilities of the target: that of its best token minus that of
+# A distance in nats is the target's log-probability of its best token, minus its log-probability of
 # the token in the answer.
 SUSPECT_NATS = 0.25  # an answer with a larger distance is suspect; rounding seldom causes one
 FAIL_NATS = 2.0  # a larger distance fails by itself; bfloat16 reaches 1.1 if the target is unsure
@@ -88,7 +93,7 @@ TOKENS_PER_ARRIVAL = 16  # more than any drafter yields in a step, so a proxy bu
 NO_EFFECT = "no effect, and has one without speculation"
 NO_SCORES = "needs the scores of the server without speculation (`score`, `against`)"
 Name = tuple[str, str]  # key and run of an exchange
-# By row: the name of the fault that each probe looks for. A probe is what a request tests.
+# Name of the fault that a probe can show, by row and probe. A probe is what a request tests.
 PROBES = defaultdict[str, dict[str, str]](dict)
 for fault_kind in KINDS:
     PROBES[fault_kind.row] |= dict.fromkeys(fault_kind.probes.split(), fault_kind.name)
@@ -96,7 +101,7 @@ GREEDY = PROBES["greedy"].keys()
 REPEATS = ("warm", "crowd", "later")  # values of Exchange.run that are also names of probes
 
 
-class Look(NamedTuple):
+class Judgement(NamedTuple):
     """Judgement of one exchange by one probe.
 
     probe: name of what was tested, a key of PROBES[row]
@@ -114,10 +119,10 @@ class GateRow:
     """Row of the report: the verdict on one group of faults.
 
     status: pass, fail or unmeasured
-    seen: number of looks that could be judged
-    of: number of all looks
+    seen: number of judgements that were possible
+    of: number of all judgements, including impossible ones
     faults: descriptions of the faults that count
-    unmeasured: names of the faults that no look could judge
+    unmeasured: names of the faults that no exchange could show
     why: measured figures, or what was missing
     """
 
@@ -132,29 +137,31 @@ class GateRow:
 
 def _row(
     name: str,
-    looks: Iterable[Look],
+    judgements: Iterable[Judgement],
     why: str,
     excused: set[tuple[str, Name]],
     skipped: Mapping[str, str],
 ) -> GateRow:
-    """Returns the row of the report called `name`, made of its looks.
+    """Returns the row of the report called `name`.
 
     Args:
+        judgements: Judgements of the row. Judgements of other rows' probes are ignored.
         why: Measured figures in words, "" if there are none.
         excused: Probes and exchanges whose faults the baseline server shows too.
         skipped: Probes that were not asked, with the reason.
     """
     fault_names = PROBES[name]
-    relevant = [look for look in looks if look.probe in fault_names]
-    judged = [look for look in relevant if look.fault is not None]
-    seen = {fault_names[look.probe] for look in judged}
+    relevant = [judgement for judgement in judgements if judgement.probe in fault_names]
+    judged = [judgement for judgement in relevant if judgement.fault is not None]
+    seen = {fault_names[judgement.probe] for judgement in judged}
     # a fault that cannot reach a user needs no measurement
     seen |= {fault_name for probe, fault_name in fault_names.items() if probe in skipped}
     in_order = dict.fromkeys(fault_names.values())
     missing = [fault_name for fault_name in in_order if fault_name not in seen]
     faults = []
-    for probe, (key, run), fault in judged:
-        if fault and (probe, (key, run)) not in excused:
+    for probe, exchange_name, fault in judged:
+        if fault and (probe, exchange_name) not in excused:
+            key, run = exchange_name
             faults.append(f"{fault_names[probe]}: {key} ({run}): {fault}")
     status = "pass"
     if missing or 2 * len(judged) < len(relevant):
@@ -175,7 +182,7 @@ def _row(
 
 
 def not_asked(candidate: Sequence[Exchange]) -> dict[str, str]:
-    """Reasons why a fault cannot reach a user, by the probe that looks for it.
+    """Reasons why a fault cannot reach a user, by the probe that searches for it.
 
     The target lacks a feature, or the server refuses the request with a 4xx status.
     """
@@ -186,8 +193,10 @@ def not_asked(candidate: Sequence[Exchange]) -> dict[str, str]:
     return skipped
 
 
-def form_looks(exchanges: Sequence[Exchange], known: Sequence[Exchange]) -> list[Look]:
-    """Judges whatever needs no other server to compare with. Returns the looks.
+def standalone_judgements(
+    exchanges: Sequence[Exchange], known: Sequence[Exchange]
+) -> list[Judgement]:
+    """Returns all judgements that need no other server to compare with.
 
     `known`: all exchanges that may hold the tokens of a message.
     """
@@ -203,11 +212,11 @@ def form_looks(exchanges: Sequence[Exchange], known: Sequence[Exchange]) -> list
     ]
 
 
-# --- answers ---
+# --- row `answers`: requests without an answer, and streams that arrive at once ---
 
 
-def answers(exchanges: Sequence[Exchange]) -> Iterator[Look]:
-    """Yields a look for every request: it must be answered, or its parameter refused by name."""
+def answers(exchanges: Sequence[Exchange]) -> Iterator[Judgement]:
+    """Judges that every request is answered, or refused because of its parameter."""
     for exchange in exchanges:
         # a server may honestly refuse a parameter that it does not support
         honest_refusal = exchange.refused and exchange.kind in PROBES["parameters"]
@@ -215,11 +224,11 @@ def answers(exchanges: Sequence[Exchange]) -> Iterator[Look]:
             fault = ""
             if not exchange.answered:
                 fault = exchange.error or "the answer has no finish_reason"
-            yield Look("request", exchange.name, fault)
+            yield Judgement("request", exchange.name, fault)
 
 
-def _streams(exchanges: Sequence[Exchange]) -> Iterator[Look]:
-    """Yields a look for every long stream: its tokens must arrive while they are generated."""
+def _streams(exchanges: Sequence[Exchange]) -> Iterator[Judgement]:
+    """Judges that the tokens of a long stream arrive while they are generated."""
     streams = [
         exchange for exchange in exchanges if exchange.answered and exchange.body.get("stream")
     ]
@@ -230,17 +239,17 @@ def _streams(exchanges: Sequence[Exchange]) -> Iterator[Look]:
     if all(exchange.size > TOKENS_PER_ARRIVAL * exchange.arrivals for exchange in long_streams):
         fault = "came at once: a proxy or the server holds streams back"
     for exchange in long_streams:
-        yield Look("streams", exchange.name, fault)
+        yield Judgement("streams", exchange.name, fault)
 
 
-# --- prompts ---
+# --- row `prompts`: prompt tokens that the server read ---
 
 
-def prompts(exchanges: Sequence[Exchange]) -> Iterator[Look]:
-    """Yields a look for every prompt: the server must read it as our own chat template writes."""
+def prompts(exchanges: Sequence[Exchange]) -> Iterator[Judgement]:
+    """Judges that the server reads every prompt as our own chat template writes it."""
     for exchange in exchanges:
         if exchange.answered and exchange.prompt:
-            yield Look(exchange.kind, exchange.name, _misread(exchange))
+            yield Judgement(exchange.kind, exchange.name, _misread(exchange))
 
 
 def _misread(exchange: Exchange) -> str | None:
@@ -260,7 +269,7 @@ def _misread(exchange: Exchange) -> str | None:
     return f"read {count} tokens that are not the {len(expected)} of the chat template"
 
 
-# --- greedy ---
+# --- row `greedy`: answers at temperature 0 ---
 
 
 def is_greedy(exchange: Exchange) -> bool:
@@ -275,11 +284,11 @@ def is_greedy(exchange: Exchange) -> bool:
 
 def greedy(
     candidate: Sequence[Exchange], baseline: Sequence[Exchange], exact: bool
-) -> tuple[list[Look], str]:
-    """Checks that every greedy token is as likely as the target's best, apart from rounding.
+) -> tuple[list[Judgement], str]:
+    """Judges that every greedy token is as likely as the target's best, apart from rounding.
 
-    Returns a look for each greedy answer, and the largest distances in words. `exact`: both servers
-    compute in float32.
+    Returns a judgement of each greedy answer, and the largest distances in words. `exact`: both
+    servers compute in float32.
     """
     greedy_answers = [exchange for exchange in candidate if is_greedy(exchange)]
     regrets = _regrets(greedy_answers)
@@ -295,16 +304,18 @@ def greedy(
     tipped: list[Exchange] = []
     if not exact:
         tipped = _tipped(greedy_answers, limit)
-    looks = [_greedy_look(exchange, limit) for exchange in greedy_answers if exchange not in tipped]
-    looks += [_greedy_look(exchange, math.inf) for exchange in tipped]
+    judgements = [
+        _judge_greedy(exchange, limit) for exchange in greedy_answers if exchange not in tipped
+    ]
+    judgements += [_judge_greedy(exchange, math.inf) for exchange in tipped]
     if not regrets:
-        return looks, NO_SCORES
+        return judgements, NO_SCORES
     rounding = max(baseline_regrets, default=0.0)
     why = f"at most {max(regrets):.2f} of {limit:g} nats behind, without speculation {rounding:.2f}"
     if tipped:
         same_prompt = sum(exchange.key == tipped[0].key for exchange in greedy_answers)
         why += f", in {len(tipped)} of {same_prompt} answers to {tipped[0].key}"
-    return looks, why
+    return judgements, why
 
 
 def _tipped(greedy_answers: Sequence[Exchange], limit: float) -> list[Exchange]:
@@ -335,8 +346,8 @@ def _regrets(exchanges: Iterable[Exchange]) -> list[float]:
     return list(map(regret, distinct.values()))
 
 
-def _greedy_look(exchange: Exchange, limit: float) -> Look:
-    """Returns the look of a greedy answer, a fault if a token is `limit` nats behind the best.
+def _judge_greedy(exchange: Exchange, limit: float) -> Judgement:
+    """Judges that no token of an answer is more than `limit` nats behind the target's best.
 
     The fault is None without scores.
     """
@@ -349,7 +360,7 @@ def _greedy_look(exchange: Exchange, limit: float) -> Look:
     if nats > limit:
         token = [score.nats_behind for score in exchange.scores].index(nats)
         fault = f"token {token} is {nats:.2f} of {limit:g} nats behind the target's best"
-    return Look(probe, exchange.name, fault)
+    return Judgement(probe, exchange.name, fault)
 
 
 def _identity(exchange: Exchange) -> tuple[str, tuple[int, ...]]:
@@ -379,19 +390,21 @@ def more_often(
     return extreme_ways / all_ways < alpha
 
 
-# --- sampled ---
+# --- row `sampled`: answers at higher temperatures ---
 
 
-def sampled(candidate: Sequence[Exchange], baseline: Sequence[Exchange]) -> tuple[list[Look], str]:
-    """Checks that answers at a temperature are drawn from the target's distribution.
+def sampled(
+    candidate: Sequence[Exchange], baseline: Sequence[Exchange]
+) -> tuple[list[Judgement], str]:
+    """Judges that answers at a temperature are drawn from the target's distribution.
 
     An answer must repeat with its seed, and differ between seeds and between choices. Returns the
-    looks, and the evidence in words.
+    judgements, and the evidence in words.
     """
-    looks = [*_choices(candidate), *_seeds(candidate)]
+    judgements = [*_choices(candidate), *_seeds(candidate)]
     tests = collect(candidate)
     if not any(exchange.scores for exchange in candidate):
-        return looks, NO_SCORES
+        return judgements, NO_SCORES
     # the evidence is a log e-value, which an exact sampler exceeds at a rate of ALPHA at most
     limit = -math.log(ALPHA)
     total = mixed(tests)
@@ -411,12 +424,12 @@ def sampled(candidate: Sequence[Exchange], baseline: Sequence[Exchange]) -> tupl
         # a baseline that fails the same test shows that the scores are wrong
         if baseline_total > limit or not would_show:
             fault = None
-        looks.append(Look(probe, ("sampled", "all"), fault))
-    return looks, why
+        judgements.append(Judgement(probe, ("sampled", "all"), fault))
+    return judgements, why
 
 
-def _choices(exchanges: Sequence[Exchange]) -> Iterator[Look]:
-    """Yields a look for each request with `n`: all `n` choices are returned and most differ.
+def _choices(exchanges: Sequence[Exchange]) -> Iterator[Judgement]:
+    """Judges that a request with `n` returns `n` choices, and that most choices differ.
 
     The requests have a high temperature.
     """
@@ -428,13 +441,14 @@ def _choices(exchanges: Sequence[Exchange]) -> Iterator[Look]:
             too_few = len(choices) < exchange.body["n"]
             if too_few or distinct_count <= len(choices) // 2:
                 fault = f"{distinct_count} different choices"
-            yield Look("n", exchange.name, fault)
+            yield Judgement("n", exchange.name, fault)
 
 
-def _seeds(exchanges: Sequence[Exchange]) -> Iterator[Look]:
-    """Yields a look for each answer with a seed: seeds repeat their answers, and seeds differ.
+def _seeds(exchanges: Sequence[Exchange]) -> Iterator[Judgement]:
+    """Judges that a seed repeats its answer, and that the answers to different seeds differ.
 
-    Every seed, and None for no seed, was asked twice at a high temperature.
+    Each seed, and None for no seed, was sent twice at a high temperature. Yields nothing if an
+    answer is missing.
     """
     seeded = [exchange for exchange in exchanges if exchange.kind == "seed" and exchange.token_ids]
     # without all answers, the rules below do not apply
@@ -454,19 +468,19 @@ def _seeds(exchanges: Sequence[Exchange]) -> Iterator[Look]:
     if len(first_answers) < 2:
         fault = "all seeds give one answer"
     for exchange in seeded:
-        yield Look("seed", exchange.name, fault)
+        yield Judgement("seed", exchange.name, fault)
 
 
-# --- transport ---
+# --- row `transport`: messages that the server parsed from tokens ---
 
 Parts = list[str]  # of a message: reasoning, text, and each call as `name(arguments)`
 
 
-def transport(exchanges: Sequence[Exchange], known: Sequence[Exchange]) -> Iterator[Look]:
-    """Checks that a message, whole or streamed, is what the Kimi parser reads from the tokens.
+def transport(exchanges: Sequence[Exchange], known: Sequence[Exchange]) -> Iterator[Judgement]:
+    """Judges that a message, whole or streamed, is what the Kimi parser reads from its tokens.
 
-    Yields the looks of each answer: finish reason, usage, text or message, and ids of its calls.
-    `known`: exchanges with raw text, for messages that the server sends without their tokens.
+    Also judges the finish reason, the usage and the ids of tool calls. `known`: exchanges with raw
+    text, for messages that the server sends without their tokens.
     """
     raws = defaultdict[str, list[Exchange]](list)
     for exchange in known:
@@ -479,19 +493,19 @@ def transport(exchanges: Sequence[Exchange], known: Sequence[Exchange]) -> Itera
         if not exchange.answered:
             continue
         name = exchange.name
-        yield Look("finish", name, _finish_fault(exchange))
+        yield Judgement("finish", name, _finish_fault(exchange))
         if exchange.token_ids and exchange.completion_tokens:
-            yield Look("usage", name, _usage_fault(exchange))
+            yield Judgement("usage", name, _usage_fault(exchange))
         # a raw completion has a text only, a chat also has reasoning and calls
         if "prompt" in exchange.body:
             raw = exchange.raw
             fault = ""
             if raw and exchange.content.strip() not in raw:
                 fault = "the text is not that of its tokens"
-            yield Look(exchange.kind, name, fault)
+            yield Judgement(exchange.kind, name, fault)
             continue
         if exchange.calls:
-            yield Look("ids", name, _call_id_fault(exchange, id_counts))
+            yield Judgement("ids", name, _call_id_fault(exchange, id_counts))
         if exchange.kind in FORMS:
             yield from _forced_form(exchange)
         else:
@@ -559,25 +573,25 @@ def _call_id_fault(exchange: Exchange, id_counts: Counter[str]) -> str:
     return ""
 
 
-def _forced_form(exchange: Exchange) -> Iterator[Look]:
-    """Yields the looks of an answer whose form is forced by its request, such as a JSON schema."""
+def _forced_form(exchange: Exchange) -> Iterator[Judgement]:
+    """Judges that an answer has the form that its request forces, such as a JSON schema."""
     probe = exchange.kind
     fault: str | None = ""
     if not _has_form(exchange):
         fault = f"{_shown(_parts(exchange))} is not its form"
         if _cut_short(exchange):
             fault = None
-    yield Look(probe, exchange.name, fault)
+    yield Judgement(probe, exchange.name, fault)
     # the forced JSON has characters that span several tokens
     if probe == "json":
-        yield Look("characters", exchange.name, fault)
+        yield Judgement("characters", exchange.name, fault)
 
 
-def _message(exchange: Exchange, raws: Sequence[Exchange]) -> Iterator[Look]:
-    """Yields the looks of a chat's message: its text, reasoning and calls.
+def _message(exchange: Exchange, raws: Sequence[Exchange]) -> Iterator[Judgement]:
+    """Judges that a chat's text, reasoning and calls agree with its raw text.
 
-    `raws`: answers to the same prompt with their raw text. A look has no judgement (None) if no raw
-    text is known.
+    `raws`: answers to the same prompt with their raw text. The fault is None if no raw text is
+    known, if the answer was cut short, or if it lacks the call or reasoning that it should show.
     """
     parts = _parts(exchange)
     candidates = _expected(exchange, raws)
@@ -601,7 +615,7 @@ def _message(exchange: Exchange, raws: Sequence[Exchange]) -> Iterator[Look]:
         elif occurred:
             fault = ""
     for probe in probes:
-        yield Look(probe, exchange.name, fault)
+        yield Judgement(probe, exchange.name, fault)
 
 
 # probes whose requests force the form of the answer
@@ -666,7 +680,7 @@ def _expected(exchange: Exchange, raws: Sequence[Exchange]) -> list[Parts]:
 
 
 def _parsed(raw: str) -> Parts:
-    """Returns the parts of a message, as Kimi's parser reads them from raw text."""
+    """Returns reasoning, text and calls of a message, as Kimi's parser reads them from raw text."""
     message = parse_reply(raw, False)
     functions = [call["function"] for call in message.get("tool_calls", ())]
     reasoning = message.get("reasoning_content", "")
@@ -674,7 +688,7 @@ def _parsed(raw: str) -> Parts:
 
 
 def _parts(exchange: Exchange) -> Parts:
-    """Returns the parts of the message that the server sent."""
+    """Returns reasoning, text and calls of the message that the server sent."""
     return [exchange.reasoning, exchange.content, *map(_call, exchange.calls)]
 
 
@@ -688,7 +702,7 @@ def _call(function: Mapping[str, str]) -> str:
 
 
 def _agrees(parts: Parts, expected: Parts) -> bool:
-    """Returns whether a message has the expected parts.
+    """Returns whether a message has the expected reasoning, text and calls.
 
     A server may drop white space at the ends of a part, but not add any.
     """
@@ -732,11 +746,11 @@ def _leaves_at_tie(text: str, other: Exchange) -> bool:
     return False
 
 
-# --- parameters ---
+# --- row `parameters`: effects of request parameters ---
 
 
-def parameters(candidate: Sequence[Exchange], baseline: Sequence[Exchange]) -> Iterator[Look]:
-    """Yields a look for each request parameter: it must have its effect if the baseline shows it.
+def parameters(candidate: Sequence[Exchange], baseline: Sequence[Exchange]) -> Iterator[Judgement]:
+    """Judges that each request parameter has an effect, if it has one on the baseline server.
 
     A server may instead refuse the parameter.
     """
@@ -745,19 +759,19 @@ def parameters(candidate: Sequence[Exchange], baseline: Sequence[Exchange]) -> I
     # regret in nats of answers to the same prompt that no parameter limits to the best token
     free_regret = median([0.0, *seed_regrets])
     yield from _overruns(candidate)
-    clear = {look.probe for look in _penalties(baseline, CLEAR_P) if not look.fault}
-    for look in _penalties(candidate, DOUBTFUL_P):
+    clear = {judgement.probe for judgement in _penalties(baseline, CLEAR_P) if not judgement.fault}
+    for judgement in _penalties(candidate, DOUBTFUL_P):
         # a missing effect is a fault only if the baseline's effect is beyond doubt
-        if look.fault and look.probe not in clear:
-            look = look._replace(fault=None)
-        yield look
+        if judgement.fault and judgement.probe not in clear:
+            judgement = judgement._replace(fault=None)
+        yield judgement
     for exchange in candidate:
         probe = exchange.kind
         if probe in TRUNCATIONS:
-            yield Look(probe, exchange.name, _truncation_fault(exchange, free_regret))
+            yield Judgement(probe, exchange.name, _truncation_fault(exchange, free_regret))
         elif exchange.answered and probe in baseline_answers:
             fault = _parameter_fault(exchange, baseline_answers[probe])
-            yield Look(probe, exchange.name, fault)
+            yield Judgement(probe, exchange.name, fault)
 
 
 def _truncation_fault(exchange: Exchange, free_regret: float) -> str | None:
@@ -781,10 +795,11 @@ def _parameter_fault(exchange: Exchange, baseline_answer: Exchange) -> str | Non
     return "" if _kept(exchange) else NO_EFFECT
 
 
-def _penalties(exchanges: Sequence[Exchange], alpha: float) -> Iterator[Look]:
-    """Yields two looks for each penalty: more tokens repeat with its low value than with its high.
+def _penalties(exchanges: Sequence[Exchange], alpha: float) -> Iterator[Judgement]:
+    """Judges that a low penalty gives significantly more repeated tokens than a high penalty.
 
-    `alpha`: rate of false alarms of the test.
+    Only penalties that were sent with both values are judged. `alpha`: rate of false alarms of the
+    test.
     """
     repeats: dict[Name, tuple[int, int]] = {}  # numbers of repeated tokens and of all tokens
     for exchange in exchanges:
@@ -800,12 +815,12 @@ def _penalties(exchanges: Sequence[Exchange], alpha: float) -> Iterator[Look]:
             fault = NO_EFFECT
             if more_often(*repeats[more], *repeats[less], alpha):
                 fault = ""
-            yield Look(penalty, more, fault)
-            yield Look(penalty, less, fault)
+            yield Judgement(penalty, more, fault)
+            yield Judgement(penalty, less, fault)
 
 
-def _overruns(exchanges: Sequence[Exchange]) -> Iterator[Look]:
-    """Yields a look for every answer: it must not be longer than max_tokens."""
+def _overruns(exchanges: Sequence[Exchange]) -> Iterator[Judgement]:
+    """Judges that no answer is longer than max_tokens."""
     for exchange in exchanges:
         if exchange.answered:
             size = exchange.size
@@ -813,7 +828,7 @@ def _overruns(exchanges: Sequence[Exchange]) -> Iterator[Look]:
             fault = ""
             if size > limit and not _stopped_late(exchange):
                 fault = f"{size} tokens, {limit} are allowed"
-            yield Look("max_tokens", exchange.name, fault)
+            yield Judgement("max_tokens", exchange.name, fault)
 
 
 def _kept(exchange: Exchange) -> bool:
@@ -829,14 +844,14 @@ def _kept(exchange: Exchange) -> bool:
     return long_enough and stops_at_once and {*ids}.isdisjoint(forbidden_ids)
 
 
-# --- acceptance ---
+# --- row `acceptance`: tokens per verification step ---
 
 
-def acceptance(candidate: Sequence[Exchange], floor: float | None) -> tuple[list[Look], str]:
-    """Judges the tokens per verification step: they reach `floor`, vary, and last in repetitions.
+def acceptance(candidate: Sequence[Exchange], floor: float | None) -> tuple[list[Judgement], str]:
+    """Judges the tokens per verification step, and returns the judgements with a figure in words.
 
-    Returns the looks, and tokens per step in words. There are no looks if there are too few steps
-    or no accepted drafts.
+    The tokens per step must reach `floor`, vary between steps, and be as many if a text is repeated
+    or long. There are no judgements if there are too few steps or no accepted drafts.
     """
     texts = [exchange for exchange in candidate if exchange.kind == "text" and exchange.answered]
     first_answers = [exchange for exchange in texts if exchange.run in ("ids", "stream")]
@@ -864,8 +879,8 @@ def acceptance(candidate: Sequence[Exchange], floor: float | None) -> tuple[list
         step_sizes.update(after - before for before, after in pairs)
     forced = forced_sizes(step_sizes)
     faults["forced"] = f"every step brought {forced} tokens" if forced else ""
-    looks = [Look(probe, ("text", probe), fault) for probe, fault in faults.items()]
-    return looks, why
+    judgements = [Judgement(probe, ("text", probe), fault) for probe, fault in faults.items()]
+    return judgements, why
 
 
 def _repeat_faults(candidate: Sequence[Exchange]) -> dict[str, str | None]:
@@ -957,7 +972,7 @@ def _slower(
     return ""
 
 
-# --- the verdict ---
+# --- the verdict over all rows ---
 
 
 @dataclass(frozen=True, kw_only=True)

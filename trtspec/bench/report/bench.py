@@ -170,7 +170,7 @@ def category_plot(endpoints: Sequence[EndpointResult], caption: str) -> Plot:
     return plot(caption, "tokens per step", series, baseline=1.0)
 
 
-# --- figures in words ---
+# --- figures as text, for sentences and tables ---
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
@@ -236,7 +236,7 @@ def quality_line(endpoint: EndpointResult) -> str:
     return f"{output}: {quality.words}"
 
 
-# --- tables ---
+# --- tables of the sections ---
 
 
 def acceptance_table(endpoint: EndpointResult, workload: StatedWorkload) -> Table:
