@@ -1,8 +1,8 @@
 """Proposes a draft length from measurements of several (`bench --choose-draft`).
 
-At each load, the output tokens per second of a user with one draft length are compared with those
-of the fastest length, question by question. A length whose confidence interval reaches 1 may be as
-fast as the fastest. The shortest such length is proposed.
+At each load, a user's output tokens per second with each draft length are compared with the fastest
+draft length, question by question. A length whose confidence interval reaches 1 may be as fast as
+the fastest. The shortest such length is proposed.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def choose(served: Served) -> DraftChoice:
 
 
 def _choose_at(level: LevelResult, served: Served) -> LoadChoice:
-    """Returns the shortest draft length that may be as fast as the fastest at one load.
+    """Finds the shortest draft length that may be as fast as the fastest at one load.
 
-    Raises UsageError if a speed is not known.
+    Returns the draft length with the figures of all lengths. Raises UsageError if a speed is not
+    known.
     """
     label = level.label
     speeds = _speeds(label, served)
@@ -51,12 +52,13 @@ def _choose_at(level: LevelResult, served: Served) -> LoadChoice:
     best = fastest
     for draft_len, speed in speeds.items():
         endpoint = served[draft_len]
-        speed_of_fastest = None
+        over_fastest = None
         if draft_len != fastest:
             gain = speed_up([endpoint], [served[fastest]], label)
             if gain:
-                speed_of_fastest = gain.ratio
-        if speed_of_fastest is not None and speed_of_fastest.high >= 1:
+                over_fastest = gain.ratio
+        # an interval that reaches 1 does not show that this length is slower
+        if over_fastest is not None and over_fastest.high >= 1:
             best = min(best, draft_len)
         # acceptance over all loads, unless it was measured at this load
         acceptance_length = endpoint.acceptance_length
@@ -67,7 +69,7 @@ def _choose_at(level: LevelResult, served: Served) -> LoadChoice:
             draft_len=draft_len,
             acceptance_length=acceptance_length,
             tokens_per_s=round(speed.value, 3),
-            of_best=speed_of_fastest,
+            of_best=over_fastest,
         )
         figures.append(length_figures)
     return LoadChoice(concurrency=level.concurrency, lengths=figures, best=best)

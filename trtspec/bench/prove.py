@@ -4,7 +4,7 @@ A proof is a sequence of trtspec commands, whose results become evidence.json an
 servers with and without the head are measured in alternating rounds if both can run at once. If
 they cannot, they run one after the other on the same GPUs, once or several times. The target alone
 scores the answers of the speculating server. A journal records each command when its result is on
-the disk, so that the same proof resumes after a kill with the first command without a result.
+the disk. After a kill, the same proof resumes with the first command that has no result.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Acceptance of drafts, and ratios with confidence intervals, as pure functions of counts.
 
 Servers and results report `steps` (verification steps), `drafted` and `accepted` tokens, and a
-histogram whose entry j is the number of steps that accepted exactly j drafts. Every rate is
-computed here, because publications use the same names for different numbers:
+histogram. Entry j of the histogram is the number of steps that accepted exactly j drafts. Every
+rate is computed in this module, because publications use the same names for different numbers:
 
 - acceptance length = 1 + accepted / steps over all answers (vLLM's "mean acceptance length")
 - per-question mean = tokens per iteration of each question, its turns pooled and each prefill
@@ -13,8 +13,8 @@ computed here, because publications use the same names for different numbers:
 - conditional acceptance at position k = the same share among the steps that accepted k - 1
 
 Confidence intervals are over questions, which are sampled independently. Intervals of speed-ups are
-over rounds and launches. An interval is computed for the logarithm of a ratio of sums, with
-linearised variance (Cochran, Sampling Techniques, 3rd ed., chapter 6) and quantiles of Student's t.
+over rounds and launches. An interval is computed for the logarithm of a ratio of sums. It uses a
+linearised variance (Cochran, Sampling Techniques, 3rd ed., chapter 6) and Student's t.
 """
 
 from __future__ import annotations
@@ -344,9 +344,10 @@ def next_ratio(
 
 @cache
 def t_quantile(probability: float, freedom: int) -> float:
-    """Returns a quantile of Student's t distribution above its median.
+    """Returns a quantile of Student's t distribution, by bisection.
 
-    The quantile is found by bisection. `freedom`: degrees of freedom.
+    `probability`: at least 0.5, because quantiles below 0 are not found. `freedom`: degrees of
+    freedom.
     """
     # tan maps the angles from 0 to pi / 2 to all positive values
     low = 0.0

@@ -235,8 +235,8 @@ class Baseline:
 def read_baseline(path: Path) -> Baseline:
     """Reads the baseline from a results.json of bench.
 
-    Raises UsageError if the file is not a result of bench. Raises UsageError if no category has
-    enough verification steps, or if one has no accepted draft.
+    Raises UsageError if the file is not a result of bench, if no category has enough verification
+    steps, or if the category with the lowest acceptance has no accepted draft.
     """
     run = read_results(path)
     steps_by_category = {}
@@ -380,7 +380,8 @@ def start_exporter(listen: str, watch: Watch) -> str:
         reason = getattr(error, "strerror", None) or "it is not HOST:PORT"
         remedy = "write `listen` localhost:9777, or choose another port"
         raise UsageError(f"`listen` {listen}: {reason}", remedy) from None
-    shown = host
+    # a URL has an IPv6 address in brackets
+    url_host = host
     if ":" in host:
-        shown = f"[{host}]"
-    return f"http://{shown}:{server.server_port}/metrics"
+        url_host = f"[{host}]"
+    return f"http://{url_host}:{server.server_port}/metrics"

@@ -192,7 +192,10 @@ class Asker:
 
 
 async def require_plain(asker: Asker, texts: Sequence[Exchange]) -> None:
-    """Sends a few of the requests. Raises UsageError if the server speculates."""
+    """Sends a few of the requests to a server that must not speculate.
+
+    Raises UsageError if its answers have more than one token per verification step.
+    """
     answers = await asker.all(texts[: asker.concurrency])
     if speculates(answers):
         message = (

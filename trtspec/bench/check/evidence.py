@@ -28,9 +28,11 @@ def collect(exchanges: Iterable[Exchange]) -> list[Evidence]:
         scores[exchange.kind] += exchange.scores
     evidence = []
     for probe, fault, tilt in SAMPLER_FAULTS:
-        token_sums = [_log_ratios(probe, score, tilt) for score in scores[probe]]
-        log_e, mean, variance = np.sum([(0, 0, 0), *token_sums], axis=0)
+        terms = [_log_ratios(probe, score, tilt) for score in scores[probe]]
+        # a term of zeros, because there may be no scored tokens
+        log_e, mean, variance = np.sum([(0, 0, 0), *terms], axis=0)
         deviation = math.sqrt(variance)
+        # a fault raises one e-value, which the mean over all faults divides by their number
         with_fault = mean - DEVIATIONS * deviation - math.log(len(SAMPLER_FAULTS))
         evidence.append(Evidence(with_fault, log_e, probe, fault))
     return evidence
@@ -39,8 +41,8 @@ def collect(exchanges: Iterable[Exchange]) -> list[Evidence]:
 class Evidence(NamedTuple):
     """Evidence that the sampled tokens come from a sampler with one fault.
 
-    with_fault: log e-value that 99 of 100 checks of a server with the fault exceed, after the
-        division by the number of faults that a mean over all faults makes
+    with_fault: log e-value, divided by the number of faults, that 99 of 100 checks of a server with
+        the fault exceed
     log_e: natural logarithm of the e-value of this check
     probe: sampling parameters of the answers, a key of SAMPLERS
     fault: description of the fault

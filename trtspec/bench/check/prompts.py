@@ -268,6 +268,7 @@ class Prompts:
         yield from self._steered(base, {"n": choices})
         body = base.body | {"max_tokens": HOT_TOKENS}
         yield from self._steered(replace(base, body=body), TRUNCATIONS)
+        # without an end of turn, answers with different penalties have equal lengths
         body |= SAMPLERS["tail"] | self._without(END_OF_TURN)
         body["max_tokens"] = PENALTY_TOKENS
         for index, run in enumerate(("more", "less")):
@@ -349,8 +350,8 @@ class Prompts:
     def _stops(self, key: str, messages: list[Message], content: str) -> Iterator[Exchange]:
         """Yields the question of a known answer with stop strings from its `content`.
 
-        There are three lists: a string of the answer, a string that does not occur before a string
-        of the answer, and two strings that only begin as the answer does.
+        The first list has a string of the answer. The second also has a string that does not occur,
+        in front. The strings of the third list only begin like the answer.
         """
         half = len(content) // 2
         middle = content[half : half + STOP_CHARACTERS]

@@ -307,6 +307,7 @@ def greedy(
     judgements = [
         _judge_greedy(exchange, limit) for exchange in greedy_answers if exchange not in tipped
     ]
+    # answers that rounding tipped pass, whatever their distance
     judgements += [_judge_greedy(exchange, math.inf) for exchange in tipped]
     if not regrets:
         return judgements, NO_SCORES
@@ -340,7 +341,7 @@ def _tipped(greedy_answers: Sequence[Exchange], limit: float) -> list[Exchange]:
 def _regrets(exchanges: Iterable[Exchange]) -> list[float]:
     """Regrets in nats of the scored answers. Equal answers to one request count once.
 
-    The regret of an answer is the distance of its worst token behind the target's best token.
+    The regret of an answer is the largest distance between the target's best token and its token.
     """
     distinct = {_identity(exchange): exchange for exchange in exchanges if exchange.scores}
     return list(map(regret, distinct.values()))
@@ -369,7 +370,10 @@ def _identity(exchange: Exchange) -> tuple[str, tuple[int, ...]]:
 
 
 def regret(exchange: Exchange) -> float:
-    """Distance in nats of the answer's worst token behind the target's best. 0.0 without scores."""
+    """Largest distance in nats between the target's best token and the answer's token.
+
+    0.0 if the answer has no scores.
+    """
     return max((score.nats_behind for score in exchange.scores), default=0.0)
 
 
@@ -591,7 +595,8 @@ def _message(exchange: Exchange, raws: Sequence[Exchange]) -> Iterator[Judgement
     """Judges that a chat's text, reasoning and calls agree with its raw text.
 
     `raws`: answers to the same prompt with their raw text. The fault is None if no raw text is
-    known, if the answer was cut short, or if it lacks the call or reasoning that it should show.
+    known or the answer was cut short. It is also None if the answer lacks the call or reasoning
+    that the probe is about.
     """
     parts = _parts(exchange)
     candidates = _expected(exchange, raws)
@@ -661,7 +666,7 @@ def _object(exchange: Exchange) -> dict[str, Any]:
 
 
 def _expected(exchange: Exchange, raws: Sequence[Exchange]) -> list[Parts]:
-    """Returns the messages that the server may have meant, parsed from raw text.
+    """Returns the messages that the server could rightly send, parsed from raw text.
 
     If the answer itself has no raw text, every answer to the same prompt (`raws`) gives a message.
     A message ends before the first stop string of the request.
@@ -930,10 +935,10 @@ def _tokens_and_steps(exchanges: Iterable[Exchange]) -> tuple[int, int]:
 
 
 def forced_sizes(step_sizes: Counter[int]) -> str:
-    """Returns the only one or two numbers of tokens that a step yields, such as "2 or 3".
+    """Returns the numbers of tokens per step if they are too few, such as "2 or 3".
 
-    A working drafter yields more numbers, or 1 if no draft is accepted: "" is returned for it, and
-    with fewer than MIN_STEPS steps. `step_sizes`: number of steps by their number of tokens.
+    A faulty drafter yields one or two numbers of tokens, and never 1. "" is returned for other
+    drafters, and for fewer than MIN_STEPS steps. `step_sizes`: number of steps by number of tokens.
     """
     total = step_sizes.total()
     # the end of an answer cuts a step, so rare sizes do not count

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, product
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -108,12 +108,18 @@ def describe_target(target: MeasuredEndpoint) -> EndpointResult:
 
 def counts_of(rounds: Sequence[Round]) -> list[TurnCounts]:
     """Returns the speculation counts of all rounds."""
-    return list(chain.from_iterable(load_round.counts for load_round in rounds))
+    counts: list[TurnCounts] = []
+    for load_round in rounds:
+        counts += load_round.counts
+    return counts
 
 
 def answers_of(rounds: Sequence[Round]) -> list[Answer]:
     """Returns the answers of all rounds, including failed answers."""
-    return list(chain.from_iterable(load_round.answers for load_round in rounds))
+    answers: list[Answer] = []
+    for load_round in rounds:
+        answers += load_round.answers
+    return answers
 
 
 def describe_level(rounds: Sequence[Round]) -> LevelResult:

@@ -1,9 +1,9 @@
 """Journal of a run of `bench`: the file answers.jsonl.
 
-The journal contains every answer with its texts, usage and the time of each chunk. A thread writes
-an answer as soon as it is complete, so that a slow disk delays no time stamp and a killed run loses
-no complete answer. `--resume` does not request a recorded answer again. An interrupted conversation
-continues after its last recorded answer.
+The journal contains every answer with its texts, usage and the time of each chunk. An answer is
+written as soon as it is complete, so a killed run loses no complete answer. A thread writes the
+journal, so a slow disk delays no time stamp. `--resume` does not request a recorded answer again.
+An interrupted conversation continues after its last recorded answer.
 """
 
 from __future__ import annotations

@@ -173,6 +173,7 @@ class BenchWorkload:
     limit_s: float | None = None
 
     def __post_init__(self) -> None:
+        """Raises UsageError if `extra_body` or `system` contradicts another setting."""
         owned = BENCH_OWNED
         if self.thinking:
             owned = BENCH_OWNED | THINKING_OWNED

@@ -399,6 +399,7 @@ def speedup_table(results: BenchResults) -> Table:
         times = number(ratio.value, 2, "x")
         rows.append([pair, gain.level, times, ratio.words])
     note = "Output tokens/s of a user, paired by question, with the 95 % interval"
+    # all speed-ups of a run cover the same questions, rounds and launches
     for gain in results.speedups[:1]:
         end = "."
         if gain.launches == 1:
