@@ -287,9 +287,10 @@ def length_ratio(turns: Sequence[TurnCounts]) -> Ratio | None:
 def paired_ratio(
     *launches: tuple[Units, Units], confidence: float = CONFIDENCE, alike: bool = False
 ) -> Ratio | None:
-    """Returns the new ratio of sums over the old one, over the units that all sides share.
+    """Returns a new ratio divided by an old ratio, with its confidence interval.
 
-    None if fewer than MIN_UNITS units are shared, or if a sum is zero.
+    Each ratio is a sum of numerators divided by a sum of denominators, over the units that all
+    sides share. None if fewer than MIN_UNITS units are shared, or if a sum is zero.
 
     Args:
         launches: New and old side of each launch. With several launches, the interval also covers
@@ -302,9 +303,11 @@ def paired_ratio(
     common = [unit for unit in sides[0] if all(unit in side for side in sides)]
     if len(common) < MIN_UNITS:
         return None
-    values = [[[side[unit] for unit in common] for side in launch] for launch in launches]
-    sums = np.array(values)  # [launch, new or old, unit, numerator or denominator]
+    values = np.array([[side[unit] for unit in common] for side in sides])
+    # [launch, new or old, unit, numerator or denominator]
+    sums = values.reshape(len(launches), 2, len(common), 2)
     pooled = sums.sum(axis=0)
+    # [new or old, numerator or denominator, unit]
     new_sums, old_sums = pooled.transpose(0, 2, 1)
     # the ratio of a unit whose sum is zero has no logarithm to average
     average = _mean_ratio if alike and pooled.min() > 0 else _ratio_of_sums
@@ -317,6 +320,7 @@ def paired_ratio(
     errors = [_standard_error(new_influence - old_influence)]
     # launches differ by more than their questions do, so they add an error of their own
     if len(launches) > 1:
+        # [new or old, numerator or denominator, launch]
         new_launches, old_launches = sums.sum(axis=2).transpose(1, 2, 0)
         new_numerators, new_denominators = new_launches
         old_numerators, old_denominators = old_launches

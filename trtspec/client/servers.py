@@ -347,10 +347,12 @@ async def read_counters(
     before: Counters | None = None
     while True:
         try:
-            counters = counters_in(read_samples(await _text(client, "/metrics")), server.adapter)
+            samples = read_samples(await _text(client, "/metrics"))
+            counters = counters_in(samples, server.adapter)
         except ValueError as error:
             faults.append(f"its /metrics {error}")
             return None
+        # equal to the reading before, or without counters
         is_stable = counters in (None, before)
         if not until_stable or is_stable or time.monotonic() > deadline:
             return counters

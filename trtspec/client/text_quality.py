@@ -61,7 +61,7 @@ def degeneration(text: str) -> str | None:
         return "empty"
     # white space is of the category of control characters, but is not noise
     noise_count = sum(
-        char == "\ufffd" or unicodedata.category(char) in NOISE and char not in "\n\r\t"
+        char == "\ufffd" or (unicodedata.category(char) in NOISE and char not in "\n\r\t")
         for char in text
     )
     if noise_count / len(text) > NOISE_SHARE:

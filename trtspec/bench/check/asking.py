@@ -154,7 +154,7 @@ class Asker:
             answer = await ask(self.client, self.server.model, request, self.timeout)
             if answer.status != 503:
                 break
-        answer = self._finished(answer)
+        answer = self._with_raw_text(answer)
         self.requests += 1
         self.tokens += answer.size
         self.bar.advance(1)
@@ -174,7 +174,7 @@ class Asker:
             await asyncio.to_thread(self.journal.record, key, exchange=fields)
         return answer
 
-    def _finished(self, answer: Exchange) -> Exchange:
+    def _with_raw_text(self, answer: Exchange) -> Exchange:
         """Returns the answer with its raw text, and with the end of turn if the server omitted it.
 
         The raw text is decoded from the token ids, without any parser.
@@ -243,10 +243,12 @@ async def score_answers(
     async def score(answer: Exchange) -> None:
         async with free:
             if method == "echo":
-                scores[_identity(answer)] = await _confirmed(asker, answer)
+                scores[_identity(answer)] = await _confirmed_scores(asker, answer)
             elif method == "continuations":
                 baseline_ids = texts.get(answer.key, ())
-                scores[_identity(answer)] = await _continued(asker, answer, baseline_ids)
+                scores[_identity(answer)] = await _scores_by_continuations(
+                    asker, answer, baseline_ids
+                )
             asker.bar.advance(1)
 
     await asyncio.gather(*map(score, distinct.values()))
@@ -283,7 +285,7 @@ def _identity(answer: Exchange) -> tuple[Any, ...]:
     return _prompt(answer), answer.token_ids
 
 
-async def _echoed(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
+async def _scores_by_echo(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
     """Scores all tokens of an answer by one prefill of prompt and answer.
 
     () if a score is missing.
@@ -300,7 +302,7 @@ async def _echoed(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
     return known if len(known) == len(answer.token_ids) else ()
 
 
-async def _confirmed(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
+async def _confirmed_scores(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
     """Scores all tokens of an answer, and failing greedy tokens twice.
 
     The second score of a token is that at the end of a shorter prefill. The better score counts.
@@ -308,20 +310,20 @@ async def _confirmed(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
     log-probability of a token by several nats. Rounding does not explain more than MAX_TIPPED
     failing tokens.
     """
-    scores = list(await _echoed(asker, answer))
+    scores = list(await _scores_by_echo(asker, answer))
     failing = [index for index, score in enumerate(scores) if score.nats_behind > FAIL_NATS]
     if not is_greedy(answer) or len(failing) > MAX_TIPPED:
         return tuple(scores)
     for index in failing:
         up_to_token = replace(answer, token_ids=answer.token_ids[: index + 1])
         # one score, or none if the request failed
-        last_score = (await _echoed(asker, up_to_token))[-1:]
+        last_score = (await _scores_by_echo(asker, up_to_token))[-1:]
         for score in last_score:
             scores[index] = min(scores[index], score, key=attrgetter("nats_behind"))
     return tuple(scores)
 
 
-async def _continued(
+async def _scores_by_continuations(
     asker: Asker, answer: Exchange, baseline_ids: tuple[int, ...]
 ) -> tuple[Score, ...]:
     """Scores tokens of an answer from its first difference to the baseline answer on.

@@ -63,10 +63,10 @@ class Prompts:
         yield from self._texts_and_samples()
         texts = self.texts[: self.samples]
         text = texts[0]
-        yield from self._unsure(text)
-        yield from self._lengths(texts)
+        yield from self._unpredictable(text)
+        yield from self._long_requests(texts)
         yield from self._calls()
-        yield from self._forms()
+        yield from self._forced_forms()
         for index, messages in enumerate(texts[: self.few]):
             yield self.raw(f"stop {index}", "stop", messages, thinking=False)
         yield from self.twins("system", "prompt", [SYSTEM, text[-1]])
@@ -74,7 +74,7 @@ class Prompts:
         # The end mark of thoughts is forbidden, so the reasoning lasts until the limit.
         endless = self._without(THINK_END) | {"max_tokens": HOT_TOKENS}
         for request in self.twins("", "", text, thinking=True):
-            yield from self._steered(request, {"reasoning": endless})
+            yield from self._variants(request, {"reasoning": endless})
         yield from self._odd_texts()
         for probe, reason in self.withheld.items():
             yield Exchange(key=probe, kind=probe, run="withheld", error=reason)
@@ -96,7 +96,7 @@ class Prompts:
         for index, messages in enumerate(texts[:2]):
             content = _content(known.get(f"stop {index}"))
             if content:
-                yield from self._stops(f"stop {index}", messages, content)
+                yield from self._stop_strings(f"stop {index}", messages, content)
         yield from self._parameters(known)
 
     # --- what all requests are built with ---
@@ -204,7 +204,7 @@ class Prompts:
         token = str(self.tokenizer.special_tokens.get(name))
         return {"logit_bias": {token: -100}}
 
-    def _steered(self, base: Exchange, probes: Mapping[str, dict[str, Any]]) -> Iterator[Exchange]:
+    def _variants(self, base: Exchange, probes: Mapping[str, dict[str, Any]]) -> Iterator[Exchange]:
         """Yields a variant of the request for each probe that is not withheld.
 
         `probes`: request fields that the variant adds, by probe.
@@ -252,7 +252,7 @@ class Prompts:
                 # sampler returns the same tokens.
                 yield self._continuing_user(request, messages)
 
-    def _unsure(self, messages: list[Message]) -> Iterator[Exchange]:
+    def _unpredictable(self, messages: list[Message]) -> Iterator[Exchange]:
         """Yields requests at a high temperature whose tokens the target cannot predict.
 
         They test seeds, choices, truncations (top_k, top_p, min_p) and penalties.
@@ -265,18 +265,18 @@ class Prompts:
                 body = base.body | {"seed": seed, "max_tokens": SEED_TOKENS}
                 yield replace(base, key="seed", kind="seed", run=f"{seed}, {run}", body=body)
         choices = {"n": CHOICES, "max_tokens": SEED_TOKENS, "stream": False}
-        yield from self._steered(base, {"n": choices})
+        yield from self._variants(base, {"n": choices})
         body = base.body | {"max_tokens": HOT_TOKENS}
-        yield from self._steered(replace(base, body=body), TRUNCATIONS)
+        yield from self._variants(replace(base, body=body), TRUNCATIONS)
         # without an end of turn, answers with different penalties have equal lengths
         body |= SAMPLERS["tail"] | self._without(END_OF_TURN)
         body["max_tokens"] = PENALTY_TOKENS
         for index, run in enumerate(("more", "less")):
             probes = {name: {name: values[index]} for name, values in PENALTIES.items()}
             penalised = replace(base, run=run, body=body)
-            yield from self._steered(penalised, probes)
+            yield from self._variants(penalised, probes)
 
-    def _lengths(self, texts: Sequence[list[Message]]) -> Iterator[Exchange]:
+    def _long_requests(self, texts: Sequence[list[Message]]) -> Iterator[Exchange]:
         """Yields long prompts, a prompt near the server's limit, and a long answer."""
         for index in range(LONG_PROMPTS):
             messages = self._document(texts, index, self.context)
@@ -318,7 +318,7 @@ class Prompts:
         with_result = [_user(WEATHER), *RESULT]
         yield from self.twins("follow-up", "follow-up", with_result, [TOOL], False)
 
-    def _forms(self) -> Iterator[Exchange]:
+    def _forced_forms(self) -> Iterator[Exchange]:
         """Yields requests whose answers a grammar forces, and a question about a picture."""
         describe = [_user("Describe a spider: name and number of legs.")]
         requests = {probe: (describe, fields) for probe, fields in FORCED.items()}
@@ -343,11 +343,11 @@ class Prompts:
             yield request
         # the last text once more, as a content part
         parts = [_user([{"type": "text", "text": text}])]
-        yield from self._steered(request, {"parts": {"messages": parts}})
+        yield from self._variants(request, {"parts": {"messages": parts}})
 
     # --- requests that depend on the first answers ---
 
-    def _stops(self, key: str, messages: list[Message], content: str) -> Iterator[Exchange]:
+    def _stop_strings(self, key: str, messages: list[Message], content: str) -> Iterator[Exchange]:
         """Yields the question of a known answer with stop strings from its `content`.
 
         The first list has a string of the answer. The second also has a string that does not occur,
@@ -383,7 +383,7 @@ class Prompts:
             "stop_token_ids": {"stop_token_ids": [middle]},
             "min_tokens": {"min_tokens": min_tokens, "max_tokens": min_tokens + 8},
         }
-        yield from self._steered(base, probes)
+        yield from self._variants(base, probes)
 
 
 def form(properties: Message) -> Message:

@@ -207,7 +207,7 @@ def standalone_judgements(
         *_choices(exchanges),
         *_seeds(exchanges),
         *transport(exchanges, known),
-        *_overruns(exchanges),
+        *_length_limits(exchanges),
         *_penalties(exchanges, DOUBTFUL_P),
     ]
 
@@ -249,10 +249,10 @@ def prompts(exchanges: Sequence[Exchange]) -> Iterator[Judgement]:
     """Judges that the server reads every prompt as our own chat template writes it."""
     for exchange in exchanges:
         if exchange.answered and exchange.prompt:
-            yield Judgement(exchange.kind, exchange.name, _misread(exchange))
+            yield Judgement(exchange.kind, exchange.name, _prompt_fault(exchange))
 
 
-def _misread(exchange: Exchange) -> str | None:
+def _prompt_fault(exchange: Exchange) -> str | None:
     """Returns the fault if the server read other prompt tokens than expected, "" if the same.
 
     Compares the token ids, or their number if the server returns no ids. None if the server returns
@@ -303,7 +303,7 @@ def greedy(
         limit = min(limit, SUSPECT_NATS)
     tipped: list[Exchange] = []
     if not exact:
-        tipped = _tipped(greedy_answers, limit)
+        tipped = _tipped_by_rounding(greedy_answers, limit)
     judgements = [
         _judge_greedy(exchange, limit) for exchange in greedy_answers if exchange not in tipped
     ]
@@ -319,7 +319,7 @@ def greedy(
     return judgements, why
 
 
-def _tipped(greedy_answers: Sequence[Exchange], limit: float) -> list[Exchange]:
+def _tipped_by_rounding(greedy_answers: Sequence[Exchange], limit: float) -> list[Exchange]:
     """Returns all answers above `limit` nats if rounding explains them, otherwise [].
 
     Rounding can tip a router of experts at a near-tie, which moves a token by several nats. It then
@@ -582,7 +582,7 @@ def _forced_form(exchange: Exchange) -> Iterator[Judgement]:
     probe = exchange.kind
     fault: str | None = ""
     if not _has_form(exchange):
-        fault = f"{_shown(_parts(exchange))} is not its form"
+        fault = f"{_excerpt(_parts(exchange))} is not its form"
         if _cut_short(exchange):
             fault = None
     yield Judgement(probe, exchange.name, fault)
@@ -612,11 +612,11 @@ def _message(exchange: Exchange, raws: Sequence[Exchange]) -> Iterator[Judgement
     # a call or reasoning that did not occur cannot show that it is parsed correctly
     occurred = {"call": calls, "reasoning": reasoning}.get(exchange.kind, candidates)
     same = any(_agrees(parts, candidate) for candidate in candidates)
-    agrees = same or _tied(exchange, raws)
+    agrees = same or _explained_by_tie(exchange, raws)
     fault: str | None = None
     if candidates and not _cut_short(exchange):
         if not agrees:
-            fault = f"{_shown(parts)} is not {_shown(expected)}"
+            fault = f"{_excerpt(parts)} is not {_excerpt(expected)}"
         elif occurred:
             fault = ""
     for probe in probes:
@@ -717,12 +717,12 @@ def _agrees(parts: Parts, expected: Parts) -> bool:
     return all(text in other and text.strip() == other.strip() for text, other in pairs)
 
 
-def _shown(parts: Parts) -> str:
+def _excerpt(parts: Parts) -> str:
     """Returns the beginnings of a message's parts, for an error message."""
     return " ".join(repr(part[:60]) for part in parts if part) or "nothing"
 
 
-def _tied(exchange: Exchange, raws: Sequence[Exchange]) -> bool:
+def _explained_by_tie(exchange: Exchange, raws: Sequence[Exchange]) -> bool:
     """Returns whether a near-tie explains why a message differs from answers to the same prompt.
 
     False if the message comes with its own tokens, which need no comparison.
@@ -730,10 +730,10 @@ def _tied(exchange: Exchange, raws: Sequence[Exchange]) -> bool:
     if exchange.raw:
         return False
     text = exchange.reasoning + exchange.content
-    return any(_leaves_at_tie(text, other) for other in raws)
+    return any(_differs_at_tie(text, other) for other in raws)
 
 
-def _leaves_at_tie(text: str, other: Exchange) -> bool:
+def _differs_at_tie(text: str, other: Exchange) -> bool:
     """Returns whether `text` first differs from another answer at a near-tie.
 
     At a near-tie, the two likeliest tokens are at most FAIL_NATS apart.
@@ -763,7 +763,7 @@ def parameters(candidate: Sequence[Exchange], baseline: Sequence[Exchange]) -> I
     seed_regrets = [regret(exchange) for exchange in candidate if exchange.kind == "seed"]
     # regret in nats of answers to the same prompt that no parameter limits to the best token
     free_regret = median([0.0, *seed_regrets])
-    yield from _overruns(candidate)
+    yield from _length_limits(candidate)
     clear = {judgement.probe for judgement in _penalties(baseline, CLEAR_P) if not judgement.fault}
     for judgement in _penalties(candidate, DOUBTFUL_P):
         # a missing effect is a fault only if the baseline's effect is beyond doubt
@@ -795,9 +795,9 @@ def _parameter_fault(exchange: Exchange, baseline_answer: Exchange) -> str | Non
 
     Returns "" if both obey it, and None if the baseline answer ignores it.
     """
-    if not _kept(baseline_answer):
+    if not _obeys_parameters(baseline_answer):
         return None
-    return "" if _kept(exchange) else NO_EFFECT
+    return "" if _obeys_parameters(exchange) else NO_EFFECT
 
 
 def _penalties(exchanges: Sequence[Exchange], alpha: float) -> Iterator[Judgement]:
@@ -824,7 +824,7 @@ def _penalties(exchanges: Sequence[Exchange], alpha: float) -> Iterator[Judgemen
             yield Judgement(penalty, less, fault)
 
 
-def _overruns(exchanges: Sequence[Exchange]) -> Iterator[Judgement]:
+def _length_limits(exchanges: Sequence[Exchange]) -> Iterator[Judgement]:
     """Judges that no answer is longer than max_tokens."""
     for exchange in exchanges:
         if exchange.answered:
@@ -836,7 +836,7 @@ def _overruns(exchanges: Sequence[Exchange]) -> Iterator[Judgement]:
             yield Judgement("max_tokens", exchange.name, fault)
 
 
-def _kept(exchange: Exchange) -> bool:
+def _obeys_parameters(exchange: Exchange) -> bool:
     """Returns whether an answer obeys min_tokens, stop_token_ids and logit_bias of its request."""
     body = exchange.body
     ids = exchange.token_ids
@@ -873,9 +873,11 @@ def acceptance(candidate: Sequence[Exchange], floor: float | None) -> tuple[list
         faults["floor"] = why
     elif not speculates(first_answers):
         return [], f"{why}: no draft was accepted"
-    faults |= _repeat_faults(candidate)
+    faults |= _repetition_faults(candidate)
     long = [exchange for exchange in candidate if exchange.kind == "long" and exchange.run == "ids"]
-    collapse = _slower(long, first_answers, "for short texts", COLLAPSED_DRAFTS, COLLAPSE_STEPS)
+    collapse = _acceptance_drop(
+        long, first_answers, "for short texts", COLLAPSED_DRAFTS, COLLAPSE_STEPS
+    )
     faults["long"] = collapse
     step_sizes = Counter[int]()
     for exchange in first_answers:
@@ -888,7 +890,7 @@ def acceptance(candidate: Sequence[Exchange], floor: float | None) -> tuple[list
     return judgements, why
 
 
-def _repeat_faults(candidate: Sequence[Exchange]) -> dict[str, str | None]:
+def _repetition_faults(candidate: Sequence[Exchange]) -> dict[str, str | None]:
     """Compares acceptance in repeated texts with their first answers.
 
     Returns the fault of each repetition: from a warm cache, in a crowd and after the crowd. A fault
@@ -908,7 +910,7 @@ def _repeat_faults(candidate: Sequence[Exchange]) -> dict[str, str | None]:
         faults[run] = None
         for group in (long, repeats):
             earlier = [first_answers[_identity(exchange)] for exchange in group]
-            fault = _slower(group, earlier, "at first", KEPT_DRAFTS, MIN_STEPS // 2)
+            fault = _acceptance_drop(group, earlier, "at first", KEPT_DRAFTS, MIN_STEPS // 2)
             faults[run] = faults[run] or fault
     return faults
 
@@ -949,7 +951,7 @@ def forced_sizes(step_sizes: Counter[int]) -> str:
     return " or ".join(map(str, common))
 
 
-def _slower(
+def _acceptance_drop(
     later: Sequence[Exchange],
     earlier: Sequence[Exchange],
     basis: str,

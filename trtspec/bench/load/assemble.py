@@ -237,7 +237,8 @@ def spread_of(values: Sequence[float]) -> LatencySpread | None:
     if not values:
         return None
     figures = [np.mean(values), *np.percentile(values, [50, 99])]
-    return LatencySpread(*(round(float(figure), 5) for figure in figures))
+    mean, p50, p99 = (round(float(figure), 5) for figure in figures)
+    return LatencySpread(mean, p50, p99)
 
 
 def question_speeds(rounds: Sequence[Round]) -> list[QuestionSpeed]:
