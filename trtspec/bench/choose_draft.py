@@ -106,7 +106,9 @@ def by_draft_len(
         reported = served_length(endpoint)
         if reported not in (None, stated):
             message = f"{stated}={endpoint.url}: it drafts {reported} tokens per step"
-            raise UsageError(message, "name what it serves")
+            raise UsageError(
+                message, "write the draft length that the server reports before its URL"
+            )
         served[stated] = endpoint
     return served
 

@@ -31,7 +31,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from trtspec.client.servers import Count, TurnCounts
 
-MIN_UNITS = 3  # fewer questions, or other units, give no interval
+MIN_UNITS = 3  # number of units (questions, rounds or runs) that an interval needs
 MIN_ROUNDS = 4  # fewer rounds do not show how rounds differ
 MIN_EARLIER_RUNS = 4  # fewer runs do not predict the next run
 BISECTIONS = 50  # halvings of an interval that reach the precision of a double

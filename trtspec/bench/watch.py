@@ -259,7 +259,8 @@ def read_baseline(path: Path) -> Baseline:
     mean = mean_by_category[category]
     if not mean:
         message = f"{path} has no accepted draft in {category}: no traffic can drop below that"
-        raise UsageError(message, "trtspec inspect HEAD --against TARGET, then measure again")
+        remedy = "run trtspec inspect HEAD --against TARGET, then measure again"
+        raise UsageError(message, remedy)
     turns = [turn for turn in run.turns_detail if turn.category == category]
     # If the server counts all answers together, the variance is unknown. It is assumed to be that
     # of a geometric distribution, times the effect of whole answers.

@@ -256,6 +256,7 @@ def counters_in(samples: Samples, names: Adapter) -> Counters | None:
     None if the server has no such counters. `steps` is 0 if the server counts only draft tokens.
     Raises ValueError if a value is not a count. `names`: adapter with the names of the counters.
     """
+    # some servers count drafts but not steps
     if (names.steps or names.drafted) not in samples:
         return None
     positions: dict[int, int] = {}
@@ -324,7 +325,8 @@ def counted_between(before: Counters, after: Counters) -> Counters:
     smallest = min(steps, drafted, accepted, *per_position.values())
     if smallest < 0 or before.per_position.keys() - after.per_position.keys():
         raise ValueError(
-            "counts less after the run than before it: it was started again, or is several servers"
+            "counts less after the run than before it: the server was started again, "
+            "or several servers answer at this URL"
         )
     return Counters(steps, drafted, accepted, per_position)
 

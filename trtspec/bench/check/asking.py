@@ -354,6 +354,7 @@ async def _logprobs(asker: Asker, body: dict[str, Any]) -> dict[str, Any]:
     try:
         reply = await complete(asker.client, RAW, {"model": asker.server.model, **body})
         return reply["choices"][0].get("logprobs") or {}
+    # an answer without scores is reported as not judged
     except RequestFailed:
         return {}
 

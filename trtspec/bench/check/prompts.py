@@ -67,13 +67,13 @@ class Prompts:
         yield from self._long_requests(texts)
         yield from self._calls()
         yield from self._forced_forms()
-        for index, messages in enumerate(texts[: self.few]):
+        for index, messages in enumerate(texts[: self.variant_count]):
             yield self.raw(f"stop {index}", "stop", messages, thinking=False)
-        yield from self.twins("system", "prompt", [SYSTEM, text[-1]])
-        yield from self.twins("quiet", "prompt", text, thinking=False)
+        yield from self.three_ways("system", "prompt", [SYSTEM, text[-1]])
+        yield from self.three_ways("quiet", "prompt", text, thinking=False)
         # The end mark of thoughts is forbidden, so the reasoning lasts until the limit.
         endless = self._without(THINK_END) | {"max_tokens": HOT_TOKENS}
-        for request in self.twins("", "", text, thinking=True):
+        for request in self.three_ways("", "", text, thinking=True):
             yield from self._variants(request, {"reasoning": endless})
         yield from self._odd_texts()
         for probe, reason in self.withheld.items():
@@ -86,13 +86,13 @@ class Prompts:
         """
         as_ids = [answer for answer in answers if answer.run == "ids" and answer.answered]
         known = {answer.key: answer for answer in as_ids}
-        texts = self.texts[: self.few]
+        texts = self.texts[: self.variant_count]
         for index, messages in enumerate(texts):
             content = _content(known.get(f"text {index}"))
             if content:
                 reply = {"role": "assistant", "content": content}
                 conversation = [*messages, reply, _user("Now say the same again, shorter.")]
-                yield from self.twins(f"turn-2 {index}", "turn-2", conversation)
+                yield from self.three_ways(f"turn-2 {index}", "turn-2", conversation)
         for index, messages in enumerate(texts[:2]):
             content = _content(known.get(f"stop {index}"))
             if content:
@@ -101,7 +101,7 @@ class Prompts:
 
     # --- what all requests are built with ---
 
-    def twins(
+    def three_ways(
         self,
         key: str,
         probe: str,
@@ -234,7 +234,7 @@ class Prompts:
         return [question.first_request()[0] for question in plain]
 
     @property
-    def few(self) -> int:
+    def variant_count(self) -> int:
         """Number of texts that are also sent in other ways: a fifth of all texts."""
         return max(1, self.samples // 5)
 
@@ -245,7 +245,7 @@ class Prompts:
         """
         for index, messages in enumerate(self.texts[: max(MIN_SAMPLED, self.samples)]):
             if index < self.samples:
-                yield from self.twins(f"text {index}", "text", messages)
+                yield from self.three_ways(f"text {index}", "text", messages)
             for probe, fields in SAMPLERS.items():
                 request = self.raw(f"{probe} {index}", probe, messages, seed=index, **fields)
                 # A target is less sure of a user's words than of its own. If it is sure, every
@@ -280,14 +280,14 @@ class Prompts:
         """Yields long prompts, a prompt near the server's limit, and a long answer."""
         for index in range(LONG_PROMPTS):
             messages = self._document(texts, index, self.context)
-            yield from self.twins(f"long {index}", "long", messages)
+            yield from self.three_ways(f"long {index}", "long", messages)
         available = min(self.limit, MAX_CONTEXT) - self._limit(None)
         without_document = self._document(texts, LONG_PROMPTS, 0)
         # room for the question and the template, twice because decoding and encoding a document may
         # change its number of tokens
         spare = 2 * len(self._prompt(without_document))
         near_limit = self._document(texts, LONG_PROMPTS, available - spare)
-        yield from self.twins("limit", "limit", near_limit)
+        yield from self.three_ways("limit", "limit", near_limit)
         request = self.raw("answer", "answer", texts[0], ignore_eos=True)
         body = request.body
         tokens = min(LONG_ANSWER_TOKENS, self.limit - len(body["prompt"]))
@@ -313,10 +313,10 @@ class Prompts:
         """
         with_tools = [question.first_request() for question in self.questions if question.tools]
         calls = [([_user(WEATHER)], [TOOL]), *with_tools]
-        for index, (messages, tools) in enumerate(calls[: self.few]):
-            yield from self.twins(f"call {index}", "call", messages, tools, False)
+        for index, (messages, tools) in enumerate(calls[: self.variant_count]):
+            yield from self.three_ways(f"call {index}", "call", messages, tools, False)
         with_result = [_user(WEATHER), *RESULT]
-        yield from self.twins("follow-up", "follow-up", with_result, [TOOL], False)
+        yield from self.three_ways("follow-up", "follow-up", with_result, [TOOL], False)
 
     def _forced_forms(self) -> Iterator[Exchange]:
         """Yields requests whose answers a grammar forces, and a question about a picture."""
@@ -445,7 +445,8 @@ PICTURE = (
 NEVER = "\u2405"  # a character that does not occur in answers
 STOP_CHARACTERS = 6
 LONG_PROMPTS = 4  # enough to show that acceptance collapses in long prompts
-MIN_SAMPLED = 28  # answers for each sampler, enough tokens of which are unsure
+# answers for each sampler; a smaller number has too few tokens that the target is unsure of
+MIN_SAMPLED = 28
 HOT_TOKENS = 32
 # parameters that allow only the best token, by probe
 TRUNCATIONS: dict[str, dict[str, Any]] = {

@@ -582,7 +582,7 @@ def _forced_form(exchange: Exchange) -> Iterator[Judgement]:
     probe = exchange.kind
     fault: str | None = ""
     if not _has_form(exchange):
-        fault = f"{_excerpt(_parts(exchange))} is not its form"
+        fault = f"{_excerpt(_parts(exchange))} does not have the form that the request forces"
         if _cut_short(exchange):
             fault = None
     yield Judgement(probe, exchange.name, fault)

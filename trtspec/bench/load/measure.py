@@ -304,8 +304,8 @@ class MeasuredEndpoint:
         crashing = sorted(parameters.intersection(self.limits.get("end_engine", ())))
         if crashing:
             message = (
-                f"{', '.join(crashing)}: under speculation such a request ends the engine "
-                f"of {self.name} for everybody"
+                f"{', '.join(crashing)}: under speculation such a request crashes the engine "
+                f"of {self.name} for all users"
             )
             raise UsageError(message, "leave it out of every request, or use a later release")
 
@@ -355,7 +355,7 @@ class MeasuredEndpoint:
         for index, question in enumerate(self.workload.dataset.questions):
             categories.setdefault(question.category, []).append((index, question))
         for category, questions in categories.items():
-            self.bar.say(f"{self.name} keeps totals alone: {category} once more by itself")
+            self.bar.say(f"{self.name} reports only totals: {category} is measured separately")
             level = LoadLevel(self.workload.max_in_flight, category=category)
             self.category_rounds += await self.round(level, 0, questions)
 

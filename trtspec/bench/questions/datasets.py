@@ -137,7 +137,7 @@ def load_dataset(name: str, samples: int | None = None) -> Dataset:
     questions = read_questions(source)
     if not questions:
         message = f"the dataset {file or name} holds no prompt"
-        raise UsageError(message, "each line is one JSON object with turns, messages or prompt")
+        raise UsageError(message, "write each line as a JSON object with turns, messages or prompt")
     if file and Path(file).is_file():
         digest = file_sha256(Path(file))
     else:
@@ -165,7 +165,7 @@ def read_questions(source: QuestionSource) -> list[Question]:
     seen = set()
     for index, row in enumerate(rows_of(source)):
         question = recorded_request(row, index) or asked_by(row, index, unread)
-        # recorded requests have their own load, so they are not mixed with questions
+        # recorded requests have their own sampling parameters, so one run cannot have both
         if questions and (question.body is None) != (questions[0].body is None):
             message = f"{CODE} {row.where} mixes requests, which have `model`, with questions"
             raise UsageError(message, "write requests and questions in files of their own")
@@ -268,7 +268,7 @@ def question_of(
         ends = "has no user message"
         if messages:
             ends = f"ends in a message of the role {messages[-1]['role']}"
-        remedy = "a row holds a prompt, turns, or messages, with a user's at the end"
+        remedy = "give each row a prompt, turns, or messages that end with a user's message"
         raise UsageError(f"{where} {ends}", remedy)
     turns = [message["content"] for message in messages[first:]]
     if pictures:
@@ -277,7 +277,7 @@ def question_of(
     for content in turns:
         if not content or (isinstance(content, str) and not content.strip()):
             message = f"{where} has an empty or non-text prompt"
-            raise UsageError(message, "turns, content and prompt are non-empty strings")
+            raise UsageError(message, "write turns, content and prompt as non-empty strings")
     return Question(
         id=conversation.id or str(index),
         category=conversation.category or "all",
@@ -480,7 +480,7 @@ def _field_text(row: DataRow, item: Any, name: str, source: QuestionSource) -> s
 def _no_field(row: DataRow, names: str, source: QuestionSource) -> UsageError:
     """Returns the error of a row that lacks fields. `names`: their names, in words."""
     message = f"{CODE} {row.where} has no {names}, which rows of {source.title} have"
-    return UsageError(message, f"the fields are listed at {source.source}")
+    return UsageError(message, f"look up the fields at {source.source}")
 
 
 def _picture(row: DataRow, image: Any) -> Message:
