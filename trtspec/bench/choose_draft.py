@@ -107,7 +107,7 @@ def by_draft_len(
         if reported not in (None, stated):
             message = f"{stated}={endpoint.url}: it drafts {reported} tokens per step"
             raise UsageError(
-                message, "write the draft length that the server reports before its URL"
+                message, "write K=URL with the draft length that the server reports as K"
             )
         served[stated] = endpoint
     return served

@@ -446,25 +446,11 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
         answer.completion_tokens = token_count(usage.get("completion_tokens") or 0)
         reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         answer.cached_tokens = None if reused is None else token_count(reused)
-        # token ids are counted with their choice, below
+        # token ids show the number of tokens too, and are counted with their choice
         if not answer.token_ids:
             answer.counted.append(answer.completion_tokens)
     for choice in event.get("choices") or []:
-        delta = choice.get("delta") or {}
-        text = (delta.get("content") if "delta" in choice else choice.get("text")) or ""
-        reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
-        answer.text += text
-        answer.reasoning += reasoning
-        call_chars = sum(_absorb_call(answer, call) for call in delta.get("tool_calls") or [])
-        ids = [token_count(token) for token in choice.get("token_ids") or []]
-        prompt_ids = choice.get("prompt_token_ids") or event.get("prompt_token_ids")
-        answer.prompt_ids = answer.prompt_ids or prompt_ids or []
-        answer.token_ids += ids
-        if ids:
-            answer.counted.append(len(answer.token_ids))
-        # an event without text and tokens, such as the usage, is not a chunk
-        if text or reasoning or call_chars or ids:
-            answer.chunks.append((now, len(text) + len(reasoning) + call_chars))
+        _absorb_content(answer, choice, now, event.get("prompt_token_ids"))
         reason = choice.get("finish_reason")
         if reason is not None and not isinstance(reason, str):
             raise ValueError(f"{str(reason)[:40]!r} is not a finish_reason")
@@ -472,6 +458,31 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
         average = _ratio(choice.get("avg_decoded_tokens_per_iter"))
         answer.tokens_per_iteration = average or answer.tokens_per_iteration
         answer.spec_decode = _speculation(choice.get("spec_decode")) or answer.spec_decode
+
+
+def _absorb_content(answer: Answer, choice: dict[str, Any], now: float, prompt_ids: Any) -> None:
+    """Adds the text, reasoning, tool calls and token ids of a choice to an answer.
+
+    `prompt_ids`: token ids of the prompt, which some servers send in the event and others in the
+    choice. Raises ValueError if a token id or the index of a call is not a number.
+    """
+    delta = choice.get("delta") or {}
+    # a raw completion has its text in the choice itself
+    text = (delta.get("content") if "delta" in choice else choice.get("text")) or ""
+    reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+    answer.text += text
+    answer.reasoning += reasoning
+    call_chars = sum(_absorb_call(answer, call) for call in delta.get("tool_calls") or [])
+    ids = [token_count(token) for token in choice.get("token_ids") or []]
+    # only the first event has the prompt
+    prompt_ids = choice.get("prompt_token_ids") or prompt_ids
+    answer.prompt_ids = answer.prompt_ids or prompt_ids or []
+    answer.token_ids += ids
+    if ids:
+        answer.counted.append(len(answer.token_ids))
+    # a choice without text and tokens, such as the last with its finish reason, is not a chunk
+    if text or reasoning or call_chars or ids:
+        answer.chunks.append((now, len(text) + len(reasoning) + call_chars))
 
 
 def _status_in(event: dict[str, Any]) -> int:

@@ -449,8 +449,8 @@ class MeasuredEndpoint:
         failed_count = count - len(answered)
         # the counters include the work for failed requests, whose extent is unknown
         if failed_count:
-            part = f"{failed_count} of {count} answers of {level.label}, "
-            part += f"round {measured.number + 1}"
+            number = measured.number + 1
+            part = f"{failed_count} of {count} answers of {level.label}, round {number}"
             reason = f"{part} failed, and the server counts all requests together"
             self.unmeasured.append(reason)
             return []

@@ -87,12 +87,12 @@ def figures(results: BenchResults) -> list[Figure]:
         shown.append(Figure(f"{ratio.value:.2f}", ratio.words, times))
     if endpoint.speculates and not endpoint.degenerate():
         ends = endpoint.acceptance_length_interval
-        between = "{:.2f} to {:.2f}".format(*ends) if ends else ""
-        shown.append(Figure(number(endpoint.acceptance_length), between, "tokens per step"))
+        ends_text = "{:.2f} to {:.2f}".format(*ends) if ends else ""
+        shown.append(Figure(number(endpoint.acceptance_length), ends_text, "tokens per step"))
     speed = user_speed(endpoint, label)
     if speed:
-        between = f"{speed.low:,.1f} to {speed.high:,.1f}"
-        shown.append(Figure(f"{speed.value:,.1f}", between, f"tokens/s for a user at {label}"))
+        ends_text = f"{speed.low:,.1f} to {speed.high:,.1f}"
+        shown.append(Figure(f"{speed.value:,.1f}", ends_text, f"tokens/s for a user at {label}"))
     return shown
 
 
@@ -314,9 +314,15 @@ def slice_table(results: BenchResults, by: str, column: str) -> Table:
             length = interval(result_slice.acceptance_length, ends)
             if endpoint.degenerate():
                 length = BLANK
-            counts = [str(result_slice.answers), number(result_slice.steps, 0)]
-            speeds = [number(result_slice.tokens_per_s, 1), median_ms(result_slice.ttft_s)]
-            row = [f"{result_slice.value:,}", endpoint.name, *counts, length, *speeds]
+            row = [
+                f"{result_slice.value:,}",
+                endpoint.name,
+                str(result_slice.answers),
+                number(result_slice.steps, 0),
+                length,
+                number(result_slice.tokens_per_s, 1),
+                median_ms(result_slice.ttft_s),
+            ]
             rows_by_value.setdefault(result_slice.value, []).append(row)
     rows = []
     if len(rows_by_value) > 1:
