@@ -55,6 +55,7 @@ def compare(
     old = earlier[0]
     allowed = max_regression or 0.0
     levels = [level.label for level in new.concurrency]
+    # acceptance, and the speed at each level if the earlier runs suffice
     judged_count = 1
     if len(earlier) >= MIN_EARLIER_RUNS:
         judged_count += len(levels)

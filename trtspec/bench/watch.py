@@ -152,10 +152,12 @@ class Watch:
         if names is None:
             raise ValueError("has no metrics of a server that is known")
         counters = counters_in(samples, names)
+        # some servers report a mean in place of counters
         if counters is None and names.mean not in samples:
             raise ValueError(f"has {names.name} metrics and none of speculation")
         self.source = f"{names.name} metrics"
         self.keeps = ()
+        # some servers count drafts but not steps, which are first in FIGURES
         if counters is not None:
             self.keeps = FIGURES if names.steps else FIGURES[1:]
         before = self.last

@@ -150,6 +150,7 @@ class RunJournal:
         rounds = []
         for _, entries in sorted(self.stored.get(round_name, {}).items()):
             answers = good([entry.answer for entry in entries if entry.answer is not None])
+            # without an answer there is no time at which the round ended
             if not answers:
                 continue
             # a process that was killed recorded no end of the round, so the last answer ends it

@@ -114,6 +114,7 @@ async def _measure_levels(targets: Sequence[MeasuredEndpoint]) -> None:
         for number in range(round_count):
             first = number % len(targets)
             round_questions = questions[number::round_count]
+            # the rotation distributes disturbances of the machine evenly
             for target in [*targets[first:], *targets[:first]]:
                 target.rounds += await target.round(level, number, round_questions)
         for target in targets:
@@ -331,6 +332,7 @@ class MeasuredEndpoint:
         if count is None:
             count = concurrency
         questions = workload.dataset.questions[:count]
+        # recorded requests are sent without their own parameters, which allow long answers
         short_questions = [replace(item, turns=item.turns[:1], body=None) for item in questions]
         tokens = min(WARMUP_TOKENS, workload.sampling.max_tokens)
         short = replace(workload.sampling, max_tokens=tokens)

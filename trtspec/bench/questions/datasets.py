@@ -140,6 +140,7 @@ def load_dataset(name: str, samples: int | None = None) -> Dataset:
         raise UsageError(message, "write each line as a JSON object with turns, messages or prompt")
     if file and Path(file).is_file():
         digest = file_sha256(Path(file))
+    # a directory or a hub data set has no single file
     else:
         values = [asdict(question) for question in questions]
         text = json.dumps(values, sort_keys=True, ensure_ascii=False)
