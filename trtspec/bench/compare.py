@@ -208,7 +208,7 @@ def _verdict(test: Ratio, allowed: float, is_sound: bool) -> str:
 def not_judged(
     figures: Sequence[ComparedFigure], runs: Sequence[BenchResults], severity: Severity
 ) -> list[Problem]:
-    """Returns a problem that says why acceptance is not judged.
+    """Returns a list with the problem that acceptance is not judged, and the reason.
 
     The list is empty if acceptance is judged, or if no run reports acceptance and a speed is
     judged. `runs`: this run and the earlier runs.

@@ -60,12 +60,7 @@ def prove(
         startup: Seconds until a server must be ready.
     """
     path = directory / "journal.jsonl"
-    port_wait_s = 0.0
-    # the server of a killed run may still occupy the ports and GPUs
-    if path.exists():
-        port_wait_s = SHUTDOWN_S
-    elif directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UsageError(f"{directory} holds something else", "choose another -o")
+    port_wait_s = _port_wait(path)
     paths = {name: resolve(name, weights=False).path for name in (setup.target, setup.head)}
     identities = {
         name: identity_digest(checkpoint)[:16] if checkpoint else "not on this machine"
@@ -81,6 +76,7 @@ def prove(
         done = [step for step in steps if step.name in journal.done and _result(step, directory)]
         for step in done:
             report.announce(f"already done: {step.name}")
+        # the groups of servers that have commands left, each once and in order
         for group in dict.fromkeys(step.servers for step in steps if step not in done):
             with ExitStack() as running:
                 require_free_ports(setup.port, 2, port_wait_s)
@@ -99,6 +95,20 @@ def prove(
 
 SHUTDOWN_S = 180.0  # time that the server of a killed run gets to end
 REPEAT = "repeat the command as it was, or choose another -o"
+
+
+def _port_wait(journal: Path) -> float:
+    """Returns the seconds for which a proof waits until the ports of its servers are free.
+
+    Raises UsageError if the directory of the journal contains anything but a proof.
+    """
+    # the server of a killed run may still occupy the ports and GPUs
+    if journal.exists():
+        return SHUTDOWN_S
+    directory = journal.parent
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UsageError(f"{directory} holds something else", "choose another -o")
+    return 0.0
 
 
 def _launch(

@@ -68,12 +68,12 @@ Tilt = Callable[[Masses, Masses], Masses]
 
 
 def _tempered(power: float) -> Tilt:
-    """Returns the fault of a wrong temperature. `power`: 1 / temperature - 1."""
+    """Returns the change of a distribution by a wrong temperature. `power`: 1 / temperature - 1."""
     return lambda masses, weights: masses * weights**power
 
 
 def _best(factor: float) -> Tilt:
-    """Returns the fault that multiplies the mass of the likeliest class by `factor`."""
+    """Returns the change of a distribution that multiplies the likeliest class by `factor`."""
     return lambda masses, weights: np.append(masses[:-1], masses[-1] * factor)
 
 

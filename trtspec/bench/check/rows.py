@@ -320,10 +320,11 @@ def greedy(
 
 
 def _tipped_by_rounding(greedy_answers: Sequence[Exchange], limit: float) -> list[Exchange]:
-    """Returns all answers above `limit` nats if rounding explains them, otherwise [].
+    """Returns all answers with a distance above `limit` nats if rounding explains them.
 
-    Rounding can tip a router of experts at a near-tie, which moves a token by several nats. It then
-    affects few tokens of a minority of the answers to one prompt.
+    [] if rounding does not explain all of them. Rounding can tip a router of experts at a near-tie,
+    which moves a token by several nats. It affects few tokens, and a minority of the answers to one
+    prompt.
     """
     failing = [exchange for exchange in greedy_answers if regret(exchange) > limit]
     failing_keys = {exchange.key for exchange in failing}
@@ -541,7 +542,7 @@ def _usage_fault(exchange: Exchange) -> str:
 
 
 def _stopped_late(exchange: Exchange) -> bool:
-    """Returns whether an answer ended with "stop" although it reached max_tokens without stopping.
+    """Returns whether the finish_reason is "stop" although max_tokens ended the answer.
 
     The recorded ids then have one token more: the end of turn that check itself appended.
     """

@@ -364,10 +364,10 @@ class MeasuredEndpoint:
     async def round(
         self, level: LoadLevel, number: int, questions: Sequence[IndexedQuestion]
     ) -> list[Round]:
-        """Returns a round: recorded answers, and answers of the server to the other questions.
+        """Returns the answers of a round, from the journal or from the server.
 
         The list has an entry for each earlier process that recorded answers of the round, and an
-        entry for this process. `number`: index of the round.
+        entry for this process if a question was not answered. `number`: index of the round.
         """
         name = f"{self.name}|{level.label}|{number}"
         rounds = []

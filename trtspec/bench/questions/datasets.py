@@ -123,7 +123,7 @@ class Dataset:
 
 
 def load_dataset(name: str, samples: int | None = None) -> Dataset:
-    """Reads a data set.
+    """Reads the questions of a data set, or a sample of them.
 
     Raises UsageError if the data set is not found, or if a row has no question that can be sent.
 
