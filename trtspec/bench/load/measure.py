@@ -80,7 +80,8 @@ async def measure(
             target.refuse_crashing_parameters()
             targets.append(target)
         journal.answered_by({target.name: target.server for target in targets})
-        # a server that reports only totals is sent all questions once more, by category
+        # a server that reports only totals (`around_runs`) is sent all questions once more, by
+        # category
         passes = [len(workload.levels) + target.server.adapter.around_runs for target in targets]
         bar.show(0, workload.turns * sum(passes))
         for target in targets:
@@ -91,6 +92,7 @@ async def measure(
         await _measure_levels(targets)
         for target in targets:
             answers = target.answers()
+            # figures of failed requests alone would be empty
             if answers and not good(answers):
                 reason = str(answers[0].error)
                 failed = f"all {len(answers)} requests to {target.name} failed"

@@ -430,6 +430,7 @@ def with_known_fields(row: DataRow, source: QuestionSource) -> DataRow:
     """
     value = row.value
     fields = source.fields
+    # a row that is not an object has no fields to rename
     if not isinstance(value, dict):
         return row
     if source.placeholder and source.placeholder in json.dumps(value, default=str):
