@@ -60,7 +60,7 @@ def compare_pair(
     checkpoint = resolved.checkpoint if resolved.weights else None
     head = read_head(checkpoint)[0] if checkpoint is not None else resolved.head_spec()
     pair_problems = pairing.pair_problems(head, target, head_id=resolved.name, target_id=other.name)
-    # a warning elsewhere; inspect is where a user finds out that a head reads the wrong layers
+    # other commands only warn, because such layer ids are probably but not certainly shifted
     pair_problems = [
         replace(problem, severity="error") if problem.code == pairing.SHIFTED else problem
         for problem in pair_problems
