@@ -120,7 +120,7 @@ def build_config(options: BuildConfigOptions) -> Result:
     }
     problems = [*assumed_release(reason, Document.parse(servers[0][1].text)), *image_problems]
     for _, _, findings in servers:
-        # `build` raises the errors, so only warnings are left
+        # `build` raises errors, and notes (info) are about settings that the user did not choose
         problems += [finding for finding in findings if finding.severity == "warning"]
     text = "".join(text for path, text in texts.items() if path not in written)
     messages = [f"wrote {path}" for path in written]

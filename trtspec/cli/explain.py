@@ -38,7 +38,7 @@ def explain(options: ExplainOptions) -> Result:
     if reason:
         lines += [f"  why      {reason}"]
     for release_line in rule_files().values():
-        rules = filter(None, release_line["rules"].values())  # None: a rule that is switched off
+        rules = filter(None, release_line["rules"].values())  # None: a rule of an older line ends
         for rule in rules:
             if rule.get("code") == code:
                 lines.append(f"  why      {rule['message']} ({rule['source']})")
