@@ -179,7 +179,7 @@ def _warnings(setting: Setting) -> list[Problem]:
     names = (setting.head_name or "", setting.target)
     head, target = [resolve(name, weights=False) for name in names]
     problems += learned_problems(head, target)
-    # a plan may be made before the pair's errors are repaired
+    # `trtspec inspect HEAD --against TARGET` reports the errors of a pair
     warnings = [problem for problem in problems if problem.severity == "warning"]
     if setting.acceptance:
         warnings += other_model(setting.acceptance, setting.target)
