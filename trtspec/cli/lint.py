@@ -170,7 +170,7 @@ def lint(options: LintOptions) -> Result:
     for item in judged:
         lines += _lines(item)
     notes = (assumed_release(item.reason, item.document) for item in judged)
-    # only the first note, because the notes of all files are equal
+    # one note is enough, because the assumed release is the same for all files
     lines += problem_lines(next(filter(None, notes), []))
     return Result(_as_json(judged), lines=lines, failure=_failure(judged, options.strict))
 
@@ -234,7 +234,7 @@ def lint_configuration(
         document = Document.parse(config, name)
     else:
         document = Document.read(config)
-    asked = LintOptions(
+    lint_options = LintOptions(
         files=(document.name,),
         trtllm_version=trtllm_version,
         target=str(target) if target else None,
@@ -243,8 +243,8 @@ def lint_configuration(
     )
     foreign = _foreign(document)
     if foreign is not None:
-        checked(asked, OF_VLLM)
-    judged = foreign or judge_part(document, Carried(""), list(options) or None, asked)
+        checked(lint_options, OF_VLLM)
+    judged = foreign or judge_part(document, Carried(""), list(options) or None, lint_options)
     values = {"version": judged.version, "version_reason": judged.reason}
     return Result(values, judged.findings)
 
