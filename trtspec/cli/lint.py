@@ -280,7 +280,7 @@ def _as_json(judged: list[Judged]) -> dict[str, Any]:
     if len(files) == 1:
         return files[0]
     versions = {item.version for item in judged}
-    problems = []
+    problems: list[dict[str, Any]] = []
     for file in files:
         problems += file["problems"]
     return {
