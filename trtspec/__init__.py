@@ -1,9 +1,9 @@
-"""The Python API: the verbs of the command line as functions.
+"""Python API: commands of the command line as functions.
 
-Each is imported when it is first used, so that `import trtspec` loads nothing else. A verb has the
-options of its command's record, prints nothing and never exits. It returns a `Result` with the
-problems of its input, and raises `trtspec.errors.TrtspecError` if it fails. The signatures for
-editors and mypy are in __init__.pyi, which tools/generate.py writes. See docs/python-api.md.
+A function is imported when it is first used, so `import trtspec` is fast. A function has the
+options of its command, prints nothing and never exits. It returns a `Result` with the problems of
+its input, and raises `trtspec.errors.TrtspecError` if it fails. The signatures for editors and mypy
+are in __init__.pyi, which tools/generate.py writes. See docs/python-api.md.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from pkgutil import resolve_name
 from typing import Any
 
+# commands whose functions become Python functions, and other public names with their definitions
 COMMANDS = ["build_config", "convert", "doctor", "explain", "inspect", "plan", "quantize", "train"]
 OTHERS = {
     "Engine": "trtspec.engine.engine:Engine",
@@ -18,10 +19,14 @@ OTHERS = {
     "TrtspecError": "trtspec.errors:TrtspecError",
     "lint": "trtspec.cli.lint:lint_configuration",
 }
-__all__ = ["__version__", *OTHERS, *COMMANDS]  # noqa: PLE0604  # names, all of them text
+__all__ = ["__version__", *OTHERS, *COMMANDS]  # noqa: PLE0604  # all of these are strings
 
 
 def __getattr__(name: str) -> Any:
+    """Imports a public name at its first use.
+
+    Raises AttributeError if the package has no such name.
+    """
     if name == "__version__":
         return resolve_name("importlib.metadata:version")("trtspec")
     if name in COMMANDS:
@@ -32,4 +37,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """Returns the names for completion, including names that are not imported yet."""
     return sorted([*globals(), *__all__])

@@ -162,4 +162,4 @@ def lint(
     gpu: str | None = None,
     options: tuple[str, ...] = (),
 ) -> Result:
-    """Judges an engine configuration: a mapping, YAML text, or the path of a file."""
+    """Checks an engine configuration: a mapping, YAML text, or the path of a file."""

@@ -1,4 +1,4 @@
-"""`python -m trtspec`."""
+"""Runs the command line for `python -m trtspec`."""
 
 from trtspec.cli.app import main
 

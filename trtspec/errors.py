@@ -24,18 +24,20 @@ UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 MAX_LISTED = 5  # names in one message
+MIN_SIMILARITY = 0.8  # of a misspelt word, by difflib's measure from 0 to 1
 FIELD = re.compile(r"`([a-z][a-z0-9_]*)`")
 
 
 @dataclass
 class RunningCommand:
-    """One command while it runs, or the default if none runs.
+    """Command that runs in the current context, or an empty record if no command runs.
 
-    A new thread does not see it without `copy_context`.
+    A new thread sees the command only inside a copy of the context (`copy_context`).
 
-    flags: the flag or variable of each field of its `options`.
-    origins: the source of each field that the user set.
-    answered: whether stdout has the object of `--json`.
+    options: record class of the command's options.
+    flags: flag or environment variable of each option, by field name.
+    origins: source of each option that the user set, by field name (see records.ORIGINS).
+    answered: whether stdout already has the JSON object of `--json`.
     """
 
     options: type | None = None
@@ -48,28 +50,29 @@ running = ContextVar("running", default=RunningCommand())  # noqa: B039  # the l
 
 
 def as_typed(text: str) -> str:
-    """A message that names options as fields of their record, in backticks, made printable.
+    """Returns a printable message, with each field name in backticks replaced by its flag.
 
-    While a command runs, its flags replace the fields.
+    Keeps the field names if no command runs.
     """
     flags = running.get().flags
     return printable(FIELD.sub(lambda match: flags.get(match[1], match[0]), text))
 
 
 def printable(text: str) -> str:
-    """Shows control characters, marks of direction and lone surrogates as escapes.
+    """Returns text with control characters, direction marks and lone surrogates as escapes.
 
-    So none of them acts on a terminal. Line ends and tabs stay.
+    A terminal then shows these characters and does not obey them. Line feeds and tabs stay.
     """
     return UNPRINTABLE.sub(lambda character: ascii(character[0])[1:-1], text)
 
 
 class TrtspecError(Exception):
-    """A failure that the user can act on: what, why, and the next command.
+    """Failure that a user can act on.
 
-    `message` names the thing and the reason, `remedy` is the next command or edit. `code` is stable
-    and documented in docs/reference/problems.md. A message may begin with its code. Others have the
-    code of their class.
+    message: what failed, and why. The message may begin with its code.
+    remedy: next command or edit.
+    code: stable code from docs/reference/problems.md. By default the code in the message, or the
+        code of the class if the message has none.
     """
 
     exit_code = 1
@@ -88,104 +91,121 @@ class TrtspecError(Exception):
 
 
 class UsageError(TrtspecError):
-    """The command line or an option value is wrong (exit status 2)."""
+    """Error in the command line or in the value of an option (exit status 2)."""
 
     exit_code = 2
     default_code = "TS-ERROR-USAGE"
 
 
 class CheckFailed(TrtspecError):
-    """A check ran and found problems (exit status 3)."""
+    """Failure of a check that ran and found problems (exit status 3)."""
 
     exit_code = 3
     default_code = "TS-ERROR-CHECK"
 
 
 class MissingDependency(TrtspecError):
-    """A package, an executable or hardware that this command needs is absent (exit status 4)."""
+    """Absence of a package, an executable or hardware that a command needs (exit status 4)."""
 
     exit_code = 4
     default_code = "TS-ERROR-MISSING"
 
 
 class Interrupted(TrtspecError):
-    """Ctrl-C (exit status 130)."""
+    """Interruption by Ctrl-C or a signal (exit status 130)."""
 
     exit_code = 130
     default_code = "TS-ERROR-INTERRUPTED"
 
 
 def listed(names: Iterable[str | None]) -> str:
-    """Different names in one message: the first MAX_LISTED, and how many more there are."""
-    different = [*dict.fromkeys(name for name in names if name)]
-    more = len(different) - MAX_LISTED
-    text = ", ".join(different[:MAX_LISTED])
-    if more > 0:
-        text += f" and {more} more"
+    """Returns the first MAX_LISTED distinct names as text, and the number of omitted names.
+
+    Skips None and empty names.
+    """
+    distinct = [*dict.fromkeys(name for name in names if name)]
+    omitted = len(distinct) - MAX_LISTED
+    text = ", ".join(distinct[:MAX_LISTED])
+    if omitted > 0:
+        text += f" and {omitted} more"
     return text
 
 
 def did_you_mean(value: str, choices: Collection[str], otherwise: str) -> str:
-    """A remedy: the choice that is meant by `value`, or `otherwise`."""
+    """Returns a remedy that proposes the choice nearest to `value`.
+
+    Returns `otherwise` if no choice is near.
+    """
     near = nearest(value, choices)
     return f"did you mean {near}?" if near else otherwise
 
 
 def nearest(value: str, choices: Collection[str], *tables: str) -> str | None:
-    """The choice that `value` means. None if no choice is near.
+    """Returns the choice that `value` probably means. None if no choice is near.
 
-    `value` may be the choice in another tool's words, contain it as a word, or nearly spell it.
-    `tables`: the tables of words.yaml with other tools' words.
+    `value` may be another tool's name of a choice, contain a choice as a word, or misspell it.
+    `tables`: tables of words.yaml that translate other tools' names. Default: `values`.
     """
-    wanted = _spelled(value)
-    words = load_yaml("words.yaml")
-    translated = [
-        ours
-        for table in tables or ("values",)
-        for ours, theirs in words[table].items()
-        if wanted in map(_spelled, theirs.split())
-    ]
-    contained = [choice for choice in choices if choice in re.split(r"[^a-z0-9.]+", value.lower())]
-    spelled = {_spelled(choice): choice for choice in choices}
-    near = [spelled[name] for name in get_close_matches(wanted, spelled, n=1, cutoff=0.8)]
-    candidates = (*translated, *contained, *near)
+    wanted = _normalized(value)
+    translations = load_yaml("words.yaml")
+    translated = []
+    for table in tables or ("values",):
+        for ours, theirs in translations[table].items():
+            if wanted in map(_normalized, theirs.split()):
+                translated.append(ours)
+    value_words = re.split(r"[^a-z0-9.]+", value.lower())
+    contained = [choice for choice in choices if choice in value_words]
+    by_spelling = {_normalized(choice): choice for choice in choices}
+    similar = get_close_matches(wanted, by_spelling, n=1, cutoff=MIN_SIMILARITY)
+    # translations come first, because they are certain; they may name options of other commands
+    candidates = (*translated, *contained, *(by_spelling[spelling] for spelling in similar))
     return next((choice for choice in candidates if choice in choices), None)
 
 
-def _spelled(word: str) -> str:
-    """A word in lower case, without dashes, underscores and blanks."""
+def _normalized(word: str) -> str:
+    """Returns a word in lower case, without dashes, underscores and white space."""
     return re.sub(r"[-_\s]", "", word.lower())
 
 
 @contextmanager
 def signals_handled(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
-    """Calls `handler` for these signals while the block runs."""
-    previous = {number: signal.signal(number, handler) for number in numbers}
+    """Calls `handler` for the signals `numbers` while the block runs.
+
+    Restores the previous handlers at the end of the block.
+    """
+    previous_handlers = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, earlier in previous.items():
-            signal.signal(number, earlier)
+        for number, previous in previous_handlers.items():
+            signal.signal(number, previous)
 
 
 @contextmanager
 def termination_as_interrupt() -> Iterator[None]:
-    """Makes SIGTERM, with which schedulers end a job, unwind like Ctrl-C while the block runs."""
+    """Makes SIGTERM raise KeyboardInterrupt, like Ctrl-C, while the block runs.
+
+    Schedulers end a job by SIGTERM, and the block can then clean up.
+    """
     with signals_handled(signal.default_int_handler, signal.SIGTERM):
         yield
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One finding. `code` is stable. Without a `remedy` it has the documented one of its code.
+    """Finding in a user's input.
 
-    `key` names a file, setting or tensor. In a `file` with lines: the dotted path of a setting.
-
-    - `beside`: the other settings that a rule is about.
-    - `on_value`: the value is at fault, not the name.
-    - `line`, `column`: from 1. None if no line is at fault.
-    - `width`: in characters.
-    - `fix`: edits the parsed file.
+    code: stable code.
+    key: name of a file, setting or tensor, or dotted path of a setting in a `file` with lines.
+    remedy: next command or edit. By default the documented remedy of the code.
+    fix: function that takes the parsed file and returns its corrected text. None without a
+        correction.
+    on_value: whether the setting's value is at fault, and not its name.
+    beside: dotted paths of other settings that the finding is about.
+    file: path of a file with lines. None for other inputs.
+    line: line number from 1. None if no line is at fault.
+    column: column number from 1. None if no column is at fault.
+    width: number of characters at fault, from `column` on.
     """
 
     code: str
@@ -208,11 +228,14 @@ class Problem:
 
     @property
     def where(self) -> str:
-        """The key as people read it, behind its file and line."""
+        """Text `FILE:LINE KEY` for people. `KEY` if the finding has no file."""
         return self.location(self.line)
 
     def location(self, *numbers: int | None) -> str:
-        """The key as people read it, behind its file and the known `numbers` (line, column)."""
+        """Returns the text `FILE:LINE:COLUMN KEY` for people. `KEY` if the finding has no file.
+
+        `numbers`: line and column, omitted if None.
+        """
         if self.file is None:
             return as_typed(self.key)
         position = ":".join([self.file, *map(str, filter(None, numbers))])
@@ -238,6 +261,7 @@ class Problem:
 
 
 def errors_in(problems: Iterable[Problem]) -> list[Problem]:
+    """Returns the problems with severity `error`."""
     return [problem for problem in problems if problem.severity == "error"]
 
 
@@ -250,5 +274,5 @@ def check_failure(
     problems: Iterable[Problem],
     remedy: str = "follow the remedy of each error above",
 ) -> CheckFailed | None:
-    """The failure of a check that found errors. None without errors."""
+    """Returns the failure of a check if `problems` has errors. None if it has none."""
     return CheckFailed(message, remedy) if has_errors(problems) else None

@@ -1,7 +1,7 @@
-"""Files that somebody else wrote: read within bounds, and never waited for.
+"""Reads files of users and other tools, with a limit on their size and without waiting.
 
-A path may hold nothing, a directory, a pipe, a loop of links, gigabytes, or lie on a failing disk.
-Opening it ends in bytes, or in one error that names the file and the reason.
+A path may be missing, a directory, a pipe or a loop of links. A file may have gigabytes or lie on a
+failing disk. Reading returns bytes, or raises one error that names the file and the reason.
 
 YAML with positions, which only engine files need, is in trtllm/nodes.py.
 """
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 MOST_JSON = 256 * 2**20  # bytes; the index of a large model has about 20 MB
+# test of a file's mode, and the name of the file type in messages
 KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
 CODE = "TS-ERROR-FILE"
-MOST_BYTES = 2**20  # of an engine file, which has a few thousand
-MOST_OPTIONS = 2**16  # bytes of a file of options, which has a few thousand
+MOST_BYTES = 2**20  # limit for an engine file, which has a few thousand bytes
+MOST_OPTIONS = 2**16  # bytes; limit for a file of options, which has a few thousand bytes
 STDIN = "-"
 YAML_REMEDY = "pass a YAML file, a directory, or `-` for standard input"
 TO_UTF8 = (
@@ -42,10 +43,11 @@ TO_UTF8 = (
 def open_regular(path: str | Path, remedy: str = "") -> Iterator[BinaryIO]:
     """Opens a regular file for reading.
 
-    Raises FileNotFoundError if nothing is at the path. Raises UsageError for anything else and for
-    a disk that fails while it is read.
+    Raises FileNotFoundError if the path does not exist. Raises UsageError if the path is not a
+    regular file, cannot be opened, or fails while the block reads.
     """
     try:
+        # O_NONBLOCK, because opening a pipe would wait for its writer
         stream = open(  # noqa: SIM115
             path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
         )
@@ -56,8 +58,8 @@ def open_regular(path: str | Path, remedy: str = "") -> Iterator[BinaryIO]:
     with stream:
         mode = os.fstat(stream.fileno()).st_mode
         if not stat.S_ISREG(mode):
-            what = next((name for holds, name in KINDS if holds(mode)), "a device")
-            raise unreadable(path, f"it is {what}, not a regular file", remedy)
+            file_type = next((name for is_type, name in KINDS if is_type(mode)), "a device")
+            raise unreadable(path, f"it is {file_type}, not a regular file", remedy)
         try:
             yield stream
         except OSError as error:
@@ -67,25 +69,32 @@ def open_regular(path: str | Path, remedy: str = "") -> Iterator[BinaryIO]:
 
 
 def read_bytes(path: str | Path, most: int = MOST_JSON, remedy: str = "") -> bytes:
-    """Reads a file of at most `most` bytes. Raises UsageError for a larger file."""
+    """Returns the bytes of a regular file. Raises UsageError for more than `most` bytes."""
     with open_regular(path, remedy) as stream:
-        data = stream.read(most + 1)
-    return _within(most, data, path, remedy)
+        data = stream.read(most + 1)  # a byte more, to see that the file is too large
+    return _limited(most, data, path, remedy)
 
 
-def _within(most: int, data: bytes, path: str | Path, remedy: str) -> bytes:
+def _limited(most: int, data: bytes, path: str | Path, remedy: str) -> bytes:
+    """Returns `data`. Raises UsageError that names `path` for more than `most` bytes."""
     if len(data) > most:
         raise unreadable(path, f"it has more than {most} bytes", remedy)
     return data
 
 
 def read_text(path: str | Path, most: int = MOST_JSON, remedy: str = "") -> str:
-    """Reads UTF-8 text, without a byte order mark."""
+    """Returns the UTF-8 text of a file of at most `most` bytes, without a byte order mark.
+
+    Raises UsageError for a larger file or another encoding.
+    """
     return decoded(read_bytes(path, most, remedy), path, remedy)
 
 
 def decoded(data: bytes, path: str | Path, remedy: str = "") -> str:
-    """Decodes bytes of `path` as UTF-8 text."""
+    """Returns bytes as UTF-8 text, without a byte order mark.
+
+    Raises UsageError that names `path` and the first line in another encoding.
+    """
     try:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -94,9 +103,10 @@ def decoded(data: bytes, path: str | Path, remedy: str = "") -> str:
 
 
 def read_object(path: str | Path, most: int = MOST_JSON, remedy: str = "") -> dict[str, Any]:
-    """Reads the JSON object in a file.
+    """Returns the JSON object in a file of at most `most` bytes.
 
-    Raises FileNotFoundError if nothing is at the path, TrtspecError for any other content.
+    Raises FileNotFoundError if the path does not exist. Raises TrtspecError if the file cannot be
+    read or is not a JSON object.
     """
     try:
         value = parse_json(read_text(path, most, remedy))
@@ -109,16 +119,20 @@ def read_object(path: str | Path, most: int = MOST_JSON, remedy: str = "") -> di
 
 
 def first_fault(error: ValidationError) -> str:
-    """The first error that pydantic reports, without the value: `field.of.field: why`."""
+    """Returns the first error that pydantic reports, as `path.of.field: message`.
+
+    Omits the value, which may be long.
+    """
     first = error.errors(include_url=False, include_input=False)[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    field_path = ".".join(map(str, first["loc"]))
+    return f"{field_path}: {first['msg']}"
 
 
 def parse_json(text: str | bytes, nan: bool = True) -> Any:
-    """Parses a JSON text in UTF-8. Without `nan`, NaN and Infinity are refused too.
+    """Parses JSON text in UTF-8.
 
-    Raises ValueError for any other text. Examples are a key twice in an object, a lone surrogate
-    and a number of thousands of digits.
+    Raises ValueError for invalid JSON, a repeated key in an object, a lone surrogate or a number
+    with thousands of digits. Also raises ValueError for NaN and Infinity if `nan` is false.
     """
     if isinstance(text, str):
         text = text.encode()
@@ -126,11 +140,15 @@ def parse_json(text: str | bytes, nan: bool = True) -> Any:
 
 
 def unreadable(path: str | Path, reason: str, remedy: str = "") -> UsageError:
+    """Returns the error for a path that cannot be read, with the reason."""
     return UsageError(f"{path} cannot be read: {reason}", remedy or "pass a regular file", CODE)
 
 
 def missing(path: str | Path, remedy: str) -> UsageError:
-    """The error for a path to nothing. Its remedy names an entry with nearly the same name."""
+    """Returns the error for a path that does not exist.
+
+    If the directory has an entry with a similar name, the remedy proposes that entry.
+    """
     near = beside(path)
     if near:
         remedy = f"did you mean {near}?"
@@ -138,23 +156,26 @@ def missing(path: str | Path, remedy: str) -> UsageError:
 
 
 def beside(path: str | Path) -> Path | None:
-    """The entry of a directory with the name nearest to a path to nothing. None if none is near."""
+    """Path in the same directory whose name is most similar to that of a missing `path`.
+
+    None if no name is similar, or if the directory does not exist.
+    """
     name = Path(path).name
     directory = user_path(path).parent
     entries: list[str] = []
     if directory.is_dir():
         entries = [entry.name for entry in directory.iterdir()]
     if name in entries:
+        # a link to a missing file: the name itself is right
         return None
     near = nearest(name, entries)
     return directory / near if near else None
 
 
 def read_yaml_text(path: str | Path, remedy: str = YAML_REMEDY, most: int = MOST_BYTES) -> str:
-    """Reads the text of a regular file, or of standard input for `-`.
+    """Returns the text of a regular file, or of standard input if `path` is `-`.
 
-    Raises UsageError for anything but UTF-8 text of at most `most` bytes. Never waits for a pipe or
-    a device.
+    Raises UsageError if the path cannot be read, is not UTF-8, or has more than `most` bytes.
     """
     if str(path) != STDIN:
         try:
@@ -164,11 +185,14 @@ def read_yaml_text(path: str | Path, remedy: str = YAML_REMEDY, most: int = MOST
     if sys.stdin is None:
         raise unreadable(STDIN, "standard input is closed", remedy)
     data = sys.stdin.buffer.read(most + 1)
-    return decoded(_within(most, data, path, remedy), path, remedy)
+    return decoded(_limited(most, data, path, remedy), path, remedy)
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses aliases: a few can expand to more values than any memory holds."""
+    """YAML loader that raises MarkedYAMLError for an alias.
+
+    A few nested aliases can expand to more values than fit in memory.
+    """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -179,13 +203,17 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_file(path: str | Path, remedy: str = YAML_REMEDY) -> Any:
-    """Parses a YAML file of options. Raises UsageError if it cannot be read or is not YAML."""
+    """Returns the parsed content of a YAML file of options, of at most MOST_OPTIONS bytes.
+
+    Raises UsageError if the file cannot be read or is not valid YAML.
+    """
     text = read_yaml_text(path, remedy, MOST_OPTIONS)
     line = ""
     try:
         return yaml.load(text, _Loader)
     except RecursionError:
         reason = "it is nested too deep"
+    # PyYAML raises all of these for invalid values, such as a date of month 13
     except (
         yaml.YAMLError,
         ValueError,

@@ -1,8 +1,8 @@
-"""The boundary for foreign names: file names, links, code references and ids.
+"""Checks names that others wrote: file names, links, code references and hub ids.
 
-They come from a checkpoint, journal, provenance file, hub answer, server or data row. Each has a
-type afterwards, and functions that write, delete, carry or launch take only that type. Text that is
-printed passes `errors.printable`.
+These names come from a checkpoint, journal, provenance file, hub answer, server or data row. A
+checked name has a type of its own. Functions that write, delete, copy or launch accept only that
+type. `errors.printable` makes names safe to print.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from trtspec.data_files import DATA
 from trtspec.errors import TrtspecError, UsageError
 
 MAX_NAME_BYTES = 255  # of a file name on Linux file systems
-PlainName = NewType("PlainName", str)  # one component of a path: a file directly in its directory
+PlainName = NewType("PlainName", str)  # one path component: a file directly in its directory
 
 
 def plain_name(name: object, source: str) -> PlainName:
-    """The name of a file directly in a directory, as `source` states it.
+    """Returns `name` if it is one path component.
 
-    Raises TrtspecError for a path, `.`, `..`, a control character, and a name that no file system
-    takes.
+    Raises TrtspecError for a path, `.`, `..`, a control character or more than MAX_NAME_BYTES.
+    `source`: file that contains the name, for the message.
     """
     if isinstance(name, str) and _is_plain(name):
         return PlainName(name)
@@ -36,16 +36,19 @@ def plain_name(name: object, source: str) -> PlainName:
 
 
 def plain_names(names: object, source: str) -> set[PlainName]:
-    """The names of a list, or of the keys of a mapping. Raises TrtspecError for anything else."""
+    """Returns the names in a list, or the keys of a dict.
+
+    Raises TrtspecError if one of them is not one path component. `source`: file that contains them.
+    """
     if not isinstance(names, list | dict):
-        names = [names]
+        names = [names]  # a plain text is checked too, and another type is refused with its value
     return {plain_name(name, source) for name in names}
 
 
 def stays_inside(path: Path, directory: Path) -> bool:
-    """Whether a path, behind links, is in the directory.
+    """Whether the file that `path` links to is in the directory.
 
-    For a snapshot in the hub's cache, the cache's blobs count as inside.
+    If the directory is a snapshot in the hub cache, the cache's blobs count as inside.
     """
     home = directory.resolve()
     target = path.resolve()
@@ -54,9 +57,9 @@ def stays_inside(path: Path, directory: Path) -> bool:
 
 
 def refuse_outside(path: Path, directory: Path) -> None:
-    """Raises TrtspecError if a file to be carried into an output links out of its checkpoint.
+    """Raises TrtspecError if `path` links to a file outside its checkpoint `directory`.
 
-    Weights are only read, and may be links anywhere.
+    Only files that are copied into an output are checked. Weights may be links to any place.
     """
     if not stays_inside(path, directory):
         message = (
@@ -80,9 +83,10 @@ AUTO_MAP = "auto_map"  # transformers' key for references to code, at any depth 
 
 @dataclass(frozen=True)
 class CodeReference:
-    """A Python class that a configuration file names, made by `code_reference` alone.
+    """Reference to a Python class in a configuration file. Only `code_reference` creates it.
 
-    `where` is that file and its key, `module` the file of the class in the same directory.
+    where: configuration file and key that contain the reference.
+    module: name of the Python file with the class, in the directory of the configuration file.
     """
 
     where: str
@@ -90,10 +94,10 @@ class CodeReference:
 
 
 def code_reference(value: object, where: str) -> CodeReference:
-    """Parses `module.Class`.
+    """Parses a reference of the form `module.Class`.
 
-    Raises TrtspecError for a class of another repository, written `org/repo--module.Class`, and for
-    any other value.
+    Raises TrtspecError for any other value. A class of another repository has the form
+    `org/repo--module.Class` and an error of its own. `where`: file and key of the reference.
     """
     shown = ascii(value)[:80]
     text = ""
@@ -110,21 +114,22 @@ def code_reference(value: object, where: str) -> CodeReference:
 
 
 def named_code(value: object, where: str, in_map: bool = False) -> Iterator[tuple[str, object]]:
-    """Yields every reference in every `auto_map` of a parsed JSON file, with its path.
+    """Yields the path and the value of every reference in every `auto_map` of a JSON value.
 
-    A null refers to nothing.
+    where: path of `value`, which begins with the file's name.
+    in_map: whether `value` is inside an `auto_map`.
     """
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
             shown = ascii(key)[:80].strip("'")
             yield from named_code(item, f"{where}:{shown}", in_map or key == AUTO_MAP)
-    elif in_map and value is not None:
+    elif in_map and value is not None:  # a null refers to no code
         yield where, value
 
 
 def without_code(value: Any) -> Any:
-    """Returns a parsed JSON value without any `auto_map`."""
+    """Returns a parsed JSON value without its `auto_map` entries, at any depth."""
     if isinstance(value, dict):
         return {key: without_code(item) for key, item in value.items() if key != AUTO_MAP}
     if isinstance(value, list):
@@ -136,15 +141,18 @@ HUB_PAGE = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/(?:models/)?([\
 
 
 def user_path(text: str | Path) -> Path:
-    """The path that a user wrote, with `~` and `~name` replaced as a shell does.
+    """Returns the path that a user wrote, with `~` and `~name` replaced by home directories.
 
-    The name of an unknown user stays.
+    A `~name` of an unknown user stays.
     """
     return Path(os.path.expanduser(text))  # Path.expanduser raises RuntimeError for such a name
 
 
 def what_is(text: str) -> str:
-    """Names what a user's argument is, for the error of a command that needs something else."""
+    """Returns a noun for the type of a user's argument, such as "a URL" or "a checkpoint".
+
+    Errors of commands that need another type contain the noun.
+    """
     path = user_path(text)
     if HUB_PAGE.fullmatch(text):
         return "a page of the hub"
@@ -167,9 +175,10 @@ MAX_REVISION_CHARACTERS = 255
 
 @dataclass(frozen=True)
 class HubId:
-    """A repository on the hub, `org/name`.
+    """Id of a repository on the Hugging Face hub.
 
-    `revision` is a commit, tag or branch. None is `main`.
+    name: `org/name`.
+    revision: commit, tag or branch. None for `main`.
     """
 
     name: str
@@ -182,7 +191,7 @@ class HubId:
 
     @property
     def download(self) -> str:
-        """The command that fetches it."""
+        """Command line that downloads the repository."""
         command = f"hf download {self.name}"
         if self.revision is not None:
             command += f" --revision {self.revision}"
@@ -190,14 +199,14 @@ class HubId:
 
     @property
     def folder(self) -> str:
-        """Its folder in a hub cache."""
+        """Name of the repository's folder in a hub cache."""
         return f"models--{self.name.replace('/', '--')}"
 
 
 def parse_hub_id(text: str) -> HubId | None:
-    """The id that `org/name` or `org/name@revision` is. None for any other text.
+    """Parses `org/name` or `org/name@revision`. None for any other text.
 
-    Raises UsageError if no hub has such a revision.
+    Raises UsageError if the revision is not a valid name of a commit, tag or branch.
     """
     name, at, revision = text.partition("@")
     if not HUB_NAME.fullmatch(name):

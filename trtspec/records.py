@@ -1,8 +1,8 @@
-"""One frozen record per command: a dataclass whose fields carry their declaration.
+"""Declares the options of each command once, as the fields of a frozen dataclass (its record).
 
-The command line, its environment variables, the line that replays a command, its parser and the
-Python verb are all made from the record, so an option is written down once. Its metadata say where
-an option is used. `checked` refuses by name an option that was set and is not used.
+The parser, the help page, the environment variables, the line that repeats a command and the Python
+function are all generated from the record. A field's metadata say when the option is used.
+`checked` raises an error for an option that the user set and that is not used.
 
     @dataclass(frozen=True, kw_only=True)
     class ServeOptions:
@@ -44,8 +44,9 @@ from trtspec.report import note
 
 Record = TypeVar("Record")
 ORIGINS = ("COMMANDLINE", "ENVIRONMENT")  # click's names for the sources that a user sets
-# typer brings a click of its own and does not export this class
+# typer contains a copy of click and does not export this class, the base of click's errors
 CLICK_ERROR: Any = typer.BadParameter.__mro__[2]
+# placeholder of a value on help pages, by the option's type
 METAVARS: dict[Any, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
 
 
@@ -56,13 +57,14 @@ def option(
     group: str | None = None,
     **more: Any,
 ) -> Any:
-    """An option called like its field, for Annotated.
+    """Returns the declaration of an option, for the Annotated type of a record's field.
 
     Args:
-        flags: further spellings, or all spellings if one begins with `--`
-        default: what the help page shows for None
-        group: section of the help page, called by what a user decides there
-        more: keywords of typer.Option
+        flags: further spellings, or all spellings if one begins with `--`. By default the flag is
+            the field's name with dashes.
+        default: text that the help page shows for a default of None
+        group: section of the help page
+        more: keyword arguments of typer.Option
     """
     info = typer.Option(help=help, show_default=default, rich_help_panel=group, **more)
     info.param_decls = flags
@@ -70,7 +72,7 @@ def option(
 
 
 def argument(help: str, metavar: str | None = None) -> Any:
-    """A positional argument, as `option` declares an option."""
+    """Returns the declaration of a positional argument, for the Annotated type of a field."""
     return typer.Argument(help=help, metavar=metavar, show_default=False)
 
 
@@ -81,14 +83,19 @@ JsonOption = Annotated[bool, option("Print one JSON object on stdout.")]
 DryRunOption = Annotated[bool, option("Run every check and show the plan; write nothing.")]
 ForceOption = Annotated[bool, option("Replace existing output.")]
 RestartOption = Annotated[bool, option("Discard an interrupted run and start over.")]
-# on a help page, also if the record inherits them
+# fields that are last on a help page, also if the record inherits them
 LAST = ("dry_run", "restart", "force", "json_")
-OUTPUT = ("output", *LAST)  # a section of their own
+OUTPUT = ("output", *LAST)  # fields in the section "Output" of a help page
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to run a command. `how` selects it, as typed. `label`: its name on help pages."""
+    """Way to run a command, such as one of the engines of `serve`.
+
+    name: name of the mode in messages.
+    how: option and value that select the mode.
+    label: name of the mode on help pages. Empty if help pages omit the mode.
+    """
 
     name: str
     how: str
@@ -96,10 +103,10 @@ class Mode:
 
 
 class Modes:
-    """Rule: these modes use the option. An option without `Modes` is used in every mode.
+    """Rule that an option is used only in `modes`. Every mode uses an option without this rule.
 
-    With `value`, the rule is about values of the option that match it. `instead`: the remedy for
-    other modes.
+    value: pattern of the option's values that the rule is about. Default: all values.
+    instead: remedy for other modes. Default: to leave the option out, or use one of `modes`.
     """
 
     def __init__(self, *modes: Mode, value: str = "*", instead: str = "") -> None:
@@ -108,42 +115,51 @@ class Modes:
         self.instead = instead
 
     def unused(self, options: Any, mode: Mode | None) -> tuple[str, str] | None:
-        """Returns (where the option is not used, the remedy). None if it is used."""
+        """Returns the circumstances without use of the option (for a message), and the remedy.
+
+        None if `mode` uses the option.
+        """
         if mode is None or mode in self.modes:
             return None
-        others = f"leave it out, or use {_listed([mode.how for mode in self.modes])}"
-        return f"by {mode.name}", self.instead or others
+        default_remedy = f"leave it out, or use {_alternatives([mode.how for mode in self.modes])}"
+        return f"by {mode.name}", self.instead or default_remedy
 
 
 class Needs:
-    """Rule: the option is used only with one of these conditions.
+    """Rule that an option is used only if one of `conditions` holds.
 
-    A condition is the name of a field that is set, `field=PATTERN`, or a property whose docstring
-    names it.
+    A condition is `FIELD` (the option is set), `FIELD=PATTERN` (its value matches), or the name of
+    a property of the record. The docstring of the property names the condition in messages.
     """
 
-    value = "*"
+    value = "*"  # the rule is about all values, see `Modes`
 
     def __init__(self, *conditions: str) -> None:
         self.conditions = conditions
 
     def unused(self, options: Any, mode: Mode | None) -> tuple[str, str] | None:
+        """Returns the circumstances without use of the option (for a message), and the remedy.
+
+        None if a condition holds.
+        """
         if any(_holds(options, condition) for condition in self.conditions):
             return None
         record = type(options)
+        # the remedy must not propose an option that this mode does not use
         usable = [
             condition
             for condition in self.conditions
             if uses(record, condition.partition("=")[0], mode)
         ]
-        wanted = _listed([_named(record, condition) for condition in usable or self.conditions])
+        names = [_condition_name(record, condition) for condition in usable or self.conditions]
+        wanted = _alternatives(names)
         return f"without {wanted}", f"pass {wanted}, or leave it out"
 
 
 class Excludes:
-    """Rule: the option is not used with any of these conditions.
+    """Rule that an option is not used if one of `conditions` holds.
 
-    Conditions are written as in `Needs`. `value` is as in `Modes`.
+    Conditions have the syntax of `Needs`. `value`: pattern of values, as in `Modes`.
     """
 
     def __init__(self, *conditions: str, value: str = "*") -> None:
@@ -151,13 +167,19 @@ class Excludes:
         self.value = value
 
     def unused(self, options: Any, mode: Mode | None) -> tuple[str, str] | None:
+        """Returns the circumstances without use of the option (for a message), and the remedy.
+
+        None if no condition holds.
+        """
         for condition in self.conditions:
             if _holds(options, condition):
-                return f"with {_named(type(options), condition)}", "leave one of the two out"
+                name = _condition_name(type(options), condition)
+                return f"with {name}", "leave one of the two out"
         return None
 
 
 def _holds(options: Any, condition: str) -> bool:
+    """Whether a condition of a rule (see `Needs`) holds for the options."""
     name, equals, pattern = condition.partition("=")
     value = getattr(options, name)
     if not equals:
@@ -166,26 +188,33 @@ def _holds(options: Any, condition: str) -> bool:
     return any(fnmatchcase(str(item), pattern) for item in items)
 
 
-def _named(record: type, condition: str) -> str:
+def _condition_name(record: type, condition: str) -> str:
+    """Returns the name of a condition (see `Needs`) in messages, such as "`backend` vllm"."""
     name, _, value = condition.partition("=")
     if name not in fields_of(record):
         return str(getattr(record, name).__doc__)
     return f"`{fields_of(record)[name].keyword}` {value}".rstrip()
 
 
-def _listed(words: Sequence[str]) -> str:
-    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+def _alternatives(names: Sequence[str]) -> str:
+    """Returns the names as "A, B or C"."""
+    all_but_last = ", ".join(names[:-1])
+    return " or ".join(filter(None, (all_but_last, names[-1])))
 
 
 @dataclass(frozen=True)
 class OptionField:
-    """One field of a record: its declaration with every spelling, and its rules.
+    """Declaration of an option: one field of a record.
 
-    type: the type to which typer converts.
-    default: `empty` if the option is required.
-    parse: the class that parses the text itself.
-    many: the tuple type, if it is one.
-    flags: --on and --off.
+    name: name of the field.
+    type: type of the value.
+    default: default value. `empty` if the option is required.
+    info: typer's declaration, with every spelling.
+    rules: conditions under which the option is used.
+    parse: class of the value if the class parses text by itself (see `parsed`), else None.
+    many: tuple type if the option takes several values, else None.
+    flags: long flag that sets the option, and the flag that switches the option off (may be empty).
+        Both are empty for an argument.
     """
 
     name: str
@@ -204,37 +233,40 @@ class OptionField:
 
     @property
     def keyword(self) -> str:
-        """The parameter of the Python verb: the flag with underscores."""
-        name = self.flags[0].removeprefix("--").replace("-", "_")
-        if self.is_argument or name == self.name.strip("_"):
+        """Name of the parameter of the Python function: the flag with underscores."""
+        flag_name = self.flags[0].removeprefix("--").replace("-", "_")
+        if self.is_argument or flag_name == self.name.strip("_"):
             return self.name
-        return name
+        return flag_name
 
     @property
     def typed(self) -> str:
+        """Name of the option on the command line: the flag, or the placeholder of an argument."""
         return str(self.info.metavar) if self.is_argument else self.flags[0]
 
 
-def _read(record: Any) -> dict[str, OptionField]:
-    """The fields of a record by name."""
+def _read_fields(record: Any) -> dict[str, OptionField]:
+    """Returns the declarations of a record's options by field name, with the fields LAST last."""
     hints = typing.get_type_hints(record, include_extras=True)
     fields = sorted(dataclasses.fields(record), key=lambda field: field.name in LAST)
-    return {field.name: _field(field, hints[field.name]) for field in fields}
+    return {field.name: _option_field(field, hints[field.name]) for field in fields}
 
 
-# cached, because annotations are text until they are read
-fields_of: Callable[[type], dict[str, OptionField]] = functools.cache(_read)
+# cached, because evaluating the text of annotations takes long
+fields_of: Callable[[type], dict[str, OptionField]] = functools.cache(_read_fields)
 
 
-def _field(field: Any, hint: Any) -> OptionField:
+def _option_field(field: Any, hint: Any) -> OptionField:
+    """Returns the declaration of an option from a dataclass field and its Annotated type."""
     field_type, *metadata = typing.get_args(hint)
     rules = tuple(item for item in metadata if isinstance(item, Modes | Needs | Excludes))
     declared = next(item for item in metadata if isinstance(item, typer.models.ParameterInfo))
-    info: Any = copy.copy(declared)
+    info: Any = copy.copy(declared)  # several records share a declaration such as HeadOption
+    # the members of a union, such as Path for `Path | None`
     types = [item for item in (field_type, *typing.get_args(field_type)) if item is not type(None)]
     parse = next((item for item in types if hasattr(item, "parse")), None)
     many = next((item for item in types if typing.get_origin(item) is tuple), None)
-    plain = next((item for item in types if item in METAVARS), None)
+    built_in = next((item for item in types if item in METAVARS), None)
     default = field.default
     if default is dataclasses.MISSING:
         default = inspect.Parameter.empty
@@ -242,26 +274,33 @@ def _field(field: Any, hint: Any) -> OptionField:
         info.metavar = info.metavar or field.name.upper()
         info.rich_help_panel = "Arguments"
         return OptionField(field.name, field_type, default, info, rules, parse, many, ("", ""))
-    spelled = list(info.param_decls)
-    if not any(text.startswith("--") for text in spelled):
-        spelled = [f"--{field.name.strip('_').replace('_', '-')}", *spelled]
-    on, _, off = next(text for text in spelled if text.startswith("--")).partition("/")
-    info.param_decls = tuple(spelled)
+    flags = list(info.param_decls)
+    if not any(text.startswith("--") for text in flags):
+        default_flag = f"--{field.name.strip('_').replace('_', '-')}"
+        flags = [default_flag, *flags]
+    # a Boolean option may have the form --on/--off
+    on, _, off = next(text for text in flags if text.startswith("--")).partition("/")
+    info.param_decls = tuple(flags)
     if info.metavar is None:
         metavar = getattr(parse, "metavar", getattr(parse, "example", None))
-        info.metavar = metavar or METAVARS.get(plain)
-    labels = dict.fromkeys(
-        mode.label for rule in rules if isinstance(rule, Modes) for mode in rule.modes if mode.label
-    )
+        info.metavar = metavar or METAVARS.get(built_in)
+    labels: dict[str, None] = {}
+    for rule in rules:
+        if isinstance(rule, Modes):
+            labels |= dict.fromkeys(mode.label for mode in rule.modes if mode.label)
+    # an option of three modes is used by nearly all, so its help does not list them
     if 0 < len(labels) <= 2:
-        info.help += f" With {_listed([*labels])}."
+        info.help += f" With {_alternatives([*labels])}."
     if field.name in OUTPUT:
         info.rich_help_panel = "Output"
     return OptionField(field.name, field_type, default, info, rules, parse, many, (on, off))
 
 
 def uses(record: type, name: str, mode: Mode | None) -> bool:
-    """Whether the mode uses the field. Other conditions are not looked at."""
+    """Whether `mode` uses the option of field `name`, by its `Modes` rules for all values.
+
+    Ignores `Needs` and `Excludes`.
+    """
     field = fields_of(record).get(name)
     rules = field.rules if field else ()
     return mode is None or all(
@@ -270,104 +309,116 @@ def uses(record: type, name: str, mode: Mode | None) -> bool:
 
 
 def checked(options: Record, mode: Mode | None = None) -> Record:
-    """The same options, with every option that this run does not use at its default.
+    """Returns the options of a run in `mode`, with unused environment variables at their defaults.
 
-    Raises UsageError with the name and the remedy for an option that was set and is not used. A
-    variable of the environment gets a note instead, because an image sets its variables for every
-    mode.
+    Raises UsageError for an option that the user set and that the run does not use. For an
+    environment variable, writes a note, because an image sets its variables for every mode.
     """
     record = type(options)
-    named = given(options)
+    set_names = given(options)
     fields = fields_of(record)
     command = running.get()
     origins = command.origins if command.options is record else {}
-    rules = [(name, rule) for name in fields if name in named for rule in fields[name].rules]
+    rules: list[tuple[str, Modes | Needs | Excludes]] = []
+    for name in fields:
+        if name in set_names:
+            rules += [(name, rule) for rule in fields[name].rules]
 
-    def first(item: tuple[str, Modes | Needs | Excludes]) -> tuple[bool, bool, bool]:
-        """Sort key: mode rules, then value rules, then variables.
+    def precedence(item: tuple[str, Modes | Needs | Excludes]) -> tuple[bool, bool, bool]:
+        """Sort key of a field's rule: mode rules, then rules for some values, then variables.
 
-        An option dropped by one rule must not cause another error.
+        A variable that a rule resets must not cause an error by a later rule.
         """
         name, rule = item
         return not isinstance(rule, Modes), rule.value == "*", origins.get(name) != "ENVIRONMENT"
 
-    for name, rule in sorted(rules, key=first):
+    for name, rule in sorted(rules, key=precedence):
         value = getattr(options, name)
-        refused = rule.unused(options, mode)
-        if refused is None or name not in named or not fnmatchcase(str(value), rule.value):
+        unused = rule.unused(options, mode)
+        # an earlier rule may have reset the option, or this rule is about other values
+        if unused is None or name not in set_names or not fnmatchcase(str(value), rule.value):
             continue
-        where, remedy = refused
+        circumstances, remedy = unused
         if origins.get(name) != "ENVIRONMENT":
             condition = name
             if rule.value != "*":
                 condition = f"{name}={value}"
-            raise UsageError(f"{_named(record, condition)} is not used {where}", remedy)
-        note(as_typed(f"`{fields[name].keyword}` is not used {where}"))
+            subject = _condition_name(record, condition)
+            raise UsageError(f"{subject} is not used {circumstances}", remedy)
+        note(as_typed(f"`{fields[name].keyword}` is not used {circumstances}"))
         default = {name: fields[name].default}
         options = dataclasses.replace(options, **default)  # type: ignore[type-var]
-        named.discard(name)
+        set_names.discard(name)
     return options
 
 
 def ready(options: Record) -> Record:
-    """`checked`, by the record's own `mode`.
+    """Returns the options after `checked`, for the mode in the record's property `mode`.
 
-    A command with modes whose record has no `mode` calls `checked` itself.
+    Returns the same options if the record has `Modes` rules and no `mode`. The command then calls
+    `checked`, because it finds out its mode.
     """
-    rules = [rule for field in fields_of(type(options)).values() for rule in field.rules]
+    rules: list[Modes | Needs | Excludes] = []
+    for field in fields_of(type(options)).values():
+        rules += field.rules
     if hasattr(options, "mode") or not any(isinstance(rule, Modes) for rule in rules):
         return checked(options, getattr(options, "mode", None))
     return options
 
 
 def made(record: type[Record], values: Mapping[str, Any]) -> Record:
-    """The record of these options, with paths and lists in place of their texts.
+    """Returns the record with these values, converted to the types of the fields and checked.
 
-    Raises UsageError naming the field for a value that the option does not take.
+    values: values by the parameter names of the Python function.
+    Raises UsageError for an invalid value, or an option that is not used.
     """
     fields = {field.keyword: field for field in fields_of(record).values()}
-    options = {fields[name].name: _value(fields[name], value) for name, value in values.items()}
+    options = {fields[name].name: _converted(fields[name], value) for name, value in values.items()}
     return ready(record(**options))
 
 
 def made_of_file(record: type[Record], path: Path, values: Mapping[str, Any]) -> Record:
-    """`made` from the values in a file. Raises UsageError, which begins with its path."""
+    """Returns the record with the values in the file `path`, converted and checked as by `made`.
+
+    Raises UsageError that names the file.
+    """
     try:
         return made(record, values)
     except UsageError as error:
         raise UsageError(f"{path}: {error.message}", error.remedy) from None
 
 
-def _value(field: OptionField, value: Any) -> Any:
-    """The value as the command line would make it from a text.
+def _converted(field: OptionField, value: Any) -> Any:
+    """Returns a value of an option, or its text, converted to the type of the field.
 
-    Raises UsageError naming the field for a value that the option does not take.
+    Raises UsageError for a value that the option does not accept.
     """
-    import pydantic  # here, because `trtspec --help` needs none
+    import pydantic  # here, because `trtspec --help` does not need the package
 
-    several = isinstance(value, list | tuple)
+    is_list = isinstance(value, list | tuple)
     if field.many:
         item_field = dataclasses.replace(field, type=typing.get_args(field.many)[0], many=None)
-        items = value if several else (value,)
-        return tuple(_value(item_field, item) for item in items)
+        items = value if is_list else (value,)
+        return tuple(_converted(item_field, item) for item in items)
     if value is None or (field.parse is not None and isinstance(value, field.parse)):
         return value
     if field.parse is not None:
-        text = ",".join(map(str, value)) if several else str(value)
+        text = ",".join(map(str, value)) if is_list else str(value)
         return parsed(field.parse, text, f"`{field.keyword}`")
     limits = pydantic.Field(
         ge=getattr(field.info, "min", None), le=getattr(field.info, "max", None)
     )
     limited: Any = Annotated[field.type, limits]
     try:
-        plain = value if isinstance(value, bool) else str(value)
-        return pydantic.TypeAdapter(limited).validate_python(plain)
+        # as text, so that Python's values are converted like those of the command line
+        text_or_bool = value if isinstance(value, bool) else str(value)
+        return pydantic.TypeAdapter(limited).validate_python(text_or_bool)
     except pydantic.ValidationError as error:
         reason = plain_reason(error.errors(include_url=False)[0]["msg"])
         raise UsageError(f"`{field.keyword}` {value} is {reason}", "correct the value") from None
 
 
-# pydantic's words for a value, and ours after "it is"
+# patterns of pydantic's messages, and their replacements in a sentence such as "`port` x is ..."
 REASONS = {
     r"Value error, ": "",
     r"Input should be (?='|one of)": "not ",
@@ -380,35 +431,39 @@ REASONS = {
 
 
 def plain_reason(text: str) -> str:
-    """The fault of a value in our words, from pydantic's message. It follows "it is"."""
-    for pattern, words in REASONS.items():
-        text = re.sub(pattern, words, text)
+    """Returns the fault of a value for a sentence such as "`port` x is ...", by REASONS.
+
+    text: message of pydantic or click.
+    """
+    for pattern, replacement in REASONS.items():
+        text = re.sub(pattern, replacement, text)
     return text
 
 
 def fill(record: type[Record], options: Any, **others: Any) -> Record:
-    """A record with `others`, and with the values of `options` that have the same names.
+    """Returns a record with the values `others`, and otherwise with the values of `options`.
 
-    A None in `options` leaves the default.
+    Copies the attributes of `options` that are named like a field and are not None.
     """
     fields = dataclasses.fields(record)  # type: ignore[arg-type]
-    same = {field.name: getattr(options, field.name, None) for field in fields}
-    return record(**{name: value for name, value in same.items() if value is not None} | others)
+    shared = {field.name: getattr(options, field.name, None) for field in fields}
+    copied = {name: value for name, value in shared.items() if value is not None}
+    return record(**copied | others)
 
 
 def record_of(function: Callable[..., Any]) -> type:
-    """The record that a command takes."""
+    """Returns the class of a command's options: the type of its only parameter."""
     hints = typing.get_type_hints(function).items()
     record: type = next(hint for name, hint in hints if name != "return")
     return record
 
 
 def verb(function: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A command as a Python function: its record is the signature."""
+    """Returns a command as a Python function with one parameter for each option."""
     record = record_of(function)
     parameters = []
     for name, field in fields_of(record).items():
-        if name == "json_":
+        if name == "json_":  # a Python function always returns its result
             continue
         passing: Any = inspect.Parameter.KEYWORD_ONLY
         if field.default is field.empty:
@@ -428,13 +483,14 @@ def verb(function: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 def click_command(name: str, record: type[Record], run: Callable[[Record], Any]) -> TyperCommand:
-    """The command `name`, which fills `record` and calls `run` with it.
+    """Returns the command `name`, which calls `run` with the options as a `record`.
 
-    Every option can also be given as TRTSPEC_<NAME>_<LONG FLAG>.
+    Every option can also be set by the environment variable TRTSPEC_<NAME>_<LONG FLAG>.
     """
     fields = fields_of(record)
 
-    def filled(context: Any, **values: Any) -> Any:
+    def run_with_record(context: Any, **values: Any) -> Any:
+        """Calls `run` with the options that the user set. Messages name options by their flags."""
         sources = {key: context.get_parameter_source(key).name for key in values}
         origins = {key: source for key, source in sources.items() if source in ORIGINS}
         variables = {item.name: set_by(context, item) for item in context.command.params}
@@ -444,7 +500,8 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any])
         token = running.set(command)
         try:
             for key in origins:
-                if values[key] == "" or (isinstance(values[key], list) and "" in values[key]):
+                value = values[key]
+                if value == "" or (isinstance(value, list) and "" in value):
                     raise UsageError(
                         f"`{fields[key].keyword}` is empty, as with a variable that is not set",
                         "give it a value, or leave it out",
@@ -457,27 +514,29 @@ def click_command(name: str, record: type[Record], run: Callable[[Record], Any])
                     "`output` - would write a file named -; nothing goes to stdout",
                     "give it a path",
                 )
-            return run(record(**{key: _value(fields[key], values[key]) for key in origins}))
+            return run(record(**{key: _converted(fields[key], values[key]) for key in origins}))
         finally:
             running.reset(token)
-            outer.answered |= command.answered  # on the same stdout
+            # `prove` runs other commands, which print on the same stdout
+            outer.answered |= command.answered
 
     parameters = [
         inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     ]
     parameters += [_for_typer(name, field) for field in fields.values()]
-    filled.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    filled.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    filled.__doc__ = run.__doc__
+    # typer generates the options from the signature, and the help page from the docstring
+    run_with_record.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run_with_record.__annotations__ = {item.name: item.annotation for item in parameters}
+    run_with_record.__doc__ = run.__doc__
     single = typer.Typer(
         add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
     )
-    single.command(name, cls=RecordCommand)(filled)
+    single.command(name, cls=RecordCommand)(run_with_record)
     return typer.main.get_command(single)  # type: ignore[return-value]
 
 
 def set_by(context: Any, parameter: Any) -> str:
-    """The environment variable that sets this parameter of a command. "" if none does."""
+    """Name of the environment variable that set this parameter. "" if no variable did."""
     if context.get_parameter_source(parameter.name).name != "ENVIRONMENT":
         return ""
     variable: str = next(name for name in parameter.envvar if name in os.environ)
@@ -485,10 +544,10 @@ def set_by(context: Any, parameter: Any) -> str:
 
 
 def _for_typer(command: str, field: OptionField) -> inspect.Parameter:
-    """The parameter from which typer makes an option.
+    """Returns the function parameter from which typer generates an option.
 
-    Typer fills lists, and texts that a class of ours parses. Records hold tuples, which cannot be
-    changed.
+    Typer returns lists, which `click_command` converts to tuples. Typer returns text for a type
+    that parses its own text.
     """
     typer_type = field.type
     default = field.default
@@ -498,7 +557,7 @@ def _for_typer(command: str, field: OptionField) -> inspect.Parameter:
         if info.envvar:
             variables.append(info.envvar)
         info.envvar = variables
-        info.show_envvar = False  # the end of the page says it once
+        info.show_envvar = False  # the end of the help page describes all variables at once
     if field.many:
         item_type = str if field.parse else typing.get_args(field.many)[0]
         typer_type = list[item_type] | None  # type: ignore[valid-type]
@@ -515,15 +574,14 @@ def _for_typer(command: str, field: OptionField) -> inspect.Parameter:
 
 
 class PlainHelp:
-    """A click command whose help page has a section for each group of options.
-
-    No name and no word is broken.
-    """
+    """Click command whose help page is plain text, with a section for each group of options."""
 
     def format_options(self: Any, ctx: Any, formatter: Any) -> None:
+        """Writes the sections of a help page. Breaks no flag and no word."""
         first = ("Arguments", "Options", "Output")
         sections: dict[str, list[tuple[str, str]]] = {title: [] for title in first}
         for parameter in self.get_params(ctx):
+            # without the range of a number and the type of an argument, which clutter the page
             parameter._get_number_range_help_str = lambda: None
             if parameter.param_type_name == "argument":
                 parameter.display_type_rich = lambda ctx: None
@@ -546,9 +604,10 @@ class PlainHelp:
 
 
 class RecordCommand(PlainHelp, TyperCommand):
-    """A command whose help ends with two examples from data/examples.yaml."""
+    """Command whose help page ends with the command's examples from data/examples.yaml."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Writes the examples, and the prefix of the command's environment variables."""
         examples = load_yaml("examples.yaml").get(self.name, ())
         lines = ["", "Examples:", *(f"  {line}" for line in examples)]
         lines += ["", f"Options can also be set as {variable(str(self.name), '')}<OPTION>.", ""]
@@ -556,15 +615,18 @@ class RecordCommand(PlainHelp, TyperCommand):
 
 
 def variable(command: str, flag: str) -> str:
-    """The environment variable of an option.
+    """Name of an option's environment variable.
 
-    TRTSPEC_BUILD_CONFIG_TP_SIZE is that for `--tp-size` of build-config.
+    For `--tp-size` of build-config: TRTSPEC_BUILD_CONFIG_TP_SIZE.
     """
     return f"TRTSPEC_{command}_{flag.removeprefix('--')}".upper().replace("-", "_")
 
 
 def unknown_variables(command: TyperCommand, environ: Iterable[str]) -> Iterator[str]:
-    """Yields a note for each variable with the prefix of this command that no option reads."""
+    """Yields a note for each environment variable of `command` that none of its options reads.
+
+    environ: names of the environment variables.
+    """
     known = {name for parameter in command.params if parameter.envvar for name in parameter.envvar}
     prefix = variable(str(command.name), "")
     for name in sorted(name for name in environ if name.startswith(prefix) and name not in known):
@@ -576,7 +638,7 @@ def unknown_variables(command: TyperCommand, environ: Iterable[str]) -> Iterator
 
 
 def spellings(command: Any) -> list[str]:
-    """Every spelling of the options of a command, and the names of its arguments."""
+    """Returns every spelling of the options of a click command, and the names of its arguments."""
     names = []
     for parameter in command.params:
         if parameter.param_type_name == "argument":
@@ -587,10 +649,11 @@ def spellings(command: Any) -> list[str]:
 
 
 def parsed(parser: Any, text: str, name: str) -> Any:
-    """A value of a type that parses its own text. str() of the value is the text again.
+    """Returns the value that the class `parser` parses from text. str() of the value is the text.
 
-    `parser.parse` raises ValueError for a text that is not `parser.what`. Then this raises
-    UsageError with `name` and `parser.example`.
+    parser: class with `parse`, `what` (noun for a valid text, in messages) and `example`.
+    name: name of the option in messages.
+    Raises UsageError if `parser.parse` raises ValueError.
     """
     try:
         return parser.parse(text)
@@ -605,7 +668,7 @@ def parsed(parser: Any, text: str, name: str) -> Any:
 def given(options: Any) -> set[str]:
     """Names of the fields that the user set on the command line or in the environment.
 
-    If no command runs: of all fields that differ from their defaults.
+    Names of the fields that differ from their defaults, if no command with this record runs.
     """
     command = running.get()
     if command.options is type(options):
@@ -618,15 +681,16 @@ def given(options: Any) -> set[str]:
 
 
 def words(record: Any, always: Iterable[str] = ()) -> list[str]:
-    """The arguments and options that make `record` again, in the order of its fields.
+    """Returns the words of a command line that sets the same options, in the order of the fields.
 
-    These are the fields that differ from their defaults, and the fields named in `always`.
+    Includes the fields that differ from their defaults, and the fields named in `always`.
     """
-    kept = set(always)
+    always_included = set(always)
     arguments: list[str] = []
     for name, field in fields_of(type(record)).items():
         value = getattr(record, name)
-        if value is None or (value == field.default and name not in kept):
+        # no word of a command line means None
+        if value is None or (value == field.default and name not in always_included):
             continue
         items = value if isinstance(value, tuple) else (value,)
         on, off = field.flags
@@ -634,7 +698,7 @@ def words(record: Any, always: Iterable[str] = ()) -> list[str]:
             arguments += map(str, items)
         elif isinstance(value, bool):
             flag = on if value else off
-            if flag:
+            if flag:  # most Boolean options have no flag for false, which is their default
                 arguments.append(flag)
         else:
             for item in items:
@@ -643,20 +707,20 @@ def words(record: Any, always: Iterable[str] = ()) -> list[str]:
 
 
 def parse(record: type[Record], line: str | Sequence[str], name: str = "command") -> Record:
-    """The record that these words make, without the environment.
+    """Returns the record of a command line, given as text or as words. Ignores the environment.
 
-    Raises UsageError as the command line would.
+    Raises UsageError for an invalid command line.
     """
-    split = shlex.split(line) if isinstance(line, str) else list(line)
+    arguments = shlex.split(line) if isinstance(line, str) else list(line)
     command = click_command(name, record, lambda options: options)
     for parameter in command.params:
         parameter.envvar = None
     try:
-        options: Record = command.main(split, prog_name=name, standalone_mode=False)
+        options: Record = command.main(arguments, prog_name=name, standalone_mode=False)
         return options
     except CLICK_ERROR as error:
-        raise UsageError(f"{shlex.join(split)} does not parse: {error.format_message()}") from None
+        reason = error.format_message()
+        raise UsageError(f"{shlex.join(arguments)} does not parse: {reason}") from None
     except UsageError as error:
-        raise UsageError(
-            f"{shlex.join(split)} does not parse: {error.message}", error.remedy
-        ) from None
+        message = f"{shlex.join(arguments)} does not parse: {error.message}"
+        raise UsageError(message, error.remedy) from None

@@ -1,6 +1,6 @@
-"""Output of commands: atomic files, provenance.json, JSON and tables on stdout.
+"""Writes the output of commands: files, JSON and tables on stdout, messages on stderr.
 
-Messages and the progress bar go to stderr.
+Files are written atomically. The progress bar is on stderr.
 """
 
 from __future__ import annotations
@@ -37,19 +37,21 @@ from trtspec.errors import (
 )
 from trtspec.foreign import PlainName
 
-SHORTEST_TEXT = 12  # characters to which a column of text may be folded
-# by the first word of a line
+SHORTEST_TEXT = 12  # characters; the minimum width of a folded column of text
+# ANSI colours of severities, each the first word of its line
 COLOURS = {"error": "1;31", "warning": "1;33", "info": "1;36", "fixed": "1;32"}
-MOST_ITEMS = 8  # of a list on one line
-CREATE = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW  # a link is refused
+MOST_ITEMS = 8  # items of a list that a table shows
+CREATE = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW  # O_NOFOLLOW: a link is refused
 PRIVATE = 0o600  # mode of files that may hold secrets
+# packages whose versions decide results
 VERSIONED_PACKAGES = ("trtspec", "torch", "transformers", "nvidia-modelopt", "safetensors")
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Writes to a temporary name beside `path`, fsyncs, renames.
+    """Replaces the file `path` by `data` in one step, so no reader sees a part of the file.
 
-    A reader sees the old file or the whole new one. An existing file keeps its permissions.
+    Text is written in UTF-8. An existing file keeps its permissions. Raises TrtspecError if the
+    file system fails.
     """
     if isinstance(data, str):
         data = data.encode("utf-8")
@@ -75,36 +77,42 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises TrtspecError that names `path` if the file system fails while the block runs."""
+    """Turns an OSError of the block, which writes `path`, into a TrtspecError with a remedy."""
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        first = "free space on that disk" if full else "check that disk and its permissions"
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        action = "free space on that disk" if is_full else "check that disk and its permissions"
         message = f"cannot write {path}: {error.strerror or error}"
-        remedy = f"{first}, then run the command again"
+        remedy = f"{action}, then run the command again"
         if isinstance(error, NotADirectoryError | FileExistsError):
             remedy = "choose another path: a part of this one is a file"
         raise TrtspecError(message, remedy, "TS-ERROR-FILE") from error
 
 
 def create(path: Path) -> BinaryIO:
-    """Opens an empty file for writing and reading. Raises TrtspecError if `path` is a link."""
+    """Opens an empty file for writing and reading. Empties a file that exists.
+
+    Raises TrtspecError if `path` is a link or the file system fails.
+    """
     with writing(path):
         return os.fdopen(os.open(path, CREATE, 0o644), "w+b")
 
 
 def remove_file(directory: Path, name: PlainName) -> None:
-    """Removes a file or a link of a claimed directory, never what a link points to.
+    """Removes the file or link `name` in a directory that belongs to the running command.
 
-    Raises TrtspecError if `name` is a directory.
+    The target of a link stays. Raises TrtspecError if `name` is a directory.
     """
     with writing(directory / name):
         (directory / name).unlink(missing_ok=True)
 
 
 def remove_folder(directory: Path, name: PlainName) -> None:
-    """Removes a folder that the command made in a directory that it claimed. Follows no link."""
+    """Removes the folder, file or link `name` in a directory that belongs to the running command.
+
+    The target of a link stays.
+    """
     path = directory / name
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
@@ -113,7 +121,7 @@ def remove_folder(directory: Path, name: PlainName) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Makes the bytes of a file, or the renames in a directory, durable."""
+    """Flushes the bytes of a file, or the entries of a directory, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -122,17 +130,23 @@ def fsync(path: Path) -> None:
 
 
 def json_text(value: Any) -> str:
-    """JSON as this program writes it, in files and on stdout."""
+    """Returns indented JSON text with a final line feed, as in files and on stdout."""
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file atomically."""
     write_atomic(path, json_text(value))
 
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """How to treat existing output: only look, start from scratch, or replace a user's file."""
+    """Options for output that already exists.
+
+    dry_run: whether to write nothing.
+    restart: whether to discard an interrupted run and start over.
+    force: whether to replace files of the user.
+    """
 
     dry_run: bool = False
     restart: bool = False
@@ -142,20 +156,26 @@ class OutputOptions:
 def refuse_overwrite(
     path: Path, force: bool, remedy: str = "pass `force`, or choose another `output`"
 ) -> None:
-    """Raises UsageError when `path` holds something the user made and `--force` was not given."""
+    """Raises UsageError if `path` is a file or a directory with entries, and `force` is false."""
     if not force and (path.is_file() or (path.is_dir() and any(path.iterdir()))):
         raise UsageError(f"{path} already exists and would be overwritten", remedy)
 
 
 def refuse_existing(file: Path, force: bool, example: str) -> None:
-    """Does as `refuse_overwrite`, for an output that is one file. Refuses a directory, too."""
+    """Raises UsageError if the output `file` exists and `force` is false, or is a directory.
+
+    example: file name that the remedy proposes inside the directory.
+    """
     if file.is_dir():
         raise UsageError(f"{file} is a directory", f"name the file, for example {file / example}")
     refuse_overwrite(file, force)
 
 
 def refuse_input(file: Path, read: Path | None, field: str) -> None:
-    """Raises UsageError if a command would write the file that it reads. `field`: the output's."""
+    """Raises UsageError if the output `file` is the input `read`, also through a link.
+
+    field: name of the option for the output.
+    """
     if read and os.path.realpath(file) == os.path.realpath(read):
         raise UsageError(
             f"{file} is also read, and would be overwritten", f"choose another `{field}`"
@@ -163,22 +183,22 @@ def refuse_input(file: Path, read: Path | None, field: str) -> None:
 
 
 def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def peak_rss() -> int:
-    """The largest resident set of this process so far, in bytes.
-
-    Not ru_maxrss, which includes the parent process on Linux.
-    """
+    """Peak memory of this process (resident set) so far, in bytes."""
+    # not ru_maxrss, which includes the parent process on Linux
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    peak_kib = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    return 1024 * peak_kib
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide results, without importing them."""
-    # here, because the import takes as long as a torch-free command
+    """Returns the versions of Python and of the installed packages that decide results, by name."""
+    # imported here, because the import takes as long as a command without torch
     from importlib import metadata
 
     installed = {"python": platform.python_version()}
@@ -189,22 +209,27 @@ def versions() -> dict[str, str]:
 
 
 def next_command(*words: object) -> str:
-    """The last line of a command that another one follows."""
+    """Returns the line with the next command, which is the last line of an output.
+
+    words: arguments of `trtspec`, which are quoted for a shell.
+    """
     return f"next: trtspec {shlex.join(map(str, words))}"
 
 
 def now() -> str:
-    """The time in UTC, as results name it."""
+    """Current UTC time as ISO 8601 text, in seconds."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def provenance(
     command: str, source: Mapping[str, Any], options: Mapping[str, Any], **more: Any
 ) -> Any:
-    """The record written as provenance.json beside everything a command makes.
+    """Returns the content of provenance.json, which is written beside a command's output.
 
-    It has no time: a run that was killed and resumed leaves the same bytes as one that was not.
+    source: identity of the input.
+    more: further entries of the file.
     """
+    # without a time, so that a resumed run writes the same bytes as an uninterrupted run
     return {
         "command": command,
         "source": source,
@@ -215,77 +240,81 @@ def provenance(
 
 
 def print_json(value: Any) -> None:
-    """Prints the one object of `--json` on stdout. Nothing else goes there."""
-    shown = UNPRINTABLE.sub(lambda mark: f"\\u{ord(mark[0]):04x}", json_text(value))
-    sys.stdout.write(shown)
+    """Prints the JSON object of `--json` on stdout, with unprintable characters as escapes."""
+    escaped = UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", json_text(value))
+    sys.stdout.write(escaped)
     running.get().answered = True
 
 
 def wanted() -> bool:
-    """Whether progress and messages are shown: to a person, or with TRTSPEC_PROGRESS=1.
+    """Whether progress and messages are shown.
 
-    Never with -q.
+    They are shown on a terminal or with TRTSPEC_PROGRESS=1, but not with -q.
     """
-    asked = sys.stderr.isatty() or os.environ.get("TRTSPEC_PROGRESS") == "1"
-    return asked and not quiet()
+    enabled = sys.stderr.isatty() or os.environ.get("TRTSPEC_PROGRESS") == "1"
+    return enabled and not quiet()
 
 
 def quiet() -> bool:
-    """Whether -q was given, here or to the process that started this one."""
+    """Whether -q was given to this command or to the command that started this process."""
     return os.environ.get("TRTSPEC_QUIET") == "1"
 
 
 def say(text: str) -> None:
-    """Writes a message to stderr, if messages are wanted."""
+    """Writes a message to stderr on a terminal or with TRTSPEC_PROGRESS=1, but not with -q."""
     if wanted():
         write_stderr(printable(text) + "\n")
 
 
 def announce(text: str) -> None:
-    """Writes a message that a log must show too, such as that a server is ready. Not with -q."""
+    """Writes a message to stderr, also without a terminal, but not with -q.
+
+    For messages that belong in a log, such as that a server is ready.
+    """
     if not quiet():
         write_stderr(printable(text) + "\n")
 
 
 def note(text: str) -> None:
-    """Writes a note about the options that a log must show too. Not with -q."""
+    """Writes a note about options to stderr, also without a terminal, but not with -q."""
     announce(f"note: {text}")
 
 
 def write_stderr(text: str) -> None:
-    """Writes to stderr, and never raises.
-
-    A log whose reader has gone or whose disk is full does not end a server or change its status.
-    """
+    """Writes text to stderr. Does not raise if stderr is a broken pipe, a full disk or closed."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
     except (OSError, ValueError):
+        # a log that cannot be written must not end a server or change the exit status
         drop_unwritten(sys.stderr)
 
 
 @functools.cache  # once for each stream
 def drop_unwritten(stream: Any) -> None:
-    """Sends the rest of a stream to nowhere when Python ends.
+    """Discards the unwritten text of a stream at the end of the process.
 
-    Python flushes its streams then, and a failure there would replace the exit status by 120.
+    Python flushes its streams at the end. A failed flush would change the exit status to 120.
     """
 
     @atexit.register
-    def to_nowhere() -> None:
-        with contextlib.suppress(OSError, ValueError):
+    def to_devnull() -> None:
+        with contextlib.suppress(OSError, ValueError):  # the stream may be closed
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """The result of a command. From Python, `result["key"]` is a value.
+    """Result of a command. From Python, `result["key"]` is a value.
 
-    values: the keys of `--json` beside `ok`, `problems` and `error`.
-    tables, lines: the same for people.
-    text: a file for stdout, empty if it was written. Then problems go to stderr.
-    messages: go to stderr.
-    failure: raised after everything was printed.
+    values: entries of the JSON object of `--json`, without `ok`, `problems` and `error`.
+    problems: findings in the input.
+    tables: tables for people.
+    lines: lines for people, below the tables.
+    text: file that the command prints on stdout instead of tables and lines, with the problems on
+        stderr. Empty if the command wrote the file. None for other commands.
+    messages: messages for stderr.
+    failure: error that is raised after everything is printed.
     """
 
     values: Mapping[str, Any]
@@ -301,13 +330,14 @@ class Result:
 
     @property
     def ok(self) -> bool:
+        """Whether the command succeeded and found no errors in its input."""
         return self.failure is None and not has_errors(self.problems)
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
 
     def to_dict(self) -> dict[str, Any]:
-        """The one envelope of `--json`."""
+        """Returns the JSON object of `--json`."""
         envelope = {
             "ok": self.ok,
             "problems": [problem.to_dict() for problem in self.problems],
@@ -323,7 +353,10 @@ class Result:
 
 
 def print_result(result: Result, as_json: bool) -> None:
-    """Prints one JSON object, or tables, lines and problems. Then raises the failure, if any."""
+    """Prints a command's result: one JSON object, or the text, or tables, lines and problems.
+
+    Raises the result's failure after printing.
+    """
     problems = problem_lines(result.problems)
     if as_json:
         print_json(result.to_dict())
@@ -339,40 +372,48 @@ def print_result(result: Result, as_json: bool) -> None:
 
 
 def problem_lines(problems: Sequence[Problem]) -> list[str]:
-    """Readable lines, errors first: `error CODE where: message` and the remedy below."""
+    """Returns the problems as wrapped lines, errors first.
+
+    A problem has the line `SEVERITY CODE LOCATION: MESSAGE`, and a line with the remedy if any.
+    """
     lines = []
     for problem in sorted(problems, key=lambda problem: SEVERITIES.index(problem.severity)):
-        where = problem.location(problem.line, problem.column)
-        lines.append(f"{problem.severity:7} {problem.code} {where}: {problem.message}")
+        location = problem.location(problem.line, problem.column)
+        lines.append(f"{problem.severity:7} {problem.code} {location}: {problem.message}")
         if problem.remedy:
             lines.append(f"        -> {problem.remedy}")
-    return [wrapped(line, 8 * " ") for line in lines]  # no text begins a line of its own
+    # indented, so that a line break in a message cannot imitate the line of another problem
+    return [wrapped(line, 8 * " ") for line in lines]
 
 
 def wrapped(text: str, indent: str) -> str:
-    """Lines as wide as COLUMNS or the terminal, the second and later ones indented.
+    """Returns text wrapped to COLUMNS or the width of the terminal.
 
-    No word is cut, nor a command in backticks. In a pipe or a log each line of the text stays
-    whole.
+    Indents every line except the first by `indent`. Breaks no word and no command in backticks. In
+    a pipe or a log, lines are not wrapped.
     """
     default_width = 80 if sys.stderr.isatty() else sys.maxsize
     width = shutil.get_terminal_size((default_width, 0)).columns
-    kept = re.sub("`[^`\n]+`", lambda command: command[0].replace(" ", "\0"), text)
+    # NUL replaces a blank at which `fill` must not break; as_typed has escaped every other NUL
+    unbroken = re.sub("`[^`\n]+`", lambda command: command[0].replace(" ", "\0"), text)
     lines = [
         textwrap.fill(
             line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         )
-        for line in kept.split("\n")
+        for line in unbroken.split("\n")
     ]
     return f"\n{indent}".join(lines).replace("\0", " ")
 
 
 @dataclass(frozen=True)
 class Table:
-    """A titled table. Without `columns` it lists names and values.
+    """Table with a title.
 
-    note: the meaning of the figures.
-    text_columns: indices of the columns that are set to the left. Others are set to the right.
+    columns: headings. Empty for a table of names and values.
+    rows: printable text of the cells.
+    note: meaning of the figures, shown below the table.
+    text_columns: indices of the columns that are aligned left. Other columns are aligned right.
+    ruled: whether the table has lines between its columns.
     """
 
     title: str
@@ -389,23 +430,24 @@ class Table:
 
 
 def value_table(values: Mapping[str, Any], title: str = "") -> Table:
-    """A table with name and text of each value of `--json` that is not None."""
+    """Returns a table with the name and the text of each value that is not None."""
     rows = [
-        (name.replace("_", " "), _plain(value))
+        (name.replace("_", " "), _cell_text(value))
         for name, value in values.items()
         if value is not None
     ]
     return Table(title, (), rows, text_columns=frozenset({0, 1}), ruled=False)
 
 
-def _plain(value: Any) -> str:
+def _cell_text(value: Any) -> str:
+    """Returns the text of a JSON value in a table. A list shows at most MOST_ITEMS items."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
-        items = [f"{name} {_plain(item)}" for name, item in value.items() if item is not None]
+        items = [f"{name} {_cell_text(item)}" for name, item in value.items() if item is not None]
         return ", ".join(items) or "none"
     if isinstance(value, list | tuple):
-        items = [_plain(item) for item in value[:MOST_ITEMS]]
+        items = [_cell_text(item) for item in value[:MOST_ITEMS]]
         if len(value) > MOST_ITEMS:
             items.append(f"and {len(value) - MOST_ITEMS} more")
         return ", ".join(items) or "none"
@@ -417,12 +459,12 @@ def _plain(value: Any) -> str:
 
 
 def print_tables(tables: Sequence[Table], lines: Sequence[str] = ()) -> None:
-    """Prints to stdout, as wide as the terminal, or 160 columns without one.
+    """Prints tables on stdout, then `lines` without wrapping, so that users can copy commands.
 
-    The lines below the tables are not broken, so that a command can be copied.
+    On a terminal, the severity at the beginning of a line has a colour.
     """
     for table in tables:
-        _draw(table)
+        _print_table(table)
     coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for line in lines:
         word, _, rest = line.partition(" ")
@@ -432,7 +474,8 @@ def print_tables(tables: Sequence[Table], lines: Sequence[str] = ()) -> None:
         sys.stdout.write(f"{line}\n")
 
 
-def _draw(table: Table) -> None:
+def _print_table(table: Table) -> None:
+    """Prints a table on stdout, as wide as the terminal, or 160 columns without a terminal."""
     from rich import box
     from rich.console import Console
     from rich.table import Table as RichTable
@@ -453,7 +496,7 @@ def _draw(table: Table) -> None:
     for index in range(max(map(len, [table.columns, *table.rows]), default=0)):
         heading = table.columns[index] if table.columns else ""
         cells = [row[index] for row in table.rows if index < len(row)]
-        # Each cell is shown whole, and headings wrap.
+        # wide enough for every cell and for every word of the heading, which may wrap
         width = max(map(len, [*cells, *heading.split()]), default=0)
         justify: Literal["left", "right"] = "right"
         if index in table.text_columns:
@@ -462,34 +505,38 @@ def _draw(table: Table) -> None:
         drawn.add_column(heading, justify=justify, min_width=width, overflow="fold")
     for row in table.rows:
         drawn.add_row(*map(Text, row))
-    # Without the crop, the terminal wraps lines that are too wide, and nothing is lost.
+    # not cropped, because a terminal wraps wide lines and cropping would lose text
     console.print(drawn, crop=False)
 
 
 class ProgressBar:
-    """Shows the progress of a running command. Without `update` it shows only messages."""
+    """Progress of a running command, on stderr.
+
+    update: function that changes the displayed bar. By default no bar is displayed.
+    """
 
     def __init__(self, update: Callable[..., None] = lambda **_: None) -> None:
         self.update = update
 
     def advance(self, amount: float, note: str = "") -> None:
-        """Adds `amount`. The note has a line of its own, so that both fit 80 columns."""
+        """Adds `amount` to the progress, and shows `note` on a line below the bar."""
         self.update(advance=amount, note=printable(note))
 
     def show(self, done: float, total: float) -> None:
-        """Shows that `done` of `total` is done."""
+        """Sets the progress to `done` of `total`, in the unit of the bar."""
         self.update(completed=done, total=total)
 
     def say(self, text: str) -> None:
-        """Writes a line above the bar, which rich keeps below all other lines of stderr."""
+        """Writes a message above the bar, if messages are shown."""
         say(text)
 
 
 @contextlib.contextmanager
 def progress_bar(title: str, total: float | None = None, unit: str = "") -> Iterator[ProgressBar]:
-    """Shows a bar of `total` in `unit`, or in bytes without a unit, while the block runs.
+    """Displays a progress bar on stderr while the block runs, if progress is shown.
 
-    `total` None: `show` gives it.
+    total: amount of work. None if `ProgressBar.show` sets the amount later.
+    unit: unit of `total`, such as "layers". Bytes if empty.
     """
     if not wanted():
         yield ProgressBar()
@@ -498,7 +545,9 @@ def progress_bar(title: str, total: float | None = None, unit: str = "") -> Iter
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-    class Noted(rich.Progress):
+    class ProgressWithNote(rich.Progress):
+        """Progress bars with the note of each task on a line below."""
+
         def get_renderables(self) -> Iterable[RenderableType]:
             yield self.make_tasks_table(self.tasks)
             for note in (task.fields["note"] for task in self.tasks if task.fields["note"]):
@@ -508,6 +557,6 @@ def progress_bar(title: str, total: float | None = None, unit: str = "") -> Iter
     amount = counts if unit else (rich.DownloadColumn(), rich.TransferSpeedColumn())
     times = (rich.TimeElapsedColumn(), rich.TextColumn("eta"), rich.TimeRemainingColumn())
     columns = (rich.TextColumn("{task.description}"), rich.BarColumn(bar_width=16), *amount, *times)
-    with Noted(*columns, console=Console(stderr=True), refresh_per_second=4) as progress:
+    with ProgressWithNote(*columns, console=Console(stderr=True), refresh_per_second=4) as progress:
         task = progress.add_task(title, total=total, note="")
         yield ProgressBar(functools.partial(progress.update, task))

@@ -1,4 +1,4 @@
-"""The `trtspec` command.
+"""Runs the `trtspec` command.
 
 Lists every subcommand, and turns an error into one message and an exit status.
 """
@@ -30,8 +30,10 @@ from trtspec.records import (
     variable,
 )
 
-# new objects before Python looks for cycles; a checkpoint's headers are a million, and have none
+# new objects before Python searches for reference cycles; the headers of a checkpoint are a million
+# objects without cycles
 YOUNG_OBJECTS = 200_000
+# the summary of each command, by section of the help page
 COMMANDS = {
     "Start here": {
         "demo": "Run the whole workflow on a small Kimi model on this CPU and write a report.",
@@ -62,26 +64,25 @@ COMMANDS = {
         "watch": "Read acceptance of a live endpoint, as a Prometheus metric or as one verdict.",
     },
 }
+# first words of an error message, by exit status
 TITLES = {1: "Error", 2: "Usage error", 3: "Check failed", 4: "Missing", 130: "Interrupted"}
 
 
 class LazyCommand(TyperCommand):
-    """A command that is listed by its summary.
+    """Command that imports its module trtspec/cli/<name>.py only when the command is called.
 
-    Imports trtspec/cli/<name>.py when the command is called, not for `trtspec --help`.
+    `trtspec --help` shows the command's summary without importing the module.
     """
 
     def load(self) -> TyperCommand:
-        """Returns the command itself: the function with the name of its module.
-
-        Its callback prints the `Result` that the function returns.
-        """
-        module = str(self.name).replace("-", "_")
-        function = getattr(import_module(f"trtspec.cli.{module}"), module)
+        """Imports and returns the click command. Its callback prints the command's `Result`."""
+        name = str(self.name).replace("-", "_")
+        # the function has the name of its module
+        function = getattr(import_module(f"trtspec.cli.{name}"), name)
 
         def run(options: Any) -> None:
             result = function(ready(options))
-            if result is not None:
+            if result is not None:  # some commands print by themselves, such as `serve`
                 report.print_result(result, options.json_)
 
         run.__doc__ = function.__doc__
@@ -90,6 +91,10 @@ class LazyCommand(TyperCommand):
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
+        """Parses the arguments with the imported command.
+
+        Writes a note for each environment variable that no option of the command reads.
+        """
         command = self.load()
         for message in unknown_variables(command, os.environ):
             report.note(message)
@@ -97,6 +102,8 @@ class LazyCommand(TyperCommand):
 
 
 class Commands(PlainHelp, TyperGroup):
+    """Group of all subcommands, none of which is imported yet."""
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         for panel, summaries in COMMANDS.items():
@@ -122,6 +129,7 @@ app = typer.Typer(
 
 
 def _print_version(wanted: bool) -> None:
+    """Prints the version and exits, if --version was given."""
     if wanted:
         print(f"trtspec {trtspec.__version__}")
         raise typer.Exit()
@@ -139,6 +147,7 @@ def root(
         ),
     ] = False,
 ) -> None:
+    # without a docstring, which typer would show on the help page instead of `help`
     if quiet:
         # read by report.quiet, also in the processes that a command starts
         os.environ["TRTSPEC_QUIET"] = "1"
@@ -147,14 +156,14 @@ def root(
 def main() -> None:
     """Runs the command line, and ends the process with the exit status.
 
-    Turns every failure into one TrtspecError: its message on stderr and its exit status. With
-    `--json`, stdout gets an object with `ok` (false) and `error`, unless the command has already
-    written its own object.
+    Turns every failure into a TrtspecError, writes its message to stderr, and exits with its
+    status. With `--json`, prints an object with `ok` (false) and `error` on stdout, unless the
+    command has already printed its own object.
     """
     running.set(RunningCommand())
     gc.set_threshold(YOUNG_OBJECTS)
     if os.getpid() == 1:
-        # in a container, the kernel drops a signal to process 1 that has no handler
+        # process 1 of a container ignores every signal for which it has no handler
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda caught, _: sys.exit(128 + caught))
     _open_missing_streams()
@@ -163,24 +172,24 @@ def main() -> None:
     except TrtspecError as error:
         _fail(error)
     except CLICK_ERROR as error:
-        # `trtspec` alone: the message is the help page
+        # `trtspec` without a command: the message is the help page
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()
             sys.exit(error.exit_code)
         _fail(usage_error(error))
     except ModuleNotFoundError as error:
-        _fail(_missing(error.name or ""))
+        _fail(_missing_module(error.name or ""))
     except (KeyboardInterrupt, typer.Abort):
         _fail(Interrupted("stopped by Ctrl-C"))
     except (MemoryError, ImportError, OSError) as error:
-        _fail(_of_the_machine(error))
-    except Exception as error:  # the last resort: a user never sees a traceback unasked
+        _fail(_system_failure(error))
+    except Exception as error:  # users see tracebacks only with TRTSPEC_DEBUG=1
         reason = f"unexpected {type(error).__name__}: {error}"
         remedy = "set TRTSPEC_DEBUG=1 for the traceback, and report it as a bug"
         _fail(TrtspecError(reason, remedy, "TS-ERROR-UNEXPECTED"))
-    if status == Interrupted.exit_code:
-        _answer(Interrupted("stopped by Ctrl-C"))
-    if not isinstance(status, int):
+    if status == Interrupted.exit_code:  # click caught the Ctrl-C
+        _print_json_failure(Interrupted("stopped by Ctrl-C"))
+    if not isinstance(status, int):  # the return value of a command that succeeded
         status = 0
     sys.exit(status)
 
@@ -188,27 +197,28 @@ def main() -> None:
 def _open_missing_streams() -> None:
     """Opens os.devnull for each standard stream that the caller closed.
 
-    Otherwise a file or pipe that is opened later would take the number of the stream.
+    Otherwise a file or pipe that is opened later would get the file descriptor of the stream.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            # gets the lowest free number, which is `number`
+            # `open` gets the lowest free file descriptor, which is `number`
             stream = open(os.devnull, mode)  # noqa: SIM115
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
 
 
-def _missing(module: str) -> TrtspecError:
-    """Returns the error for a missing module, with the smallest extra that installs it."""
+def _missing_module(module: str) -> TrtspecError:
+    """Returns the error for a missing module. Its remedy is the smallest extra with the module."""
     from trtspec.verbs.doctor import package_state
 
     package = module.partition(".")[0].replace("_", "-")
     extras, _ = package_state()
     by_size = sorted(filter(None, extras), key=lambda name: len(extras[name]))
     for extra in by_size:
-        if any(name.endswith(package) for name in extras[extra]):  # such as nvidia-modelopt
+        # the package of a module may have a prefix, such as nvidia-modelopt
+        if any(name.endswith(package) for name in extras[extra]):
             remedy = f'pip install "trtspec[{extra}]"'
             return MissingDependency(f"this command needs {package}", remedy)
     return TrtspecError(
@@ -216,8 +226,8 @@ def _missing(module: str) -> TrtspecError:
     )
 
 
-def _of_the_machine(error: Exception) -> TrtspecError:
-    """Returns the error for missing memory, a library or a file, with its name."""
+def _system_failure(error: Exception) -> TrtspecError:
+    """Returns the error for a MemoryError, ImportError or OSError, with a remedy."""
     if isinstance(error, MemoryError):
         message = f"not enough memory: this process held {report.peak_rss():,} bytes"
         return TrtspecError(message, "free memory, or raise the limit of the job (`ulimit -v`)")
@@ -233,11 +243,15 @@ def _of_the_machine(error: Exception) -> TrtspecError:
 
 
 def _fail(error: TrtspecError) -> None:
+    """Writes the message and the remedy to stderr, and exits with the status of the error.
+
+    With TRTSPEC_DEBUG=1, also writes the traceback. With `--json`, also prints the error's object.
+    """
     if os.environ.get("TRTSPEC_DEBUG") == "1":
         import traceback
 
         traceback.print_exc()
-    _answer(error)
+    _print_json_failure(error)
     message = f"{TITLES.get(error.exit_code, 'Error')}: {error.message}"
     remedy = ""
     if error.remedy:
@@ -246,19 +260,25 @@ def _fail(error: TrtspecError) -> None:
     sys.exit(error.exit_code)
 
 
-def _answer(error: TrtspecError) -> None:
-    """Prints the failure as the object of `--json`, unless the command has printed an object."""
+def _print_json_failure(error: TrtspecError) -> None:
+    """Prints the JSON object of a failure, if --json is set and no object is printed yet."""
     if _wants_json(sys.argv[1:]) and not running.get().answered:
         try:
             report.print_json(report.Result({}, failure=error).to_dict())
             sys.stdout.flush()
         except OSError:
-            # nobody reads stdout any more, and the exit status still tells the failure
+            # the reader of stdout is gone; the exit status still reports the failure
             report.drop_unwritten(sys.stdout)
 
 
-def _wants_json(words: list[str]) -> bool:
-    own_words = list(takewhile("--".__ne__, words))
-    command = next((word for word in own_words if not word.startswith("-")), "")
+def _wants_json(arguments: list[str]) -> bool:
+    """Whether a command line, or the environment variable of the command, sets --json.
+
+    The command line may be invalid, so the words are compared and not parsed.
+    """
+    # the words after `--` are options of an engine
+    own_arguments = list(takewhile("--".__ne__, arguments))
+    command = next((word for word in own_arguments if not word.startswith("-")), "")
     value = os.environ.get(variable(command.replace("_", "-"), "--json"), "")
-    return "--json" in own_words or value.lower() in ("1", "true", "t", "yes", "y", "on")
+    # the texts that click accepts for true
+    return "--json" in own_arguments or value.lower() in ("1", "true", "t", "yes", "y", "on")

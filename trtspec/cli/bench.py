@@ -1,4 +1,4 @@
-"""`trtspec bench`: acceptance, throughput and latency of running endpoints, with a report."""
+"""Defines `trtspec bench`, which measures acceptance, throughput and latency of endpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def bench(options: BenchOptions) -> report.Result:
     from trtspec.bench.report import bench as page
 
     results, failure = run_bench(options)
-    omitted = ("turns_detail", "questions_detail", "problems")
+    omitted = ("turns_detail", "questions_detail", "problems")  # long lists of results.json
     values = {key: value for key, value in results.to_dict().items() if key not in omitted}
     return report.Result(
         values,

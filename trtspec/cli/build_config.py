@@ -1,4 +1,4 @@
-"""`trtspec build-config`: the engine YAML of an intent for exactly one TensorRT-LLM version."""
+"""Defines `trtspec build-config`, which writes the engine YAML for one TensorRT-LLM version."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildConfigOptions(Intent):
-    """An intent, and where its files go."""
+    """Options of `trtspec build-config`: the settings of a server, and the paths of its files."""
 
     output: Annotated[
         Path | None,
@@ -62,10 +62,10 @@ def build_config(options: BuildConfigOptions) -> Result:
     model = find_target(options.target, options.like)
     drafter = load_head(options.head) if options.head else None
     pair = (model, drafter)
-    coded = [each.resolved.name for each in pair if each and each.resolved.code()]
-    if options.format in ("helm-values", "dynamo") and coded and not options.trust_remote_code:
+    with_code = [item.resolved.name for item in pair if item and item.resolved.code()]
+    if options.format in ("helm-values", "dynamo") and with_code and not options.trust_remote_code:
         message = (
-            f"{coded[0]} brings code of its own, and a pod that does not trust it never starts"
+            f"{with_code[0]} brings code of its own, and a pod that does not trust it never starts"
         )
         raise CheckFailed(
             message, "read that code, then pass `trust_remote_code`", "TS-SERVE-REMOTE-CODE"
@@ -75,14 +75,15 @@ def build_config(options: BuildConfigOptions) -> Result:
     if options.format == VLLM:
         return _vllm(options)
     version, reason = choose_version(options.version or None)
-    doubts: list[Problem] = []
+    image_problems: list[Problem] = []
     if options.format == "dynamo" and not (options.version or options.image):
-        image, doubts = default_image(version)
+        image, image_problems = default_image(version)
         options = replace(options, image=image)
+    # the first line of an engine YAML names no options of the other formats
     intent = fill(Intent, options, version=version, format="yaml", image=None, quantize_from=None)
-    wanted = _wanted(intent.fitted(target.max_position_embeddings), options)
+    intents = _intents_by_file(intent.fitted(target.max_position_embeddings), options)
     files: dict[Path | None, list[EngineConfig]] = {}
-    for path, parts in wanted.items():
+    for path, parts in intents.items():
         if path is not None and not options.dry_run:
             refuse_existing(path, options.force, ENGINE_FILE)
         name: dict[str, str] = {}
@@ -110,27 +111,28 @@ def build_config(options: BuildConfigOptions) -> Result:
         }
         for path, part, findings in servers
     ]
-    # the first server's object, and the objects of all servers under `files`
+    # the entries of the first server, and `files` with the entries of all servers if several
     values = {
         "version": version,
         "version_reason": reason,
         **entries[0],
         "files": entries if len(entries) > 1 else [],
     }
-    problems = [*assumed_release(reason, Document.parse(servers[0][1].text)), *doubts]
+    problems = [*assumed_release(reason, Document.parse(servers[0][1].text)), *image_problems]
     for _, _, findings in servers:
+        # `build` raises errors, and notes (info) are about settings that the user did not choose
         problems += [finding for finding in findings if finding.severity == "warning"]
     text = "".join(text for path, text in texts.items() if path not in written)
     messages = [f"wrote {path}" for path in written]
     if written:
-        messages += _next(options)
+        messages += _next_lines(options)
     return Result(values, problems, text=text, messages=messages)
 
 
 def _vllm(options: BuildConfigOptions) -> Result:
-    """Returns vLLM's configuration for the pair.
+    """Returns the configuration file of vLLM for the pair. Writes the file if `output` is given.
 
-    Raises CheckFailed if the checks of `trtspec serve --backend vllm` find an error.
+    Raises CheckFailed if `trtspec serve --backend vllm` would refuse the pair.
     """
     from trtspec.errors import CheckFailed, UsageError, errors_in
     from trtspec.launch.serve_options import ServeOptions
@@ -150,12 +152,16 @@ def _vllm(options: BuildConfigOptions) -> Result:
         return Result({"output": None, "text": text}, text=text)
     refuse_existing(path, options.force, "vllm.yaml")
     write_atomic(path, text)
-    then = next_command("serve", options.target, "--backend", "vllm", "--config", path, "--dry-run")
-    return Result({"output": str(path), "text": text}, text="", messages=[f"wrote {path}", then])
+    serve_words = ("serve", options.target, "--backend", "vllm", "--config", path, "--dry-run")
+    messages = [f"wrote {path}", next_command(*serve_words)]
+    return Result({"output": str(path), "text": text}, text="", messages=messages)
 
 
-def _next(options: BuildConfigOptions) -> list[str]:
-    """Returns the next command, with the paths of the written files."""
+def _next_lines(options: BuildConfigOptions) -> list[str]:
+    """Returns the line with the next command, after the file is written.
+
+    [] if the file is not for one engine or for the Helm chart.
+    """
     if options.format == "helm-values" and options.output:
         return [
             f"next: helm install kimi docker/helm/trtspec -f "
@@ -170,8 +176,10 @@ def _next(options: BuildConfigOptions) -> list[str]:
     return []
 
 
-def _wanted(intent: Intent, options: BuildConfigOptions) -> dict[Path | None, list[Intent]]:
-    """Returns the files by path (None: stdout), each with the servers that it describes."""
+def _intents_by_file(
+    intent: Intent, options: BuildConfigOptions
+) -> dict[Path | None, list[Intent]]:
+    """Returns the settings of the servers that each file describes, by path. None for stdout."""
     from trtspec.trtllm.build import disaggregated
 
     directory = options.disaggregated
@@ -185,7 +193,7 @@ def _wanted(intent: Intent, options: BuildConfigOptions) -> dict[Path | None, li
 
 
 def _text(parts: list[EngineConfig], options: BuildConfigOptions) -> str:
-    """Returns the text of the file, in the format of `options`."""
+    """Returns the text of a file that describes the servers `parts`, in the format of `options`."""
     if options.format == "yaml":
         return parts[0].text
     from trtspec.trtllm.kubernetes import dynamo, helm_values

@@ -1,7 +1,4 @@
-"""`trtspec calibrate`: activation scales for `quantize --input-scales`.
-
-One decoder layer is in memory at a time.
-"""
+"""Defines `trtspec calibrate`, which measures activation scales for `quantize --input-scales`."""
 
 from __future__ import annotations
 
@@ -17,6 +14,8 @@ from trtspec.verbs.options import OutputFlags, PolicyOption, SourceArgument
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(OutputFlags):
+    """Options of `trtspec calibrate`."""
+
     source: SourceArgument
     data: Annotated[
         Path, argument("Texts: JSON lines with text, messages or prompts, or a directory of these.")
@@ -48,20 +47,19 @@ def calibrate(options: CalibrateOptions) -> Result:
     require("calibrate")
     check_device(options.device)
     path = resolve(options.source).directory
-    import torch  # only now: the import takes seconds
+    import torch  # after the checks, because the import takes seconds
 
     from trtspec.calibrate import CalibrationOptions, calibrate_checkpoint
     from trtspec.quant.policy import load_policy
 
     policy = load_policy(options.policy) if options.policy else None
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
-    chosen = fill(CalibrationOptions, options, dtype=dtype)
+    settings = fill(CalibrationOptions, options, dtype=dtype)
     with progress_bar("calibrating", unit="layers") as bar:
         result = calibrate_checkpoint(
-            path, options.data, options.output, policy, chosen, options, bar
+            path, options.data, options.output, policy, settings, options, bar
         )
     values = {name: value for name, value in asdict(result).items() if value is not None}
     scales = ("-o", "OUT", "--policy", result.policy, "--input-scales", result.output)
-    then = next_command("quantize", options.source, *scales)
-    messages = [] if options.dry_run else [then]
+    messages = [] if options.dry_run else [next_command("quantize", options.source, *scales)]
     return Result(values, tables=[value_table(values)], messages=messages)

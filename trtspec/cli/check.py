@@ -1,4 +1,4 @@
-"""`trtspec check`: whether an endpoint's output equals the output without speculation."""
+"""Defines `trtspec check`, which compares an endpoint with a server without speculation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from trtspec.verbs.check import AGAINST, ALONE, SCORE, CheckCost, CheckOptions, 
 if TYPE_CHECKING:
     from trtspec.bench.check.rows import CheckVerdict
 
+# first word of a row, by its status
 MARKS = {"pass": "pass", "fail": "FAIL", "unmeasured": "-"}
+MAX_FAULTS = 3  # faults of a row that are printed
 
 
 def check(options: CheckOptions) -> Result:
@@ -42,7 +44,7 @@ def check(options: CheckOptions) -> Result:
     verdict = outcome.verdict
     if verdict is None:
         lines = [
-            f"{_cost(cost)}; {outcome.failed} without an answer",
+            f"{_cost_line(cost)}; {outcome.failed} without an answer",
             f"recorded {outcome.answered} answers in {options.record}",
             f"next: trtspec check URL --score {shlex.quote(str(options.record))}, with the URL of "
             "the server without speculation",
@@ -50,8 +52,8 @@ def check(options: CheckOptions) -> Result:
         values = {"recorded": str(options.record), "failed": outcome.failed, **cost}
         return Result(values, lines=lines)
     problems = []
-    faulty = (row for row in verdict.rows if row.faults)
-    for row in faulty:
+    rows_with_faults = (row for row in verdict.rows if row.faults)
+    for row in rows_with_faults:
         code = CODES[row.name]
         fault = row.faults[0]
         remedy = remedy_for(fault, f"trtspec explain {code}")
@@ -72,19 +74,20 @@ def check(options: CheckOptions) -> Result:
     failure = None
     if verdict.word != "SAFE":
         failure = CheckFailed(f"{options.url} is {verdict.word}", remedy)
-    lines = [*_lines(verdict), covered, _cost(cost), verdict.line]
+    lines = [*_lines(verdict), covered, _cost_line(cost), verdict.line]
     return Result(values, lines=lines, failure=failure)
 
 
 def _lines(verdict: CheckVerdict) -> Iterator[str]:
-    """Yields each row with its first faults."""
+    """Yields the line of each row, and the row's first MAX_FAULTS faults."""
     for row in verdict.rows:
         mark = "?" if row in verdict.missing else MARKS[row.status]
         yield f"{mark:5} {row.name:11} {row.seen:4} of {row.of:<4} {as_typed(row.why)}".rstrip()
-        yield from (f"      {fault}" for fault in row.faults[:3])
+        yield from (f"      {fault}" for fault in row.faults[:MAX_FAULTS])
         if row.faults:
             yield f"      {len(row.faults)} faults; trtspec explain {CODES[row.name]}"
 
 
-def _cost(cost: CheckCost) -> str:
+def _cost_line(cost: CheckCost) -> str:
+    """Returns the number of requests, the tokens and the duration of a check as text."""
     return f"{cost['requests']} requests, {cost['tokens']:,} tokens in {cost['seconds']:.0f} s"

@@ -1,4 +1,4 @@
-"""`trtspec convert`: an Eagle3 head from one project's layout to another's."""
+"""Defines `trtspec convert`, which rewrites an Eagle3 head in another project's layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trtspec.report import Result, progress_bar
 if TYPE_CHECKING:
     from trtspec.heads.convert.conversion import HeadConversion
 
-    Dialect = str
+    Dialect = str  # a type checker does not read the names of the layouts
 else:
     Dialect = Literal[tuple(row.option for row in DIALECTS.values())]
 Choice = Literal["auto", "target"]
@@ -22,6 +22,8 @@ Choice = Literal["auto", "target"]
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
+    """Options of `trtspec convert`."""
+
     head: Annotated[str, argument("Eagle3 head: a directory or a hub id.")]
     output: Annotated[Path, option("Directory for the converted head.", "-o")]
     to: Annotated[Dialect, option("Layout to write; trtllm is ModelOpt's layout.")]
@@ -54,39 +56,44 @@ def convert(options: ConvertOptions) -> Result:
     from trtspec.checkpoint.hub import resolve
     from trtspec.heads.convert.conversion import Options, convert_head
 
-    # the target's config.json is enough: it fills in what the head's does not say
+    # without weights, because only config.json is needed, for values that the head's config lacks
     target = None
     if options.target is not None:
         target = resolve(options.target, weights=False)
     with progress_bar("converting") as bar:
         head = resolve(options.head)
         settings = fill(Options, options)
-        done = convert_head(head, options.output, settings, target, bar)
+        conversion = convert_head(head, options.output, settings, target, bar)
     message = f"{options.head} was not converted to {options.to}"
-    failure = check_failure(message, done.problems)
-    lines = _lines(done, options.output)
-    return Result(done.to_json(), done.problems, lines=lines, failure=failure)
+    failure = check_failure(message, conversion.problems)
+    lines = _lines(conversion, options.output)
+    return Result(conversion.to_json(), conversion.problems, lines=lines, failure=failure)
 
 
-def _lines(done: HeadConversion, output: Path) -> list[str]:
-    head = done.head
-    if has_errors(done.problems):
-        return [f"not converted to {done.to}:"]
-    verb = "would write" if done.dry_run else "wrote"
+def _lines(conversion: HeadConversion, output: Path) -> list[str]:
+    """Returns the summary of a conversion: its output, repairs, and commands that serve the head.
+
+    Returns one line if errors prevented the conversion.
+    """
+    head = conversion.head
+    if has_errors(conversion.problems):
+        return [f"not converted to {conversion.to}:"]
+    verb = "would write" if conversion.dry_run else "wrote"
     layers = list(head.aux_layers or ()) or "not recorded; engines use their default"
     lines = [
-        f"{verb} {output}: {done.source_dialect} -> {done.to}, "
+        f"{verb} {output}: {conversion.source_dialect} -> {conversion.to}, "
         f"EAGLE-{head.eagle}, {head.attention.upper()}, "
-        f"{done.tensors} tensors, {done.parameters:,} parameters, "
-        f"{done.bytes_out:,} bytes in {done.seconds} s",
+        f"{conversion.tensors} tensors, {conversion.parameters:,} parameters, "
+        f"{conversion.bytes_out:,} bytes in {conversion.seconds} s",
         f"captured layer outputs (0-based): {layers}",
     ]
-    if done.capture:
+    if conversion.capture:
         lines.append(
             "TensorRT-LLM needs in its YAML, under speculative_config (build-config writes it):"
         )
-        lines.append(f"    eagle3_layers_to_capture: {done.capture}")
-    lines += [f"repaired: {item.where}: {item.message} [{item.code}]" for item in done.repairs]
-    for engine, command in done.serve.items():
+        lines.append(f"    eagle3_layers_to_capture: {conversion.capture}")
+    repairs = conversion.repairs
+    lines += [f"repaired: {item.where}: {item.message} [{item.code}]" for item in repairs]
+    for engine, command in conversion.serve.items():
         lines += ("", f"# {engine}", command)
     return lines

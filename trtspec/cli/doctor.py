@@ -1,4 +1,4 @@
-"""`trtspec doctor`: the installed packages, the needs of each command, and the machine."""
+"""Defines `trtspec doctor`, which reports installed packages, needs of commands and hardware."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
+    """Options of `trtspec doctor`."""
+
     json_: JsonOption = False
 
 
@@ -33,7 +35,7 @@ def doctor(options: DoctorOptions) -> Result:
 
 
 def tables(report: DoctorReport) -> list[Table]:
-    """Returns the table of the commands, then the table of the machine."""
+    """Returns the table of the commands, and the table of the machine's properties."""
     rows = [
         (command, "ready" if state["ready"] else "missing", ", ".join(state["missing"]))
         for command, state in report["commands"].items()
@@ -46,20 +48,20 @@ def tables(report: DoctorReport) -> list[Table]:
         "gpus": report["gpus"] or "nvidia-smi is missing or reports no GPU",
         "disk": ", ".join(disk),
     }
-    text = frozenset(range(3))
+    all_columns = frozenset(range(3))
     return [
-        Table("", ("command", "", "missing"), rows, text_columns=text, ruled=False),
+        Table("", ("command", "", "missing"), rows, text_columns=all_columns, ruled=False),
         value_table(machine),
     ]
 
 
 def lines(report: DoctorReport, problems: list[Problem]) -> list[str]:
-    """Returns the install commands, unwrapped so that a user can copy them."""
+    """Returns each install command with the names of the commands that need it."""
     output = [""]
     commands: dict[str, list[str]] = {}
     for name, state in report["commands"].items():
         commands.setdefault(state["install"], []).append(name)
-    commands.pop("", None)
+    commands.pop("", None)  # these commands are ready
     for install, names in commands.items():
         output += [f"for {', '.join(names)}:", f"    {install}"]
     if not problems:

@@ -1,4 +1,4 @@
-"""`trtspec explain`: the meaning of a problem code, its reason, its examples and its remedy."""
+"""Defines `trtspec explain`, which explains a problem code: its meaning, reason and remedy."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from trtspec.report import Result
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainOptions:
+    """Options of `trtspec explain`."""
+
     code: Annotated[str, argument("Problem code, such as TS-LINT-UNKNOWN-KEY.")]
     json_: JsonOption = False
 
@@ -24,19 +26,19 @@ def explain(options: ExplainOptions) -> Result:
 
     codes = documented()
     code = options.code.upper()
-    written = re.search("TS-[A-Z0-9-]+", code)  # the code may be in a pasted line
-    if written:
-        code = written[0]
+    match = re.search("TS-[A-Z0-9-]+", code)  # users also paste a whole line of output
+    if match:
+        code = match[0]
     if code not in codes:
         remedy = did_you_mean(code, codes, "copy the code from a message: TS- and capital letters")
         raise UsageError(f"{options.code} is not a problem code", remedy)
     entry = codes[code]
-    what, _, reason = entry["summary"].partition(". ")
-    lines = [code, f"  what     {what}"]
+    meaning, _, reason = entry["summary"].partition(". ")
+    lines = [code, f"  what     {meaning}"]
     if reason:
         lines += [f"  why      {reason}"]
     for release_line in rule_files().values():
-        rules = filter(None, release_line["rules"].values())
+        rules = filter(None, release_line["rules"].values())  # None: a rule of an older line ends
         for rule in rules:
             if rule.get("code") == code:
                 lines.append(f"  why      {rule['message']} ({rule['source']})")

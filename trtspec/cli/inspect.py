@@ -1,4 +1,4 @@
-"""`trtspec inspect`: what a checkpoint is and what is wrong with it."""
+"""Defines `trtspec inspect`, which reports what a checkpoint is and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from trtspec.errors import UsageError, check_failure, errors_in
 from trtspec.records import JsonOption, Mode, Modes, argument, checked, option
 from trtspec.report import Result, Table, value_table
 
+# modes, by the type of the checkpoint and by --against
 TARGET = Mode("`inspect TARGET`", "`inspect TARGET`")
 HEAD = Mode("`inspect HEAD`", "`inspect HEAD`")
 PAIR = Mode("`inspect HEAD --against ...`", "`inspect HEAD --against TARGET`")
@@ -18,6 +19,8 @@ DERIVED = Mode("`inspect TARGET --against SOURCE`", "`inspect TARGET --against S
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
+    """Options of `trtspec inspect`."""
+
     path: Annotated[str, argument("Target or Eagle3 head: a checkpoint directory or a hub id.")]
     against: Annotated[
         str | None,
@@ -61,11 +64,12 @@ def inspect(options: InspectOptions) -> Result:
     resolved = resolve(options.path, weights=False)
     sample = options.sample
     if options.against is not None:
-        sample = None  # the comparison reads the tensors
-    everything = options.sample == 0
-    report = describe(resolved, all_values=everything, sample=sample, hashes=options.hashes)
-    alone, against = (TARGET, DERIVED) if report.kind == "target" else (HEAD, PAIR)
-    options = checked(options, alone if options.against is None else against)
+        sample = None  # the comparison below reads the tensors
+    all_values = options.sample == 0
+    report = describe(resolved, all_values=all_values, sample=sample, hashes=options.hashes)
+    mode_alone, mode_against = (TARGET, DERIVED) if report.kind == "target" else (HEAD, PAIR)
+    # only now, because the mode depends on the type of the checkpoint
+    options = checked(options, mode_alone if options.against is None else mode_against)
     entries = report.to_dict().items()
     values = {key: value for key, value in entries if key not in ("ok", "problems")}
     if isinstance(report.known, PublishedHead) and isinstance(report.spec, HeadSpec):
@@ -77,15 +81,16 @@ def inspect(options: InspectOptions) -> Result:
         if report.kind == "head" and other.kind == "target":
             values, problems = compare_pair(values, problems, report, resolved, other)
         elif report.kind == other.kind:
-            result = compare_derived(report.kind, resolved, other, options.sample)
-            compared = asdict(result).items()
-            values["comparison"] = {name: value for name, value in compared if name != "problems"}
-            problems += result.problems
+            comparison = compare_derived(report.kind, resolved, other, options.sample)
+            entries = asdict(comparison).items()
+            values["comparison"] = {name: value for name, value in entries if name != "problems"}
+            problems += comparison.problems
         else:
             remedy = "turn them around: `trtspec inspect HEAD --against TARGET`"
             raise UsageError(f"{resolved.name} is a target and {other.name} a head", remedy)
     errors = len(errors_in(problems))
-    message = f"{options.path} has {errors} error{'s' * (errors != 1)}"
+    plural = "" if errors == 1 else "s"
+    message = f"{options.path} has {errors} error{plural}"
     failure = check_failure(message, problems)
     lines = [""]
     if not problems:
@@ -95,27 +100,31 @@ def inspect(options: InspectOptions) -> Result:
 
 
 def _tables(path: str, values: dict[str, Any], known: object) -> list[Table]:
-    """Returns the tables of a checkpoint that have rows.
+    """Returns the table of a checkpoint's properties, and the other tables that are not empty.
 
-    They show its properties, the rounding errors by class after a comparison, its files of code,
-    and a head's published tokens per step.
+    The other tables show the rounding errors of a comparison by class of linears, the files of
+    code, and the acceptance that was published for a head.
+
+    path: name of the checkpoint, the title of the first table.
+    values: entries of the JSON object.
+    known: entry of the catalogue of published models, if any.
     """
-    compared = values.get("comparison", {})
+    comparison = values.get("comparison", {})
     omitted = ("comparison", "classes", "code_files", "acceptance", "sources")
-    entries = (values | compared).items()
-    facts = {key: value for key, value in entries if key not in omitted}
+    entries = (values | comparison).items()
+    properties = {key: value for key, value in entries if key not in omitted}
     rows = [
         (name, f"{error['tensors']:,}", f"{error['relative_error']:.4f}", f"{error['worst']:.4f}")
-        for name, error in compared.get("classes", {}).items()
+        for name, error in comparison.get("classes", {}).items()
     ]
     errors = Table("", ("linears", "tensors", "relative error", "worst"), rows, ruled=False)
     files = list(values.get("code_files", {}).items())
     code = Table("", ("code", "SHA-256"), files, text_columns=frozenset({0, 1}), ruled=False)
-    measured = [
-        (json.dumps(each.figures).replace('"', ""), str(each.draft_len), each.protocol)
-        for each in getattr(known, "acceptance", ())
+    acceptance_rows = [
+        (json.dumps(entry.figures).replace('"', ""), str(entry.draft_len), entry.protocol)
+        for entry in getattr(known, "acceptance", ())  # only heads have published acceptance
     ]
     columns = ("published tokens per step", "drafts", "by")
-    published = Table("", columns, measured, text_columns=frozenset({0, 2}), ruled=False)
-    tables = (errors, code, published)
-    return [value_table(facts, path), *(table for table in tables if table.rows)]
+    acceptance = Table("", columns, acceptance_rows, text_columns=frozenset({0, 2}), ruled=False)
+    tables = (errors, code, acceptance)
+    return [value_table(properties, path), *(table for table in tables if table.rows)]

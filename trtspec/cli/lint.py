@@ -1,4 +1,4 @@
-"""`trtspec lint`: checks engine YAML for one TensorRT-LLM version, a target and a head."""
+"""Defines `trtspec lint`, which checks engine YAML for one TensorRT-LLM version and a pair."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ if TYPE_CHECKING:
     from trtspec.trtllm.document import Document
     from trtspec.trtllm.lint import EngineVerdict
 
-WALKED = {".yaml", ".yml", ".json", ".sh", ".bash", ".slurm", ".sbatch"}
+# suffixes of the files that are read in a directory
+SUFFIXES = {".yaml", ".yml", ".json", ".sh", ".bash", ".slurm", ".sbatch"}
 BY_VLLM = "vLLM's configuration, by the options that are known here"
 OF_TRTLLM = Modes(Mode("an engine file of TensorRT-LLM", "a file of TensorRT-LLM"))
 OF_VLLM = Mode("a file of vLLM", "a file of vLLM")
-MOST_COLUMNS = 65  # of a source line in the output, which then fits 80
+MOST_COLUMNS = 65  # characters of a source line in the output, which then fits 80 columns
 
 
 @dataclass(frozen=True, kw_only=True)
 class LintOptions:
-    """The options of `trtspec lint`.
+    """Options of `trtspec lint`.
 
-    `files` also holds options of trtllm-serve, from the first word that begins with a dash.
+    files: paths, and then the options of trtllm-serve from the first word that begins with a dash.
     """
 
     files: Annotated[
@@ -86,18 +87,24 @@ class LintOptions:
     json_: JsonOption = False
 
     def split(self) -> tuple[list[str], list[str] | None]:
-        """Returns the files, and the words after `--` (None if there are none)."""
+        """Returns the paths, and the options of trtllm-serve (None without options)."""
+        # a single dash is standard input
         files = [*takewhile(lambda word: word == "-" or not word.startswith("-"), self.files)]
         return files, list(self.files[len(files) :]) or None
 
 
 @dataclass(frozen=True)
 class Judged:
-    """The findings of one file and the options that serve it.
+    """Result of checking one file, and the commands in the file.
 
-    Args:
-        corrected: findings that --fix solves.
-        error: the reason if the file could not be judged.
+    name: path of the file.
+    document: parsed file, after the corrections of --fix. None if the file could not be read.
+    version: TensorRT-LLM version that the file was checked for. None for other files.
+    reason: reason for the choice of the version.
+    findings: problems that remain.
+    corrected: problems that --fix has solved.
+    diff: unified diff of the corrections, with --diff.
+    error: reason if the file could not be checked, else None.
     """
 
     name: str
@@ -110,10 +117,12 @@ class Judged:
     error: TrtspecError | None = None
 
     def count(self, severity: Severity) -> int:
+        """Number of findings with this severity."""
         return [finding.severity for finding in self.findings].count(severity)
 
     @property
     def ok(self) -> bool:
+        """Whether the file was checked and has no errors."""
         return self.error is None and not self.count("error")
 
     def to_dict(self) -> dict[str, Any]:
@@ -138,8 +147,10 @@ def lint(options: LintOptions) -> Result:
     """
     from trtspec.trtllm.deployment import assumed_release
 
-    named, passed = options.split()
-    files = [file for name in named for file in _files_of(name)]
+    paths, passed = options.split()
+    files: list[str] = []
+    for path in paths:
+        files += _files_of(path)
     if not files:
         raise UsageError(
             "no file is given before the options of trtllm-serve", "pass the engine YAML first"
@@ -152,18 +163,23 @@ def lint(options: LintOptions) -> Result:
     if all(item.reason == BY_VLLM for item in judged):
         checked(options, OF_VLLM)
     for item in judged:
+        # the error of a single file is the error of the command
         if len(judged) > 1 and item.error is not None:
             write_stderr(printable(f"{item.name}: not judged: {item.error.message}\n"))
-    lines = [line for item in judged for line in _lines(item)]
+    lines: list[str] = []
+    for item in judged:
+        lines += _lines(item)
     notes = (assumed_release(item.reason, item.document) for item in judged)
+    # one note is enough, because the assumed release is the same for all files
     lines += problem_lines(next(filter(None, notes), []))
     return Result(_as_json(judged), lines=lines, failure=_failure(judged, options.strict))
 
 
 def _files_of(name: str) -> list[str]:
-    """Returns the file itself, or every file below a directory that has engine settings.
+    """Returns the path itself if `name` is a file. For a directory, returns the files to check.
 
-    Raises UsageError if no file has engine settings.
+    These are the files below the directory with engine settings. Raises UsageError if no file has
+    engine settings.
     """
     from trtspec.trtllm.carriers import carried
     from trtspec.trtllm.document import Document
@@ -171,10 +187,11 @@ def _files_of(name: str) -> list[str]:
 
     if not Path(name).is_dir():
         return [name]
-    paths = [path for path in Path(name).rglob("*") if path.suffix in WALKED and path.is_file()]
+    paths = [path for path in Path(name).rglob("*") if path.suffix in SUFFIXES and path.is_file()]
     files = []
     for path in sorted(paths):
-        with suppress(TrtspecError):  # _judge reports the error
+        # a file that cannot be read stays in the list, so that lint reports the error
+        with suppress(TrtspecError):
             document = Document.read(path)
             if not engine_of(document.mapping) and not carried(document.text):
                 continue
@@ -196,9 +213,10 @@ def lint_configuration(
     gpu: str | None = None,
     options: tuple[str, ...] = (),
 ) -> Result:
-    """Judges an engine configuration: a mapping, YAML text, or the path of a file.
+    """Checks an engine configuration: a mapping, YAML text, or the path of a file.
 
-    Text has a line break or a colon followed by a space. Every other string is a path.
+    A string with a line break or with a colon and a space is YAML text. Every other string is a
+    path.
     `options`: options of trtllm-serve, used with the file.
     """
     from trtspec.trtllm.carriers import Carried
@@ -216,7 +234,7 @@ def lint_configuration(
         document = Document.parse(config, name)
     else:
         document = Document.read(config)
-    asked = LintOptions(
+    lint_options = LintOptions(
         files=(document.name,),
         trtllm_version=trtllm_version,
         target=str(target) if target else None,
@@ -225,52 +243,61 @@ def lint_configuration(
     )
     foreign = _foreign(document)
     if foreign is not None:
-        checked(asked, OF_VLLM)
-    judged = foreign or judge_part(document, Carried(""), list(options) or None, asked)
+        checked(lint_options, OF_VLLM)
+    judged = foreign or judge_part(document, Carried(""), list(options) or None, lint_options)
     values = {"version": judged.version, "version_reason": judged.reason}
     return Result(values, judged.findings)
 
 
 def _failure(judged: list[Judged], strict: bool) -> TrtspecError | None:
-    """Returns the error of the first file that could not be judged, else the failed check.
+    """Returns the failure of the command. None if every file passes.
 
-    None if every file passes.
+    A file that could not be checked comes first, then errors, then warnings if `strict`.
     """
     for item in judged:
         if item.error is not None:
             return item.error
-    wrong = [item for item in judged if not item.ok]
-    warned = [item.name for item in judged if strict and item.count("warning")]
-    if wrong:
-        versions = listed(item.version for item in wrong)
+    failed = [item for item in judged if not item.ok]
+    with_warnings = [item.name for item in judged if strict and item.count("warning")]
+    if failed:
+        versions = listed(item.version for item in failed)
         engine = "the engine"
         if versions:
             engine = f"TensorRT-LLM {versions}"
-        names = listed(item.name for item in wrong)
+        names = listed(item.name for item in failed)
         return CheckFailed(f"{engine} would reject {names} or ignore a part of it")
-    if warned:
-        return CheckFailed(f"--strict: there are warnings about {listed(warned)}")
+    if with_warnings:
+        return CheckFailed(f"--strict: there are warnings about {listed(with_warnings)}")
     return None
 
 
 def _as_json(judged: list[Judged]) -> dict[str, Any]:
-    """Returns the object of a single file. Several files have all problems, and `files`."""
-    listed = [item.to_dict() for item in judged]
-    if len(listed) == 1:
-        return listed[0]
+    """Returns the JSON object: the object of a single file, or an object for several files.
+
+    The object for several files has all their problems. `files` contains the object of each file.
+    """
+    files = [item.to_dict() for item in judged]
+    if len(files) == 1:
+        return files[0]
     versions = {item.version for item in judged}
+    problems: list[dict[str, Any]] = []
+    for file in files:
+        problems += file["problems"]
     return {
         "ok": all(item.ok for item in judged),
         "version": versions.pop() if len(versions) == 1 else None,
-        "problems": [problem for item in listed for problem in item["problems"]],
-        "files": listed,
+        "problems": problems,
+        "files": files,
     }
 
 
 def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
-    """Judges the file, or every engine file and command that it carries.
+    """Checks a file, or every engine file and command inside it, such as in a Helm values file.
 
-    Each finding has its line in the file.
+    Each finding has its line in the file. With --fix, writes the corrected file.
+
+    file: path, or `-` for standard input.
+    passed: options of trtllm-serve that are used with the file. None if they are not known.
     """
     from trtspec.trtllm.carriers import Carried, Origin, carried
     from trtspec.trtllm.document import Document
@@ -283,7 +310,7 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
     name = document.name
     try:
         parts = carried(text)
-        if not parts:
+        if not parts:  # an engine file itself, unless it is a script or another tool's file
             parts = [Carried("", text, Origin(lines=text.count("\n") + 1))]
             if file.endswith(".sh") or text.startswith("#!") or (document.error and "{{" in text):
                 message = f"{file} is a script or template without engine settings"
@@ -291,31 +318,33 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
             foreign = _foreign(document)
             if foreign:
                 return foreign
-        judged = [
+        judged_parts = [
             judge_part(Document.parse(part.text, name), part, passed, options) for part in parts
         ]
     except TrtspecError as error:
         return Judged(name, document, error=error)
-    for part, item in zip(reversed(parts), reversed(judged), strict=True):
+    # from the last part to the first, so that the lines of earlier parts stay correct
+    for part, item in zip(reversed(parts), reversed(judged_parts), strict=True):
         if item.document is not None and item.document.text != part.text:
             text = part.written_into(text, item.document.text)
-    better = document
+    corrected_document = document
     if text != document.text:
-        better = Document.parse(text, name)
-    if options.fix and better is not document:
-        write_atomic(Path(file).resolve(), text)  # behind a link the file itself is written
+        corrected_document = Document.parse(text, name)
+    if options.fix and corrected_document is not document:
+        # resolved, because writing would replace a link and not the file that it links to
+        write_atomic(Path(file).resolve(), text)
     findings: list[Problem] = []
     corrected: list[Problem] = []
-    for item in judged:
+    for item in judged_parts:
         findings += item.findings
         corrected += item.corrected
-    diff = _diff(document, better) if options.diff else ""
+    diff = _diff(document, corrected_document) if options.diff else ""
     return Judged(
         name,
-        better if options.fix else document,
-        listed(item.version for item in judged),
-        listed(item.reason for item in judged),
-        list(dict.fromkeys(findings)),
+        corrected_document if options.fix else document,
+        listed(item.version for item in judged_parts),
+        listed(item.reason for item in judged_parts),
+        list(dict.fromkeys(findings)),  # a variable is reported once for all parts
         corrected,
         diff,
     )
@@ -324,9 +353,14 @@ def _judge(file: str, passed: list[str] | None, options: LintOptions) -> Judged:
 def judge_part(
     document: Document, part: Carried, passed: list[str] | None, options: LintOptions
 ) -> Judged:
-    """Judges one engine file or command, served as `part` describes.
+    """Checks one engine file with its command, or a command alone.
 
-    Each finding has its line in the file. The result's document is the corrected one.
+    Each finding has its line in the file that contains the part. The document of the result is
+    corrected, also without --fix.
+
+    document: parsed engine file. Empty for a command alone.
+    part: position of the engine file, and the command that serves it.
+    passed: options of trtllm-serve from the command line of lint. None if not given.
     """
     from trtspec.trtllm.carriers import VLLM, role_in
     from trtspec.trtllm.deployment import deployment_of
@@ -334,8 +368,9 @@ def judge_part(
     from trtspec.trtllm.lint import lint as find
     from trtspec.trtllm.shell import OMITTED
 
-    above, omitted, _ = part.text.partition(OMITTED)
-    line = above.count("\n") + 1 if omitted else None
+    # the warning that a part of the file, such as the output of a shell command, is not known
+    text_before, omitted, _ = part.text.partition(OMITTED)
+    line = text_before.count("\n") + 1 if omitted else None
     unread = document.placed(Problem("TS-LINT-NOT-READ", "warning", "", part.unread, line=line))
     command = part.command
     judged = Judged(document.name, document)
@@ -345,11 +380,11 @@ def judge_part(
         return _foreign(document) or _of_vllm(judged, part)
     if passed is None and command.engine:
         passed = command.words
-    verdict = None
+    engine_verdict = None
     version = options.trtllm_version or part.version
     if options.installed:
-        verdict = _engine_verdict(document, options.trtllm_version)
-        version = verdict.version
+        engine_verdict = _engine_verdict(document, options.trtllm_version)
+        version = engine_verdict.version
     deployment, reason, problems = deployment_of(
         document,
         version=version,
@@ -359,26 +394,29 @@ def judge_part(
         passed=passed,
         here=options.installed,
     )
+    # the variables in the carrying file, or of this process for an engine file by itself
     environ = part.environ if part.location else os.environ
     role = part.role or role_in(Path(document.name).stem)
     deployment = deployment.served_on(options.gpu, environ, role)
-    if command.partial:
+    if command.partial:  # the shell adds options that are not known
         deployment = replace(deployment, options=None)
     findings = find(document, deployment)
-    better, corrected = fix(document, deployment, findings)
-    fixable = {finding for finding in corrected if not options.fix}
+    corrected_document, corrected = fix(document, deployment, findings)
+    fixable = set(corrected)
     if options.fix:
-        findings = find(better, deployment)
-        if verdict:
-            verdict = _engine_verdict(better, None)
+        fixable = set()
+        findings = find(corrected_document, deployment)
+        if engine_verdict:
+            engine_verdict = _engine_verdict(corrected_document, None)
+    # --json reports a problem as fixable only if --fix would solve it
     findings = [item if item in fixable else replace(item, fix=None) for item in findings]
-    if verdict is not None:
-        findings += verdict.findings
+    if engine_verdict is not None:
+        findings += engine_verdict.findings
         reason = "installed here; its own classes judged too"
     elif part.version and deployment.version == part.version:
         reason = "the image's tag"
     if command.config and not part.text:
-        # the rest may be in the file that is not here
+        # settings that seem to be missing may be in the engine file, which is not here
         findings = [item for item in findings if item.key in {*deployment.argv, "--tool_parser"}]
         message = (
             f"the engine file {command.config} is not in this file: only the command's options "
@@ -390,48 +428,58 @@ def judge_part(
         findings += [unread]
     return replace(
         judged,
-        document=better,
+        document=corrected_document,
         version=deployment.version,
         reason=reason,
-        findings=[_moved(item, part) for item in findings if not _is_of_dynamo(item, part)],
+        findings=[_moved(item, part) for item in findings if not _is_about_dynamo(item, part)],
         corrected=[_moved(item, part) for item in corrected if options.fix],
     )
 
 
 def _moved(finding: Problem, part: Carried) -> Problem:
-    """Returns the finding with its line in the file, and the option names of its program."""
+    """Returns a finding about a part with its line and key in the file that contains the part.
+
+    For a command of Dynamo, the texts name Dynamo's options.
+    """
     from trtspec.trtllm.carriers import DYNAMO
     from trtspec.trtllm.deployment import dynamo_options
     from trtspec.trtllm.schema import read_beside
 
-    if not part.location:
+    if not part.location:  # the part is the whole file
         return finding
     line = part.line
     column = None
     variable = finding.key.removeprefix("environment.")
-    if variable in part.environ:  # a variable is reported once for all parts
+    if variable in part.environ:
+        # without the part's location, because a variable is reported once for all parts
         return replace(finding, line=part.environ[variable])
     if finding.line:
         line = part.origin.line(finding.line - 1)
-        column = finding.column and part.origin.column(finding.column)
+        if finding.column:
+            column = part.origin.column(finding.column)
     elif part.command.engine:
         line = part.command.option_lines.get(finding.key, part.command.line)
-    where = f"{part.location}: {finding.key}".removesuffix(": ")
-    finding = replace(finding, key=where, line=line + 1, column=column)
+    key = f"{part.location}: {finding.key}".removesuffix(": ")
+    finding = replace(finding, key=key, line=line + 1, column=column)
     if part.command.engine != DYNAMO:
         return finding
 
     dynamo_names = {name: option for option, name in dynamo_options().items()}
     dynamo_names["--trust_remote_code"] = read_beside("dynamo.yaml")["trust"]
 
-    def in_dynamo(text: str) -> str:
+    def with_dynamo_names(text: str) -> str:
+        """Returns the text with Dynamo's names of trtllm-serve's options."""
         return re.sub(r"--[a-z_]+", lambda flag: dynamo_names.get(flag[0], flag[0]), text)
 
-    return replace(finding, message=in_dynamo(finding.message), remedy=in_dynamo(finding.remedy))
+    message = with_dynamo_names(finding.message)
+    return replace(finding, message=message, remedy=with_dynamo_names(finding.remedy))
 
 
-def _is_of_dynamo(finding: Problem, part: Carried) -> bool:
-    """Whether the finding is about a parser of Dynamo, which has its own names and releases."""
+def _is_about_dynamo(finding: Problem, part: Carried) -> bool:
+    """Whether a finding about a parser's name does not apply, because the command is Dynamo's.
+
+    Dynamo has its own names of parsers, which do not depend on the engine's release.
+    """
     from trtspec.trtllm.carriers import DYNAMO
 
     codes = ("TS-SERVE-OPTION-VALUE", "TS-SERVE-OPTION-UNCERTAIN", "TS-LINT-PARSER-TOO-NEW")
@@ -439,7 +487,7 @@ def _is_of_dynamo(finding: Problem, part: Carried) -> bool:
 
 
 def _of_vllm(judged: Judged, part: Carried) -> Judged:
-    """Judges the options of a `vllm serve` command."""
+    """Returns the result with the findings about the options of a `vllm serve` command."""
     from trtspec.vllm import passed_options, unknown_options
 
     options = [
@@ -451,7 +499,10 @@ def _of_vllm(judged: Judged, part: Carried) -> Judged:
 
 
 def _foreign(document: Document) -> Judged | None:
-    """Judges a file of vLLM, or a file without any key of an engine. None for other files."""
+    """Returns the result for a file of vLLM, or for a file that is not an engine file.
+
+    None for other files.
+    """
     from trtspec.launch.serve_options import VLLM
     from trtspec.trtllm.carriers import is_foreign
     from trtspec.verbs.engine_files import engine_of
@@ -468,28 +519,32 @@ def _foreign(document: Document) -> Judged | None:
     elif document.value is None and document.error is None:
         severity = "warning"
         message = "the file is empty: it sets nothing, and some releases stop on it"
-    # a checkpoint's config.json has `architectures`
+    # `architectures` is a key of a checkpoint's config.json, which also has keys of engines
     elif "architectures" not in keys and not is_foreign(map(str, keys)):
         return None
     finding = document.placed(Problem("TS-LINT-NO-ENGINE-FILE", severity, "", message))
     return Judged(document.name, document, None, "not an engine file", [finding])
 
 
-def _engine_verdict(document: Document, asked: str | None) -> EngineVerdict:
-    """Returns the installed engine's verdict. Raises UsageError if `asked` is another version."""
+def _engine_verdict(document: Document, requested: str | None) -> EngineVerdict:
+    """Returns the findings of the installed engine's own classes.
+
+    Raises UsageError if the user requested another version than the installed one.
+    """
     from trtspec.trtllm.lint import judge
     from trtspec.trtllm.schema import parse_version
 
     verdict = judge(document)
-    if asked and parse_version(asked) != parse_version(verdict.version):
+    if requested and parse_version(requested) != parse_version(verdict.version):
         raise UsageError(
-            f"TensorRT-LLM {verdict.version} is installed, not {asked}",
+            f"TensorRT-LLM {verdict.version} is installed, not {requested}",
             "leave out one of the options",
         )
     return verdict
 
 
 def _diff(before: Document, after: Document) -> str:
+    """Returns the unified diff of two versions of a file, which `patch` can apply."""
     old = before.text.splitlines(keepends=True)
     new = after.text.splitlines(keepends=True)
     lines = difflib.unified_diff(old, new, before.name, before.name)
@@ -499,28 +554,33 @@ def _diff(before: Document, after: Document) -> str:
 
 
 def _lines(judged: Judged) -> Iterator[str]:
+    """Yields the output for a file: its diff, corrections, findings, and a line with the counts."""
     yield from judged.diff.splitlines()
     for finding in judged.corrected:
         yield f"fixed   {finding.code} {finding.key}: {finding.remedy}"
-    if judged.error is not None:
+    if judged.error is not None:  # printed as the error of the command, or on stderr
         return
     for finding in judged.findings:
-        head, *remedy = problem_lines([finding])
-        yield head
+        message_line, *remedy_lines = problem_lines([finding])
+        yield message_line
         if judged.document is not None and finding.line:
             yield from _excerpt(judged.document, finding, finding.line)
-        yield from remedy
+        yield from remedy_lines
     counts = {severity: judged.count(severity) for severity in ("error", "warning")}
-    shown = [f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count]
+    texts = [f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count]
     if not judged.count("error"):
-        shown = ["no errors", *shown]
-    verdict = ", ".join(shown)
+        texts = ["no errors", *texts]
+    verdict = ", ".join(texts)
     engine = f" for TensorRT-LLM {judged.version}" if judged.version else ""
     yield f"{judged.name}: {verdict}{engine} ({judged.reason})"
 
 
 def _excerpt(document: Document, finding: Problem, number: int) -> Iterator[str]:
-    """Yields the beginning of the line at fault, and carets below the key or value if shown."""
+    """Yields the beginning of line `number` of the file, and carets below the key or value.
+
+    Omits the carets if the key or value is outside the shown characters.
+    """
+    # a slice, because a finding may be on a line after the last
     line = "".join(document.text.split("\n")[number - 1 : number])
     shown = "".join(char if char.isprintable() else " " for char in line[:MOST_COLUMNS])
     yield f"{number:>12} | {shown}"

@@ -1,4 +1,4 @@
-"""`trtspec plan`: does it fit, how fast, and which command serves it best."""
+"""Defines `trtspec plan`, which estimates whether a target fits, its speed and its best layout."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
+    """Options of `trtspec plan`."""
+
     target: TargetArgument
     head: HeadOption = None
     gpu: Annotated[Gpu, option("GPU type.", case_sensitive=False)] = "b200"
@@ -113,14 +115,17 @@ def plan(options: PlanOptions) -> Result:
     tables, lines = ((), ()) if decision.refused else tables_and_lines(decision)
     setting = decision.setting
     version, _ = choose_version(None)
-    release = support_problems(schema_for(version), setting.model, setting.head)
-    problems = _warnings(setting) + release
+    release_problems = support_problems(schema_for(version), setting.model, setting.head)
+    problems = _warnings(setting) + release_problems
     values = to_dict(decision) | {"version": version}
     return Result(values, problems, tables, lines, no_choice(decision))
 
 
 def choose_layout(options: PlanOptions) -> Decision:
-    """Returns the best layout for these options. Raises UsageError for invalid options."""
+    """Returns the best layout for the options, with all layouts that were compared.
+
+    Raises UsageError for invalid options.
+    """
     from trtspec.checkpoint.hub import find_target, load_head
     from trtspec.planning.acceptance import card_acceptance, parse_acceptance
     from trtspec.planning.decision import decide
@@ -150,28 +155,32 @@ def choose_layout(options: PlanOptions) -> Decision:
         options.ttft,
         options.tpot,
     )
-    # the layout that the options name, else every layout of these GPUs, tensor parallel first
-    first = layout_of(options.gpus, options.tp_size, options.ep_size, options.attention_dp)
-    fixed = options.tp_size is not None or options.ep_size is not None or options.attention_dp
-    candidates = [first] if fixed else layouts(model, first.gpus)
+    requested = layout_of(options.gpus, options.tp_size, options.ep_size, options.attention_dp)
+    is_fixed = options.tp_size is not None or options.ep_size is not None or options.attention_dp
+    # without a requested layout: every layout of the GPUs
+    candidates = [requested] if is_fixed else layouts(model, requested.gpus)
     return decide(candidates, setting)
 
 
 def _warnings(setting: Setting) -> list[Problem]:
-    """Returns warnings about the pair, and about acceptance measured on another model."""
+    """Returns the warnings about a target and its head. [] without a head.
+
+    Includes a warning if the acceptance was measured on another model.
+    """
     from trtspec.checkpoint.heads.pairing import learned_problems, pair_problems
     from trtspec.checkpoint.hub import resolve
     from trtspec.planning.acceptance import other_model
 
     if setting.head is None:
         return []
-    pair = pair_problems(
+    problems = pair_problems(
         setting.head, setting.model, head_id=setting.head_name, target_id=setting.target
     )
     names = (setting.head_name or "", setting.target)
     head, target = [resolve(name, weights=False) for name in names]
-    pair += learned_problems(head, target)
-    warnings = [problem for problem in pair if problem.severity == "warning"]
+    problems += learned_problems(head, target)
+    # `trtspec inspect HEAD --against TARGET` reports the errors of a pair
+    warnings = [problem for problem in problems if problem.severity == "warning"]
     if setting.acceptance:
         warnings += other_model(setting.acceptance, setting.target)
     return warnings

@@ -1,4 +1,4 @@
-"""`trtspec prove`: the proof run on a user's own GPUs, with one page and a verdict."""
+"""Defines `trtspec prove`, which proves a target and its head on the user's own GPUs."""
 
 from __future__ import annotations
 
@@ -32,17 +32,19 @@ from trtspec.verbs.options import IntList, RowName, ThinkingOption
 if TYPE_CHECKING:
     from trtspec.bench.prove import ProveSetup
 
-# options of serve that a proof sets, or with which a launch would not be one server on this machine
+# options of serve that a proof sets by itself, or that start more than a server on this machine
 OWN_OPTIONS = (
     "--head", "--draft-len", "--draft-sampling", "--backend", "--tp-size", "--host", "--port",
     "--config", "--dry-run", "--disaggregated", "--role", "--nodes", "--gpus-per-node",
     "--launcher", "--launcher-args",
 )  # fmt: skip
-MAX_TOKENS = 256
+MAX_TOKENS = 256  # default limit of an answer
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProveOptions:
+    """Options of `trtspec prove`."""
+
     target: TargetArgument
     passed: Annotated[
         tuple[str, ...],
@@ -132,10 +134,11 @@ def prove(options: ProveOptions) -> Result:
         comment = "" if options.accept_slower else "# ends with status 3 if slower at a load\n"
         return Result({"script": text}, text=text + comment)
     dataset = load_dataset(setup.dataset, setup.samples)
-    same = {"engine": engine, "dataset_sha256": dataset.sha256}
-    key_header()  # a key that bench cannot send is refused before hours of work
+    # a resumed proof must have the same values
+    identity = {"engine": engine, "dataset_sha256": dataset.sha256}
+    key_header()  # raises an error for an invalid API key, before hours of work
     with termination_as_interrupt():
-        evidence = proving.prove(setup, steps, options.output, same, options.startup_timeout)
+        evidence = proving.prove(setup, steps, options.output, identity, options.startup_timeout)
     page = options.output / "report.html"
     lines = [evidence.sentence, f"page: {page}", f"evidence: {options.output / 'evidence.json'}"]
     failure = None
@@ -150,16 +153,22 @@ def prove(options: ProveOptions) -> Result:
 
 
 def _setup(options: ProveOptions) -> ProveSetup:
-    """Returns the user's settings, else the card's protocol with `card`, else the defaults."""
+    """Returns the settings of the proof.
+
+    An option replaces the setting of the head's card (with `card`), which replaces the default.
+    Raises UsageError if `card` is given and the catalogue has no acceptance of the head for the
+    data set.
+    """
     from trtspec.bench.prove import ProveSetup
     from trtspec.bench.questions import datasets
     from trtspec.checkpoint.published import PublishedAcceptance, known_head, require_published
 
     record = known_head(options.head) if options.card else None
-    measured = record.measured_on(options.target) if record is not None else None
-    protocol = measured or PublishedAcceptance(figures={}, source="")
-    named = [name for name in protocol.figures if name in datasets.catalogue()]
-    dataset = options.dataset or (named or [datasets.NANO])[0]
+    published = record.measured_on(options.target) if record is not None else None
+    protocol = published or PublishedAcceptance(figures={}, source="")
+    card_datasets = [name for name in protocol.figures if name in datasets.catalogue()]
+    # the first data set of the card that can be loaded
+    dataset = options.dataset or (card_datasets or [datasets.NANO])[0]
     if options.card:
         require_published(options.head, dataset)
     return fill(
@@ -176,15 +185,18 @@ def _setup(options: ProveOptions) -> ProveSetup:
 
 
 def _check_launches(setup: ProveSetup, *, launching: bool) -> None:
-    """Makes the checks of `trtspec serve` for both servers.
+    """Runs the checks of `trtspec serve` for both servers of the proof.
 
-    Raises TrtspecError for a problem that would end a launch.
+    Raises TrtspecError for an error that would end a launch.
+
+    launching: whether a launch follows, and not only a dry run.
     """
     from trtspec.bench.prove import PLAIN, SPECULATING, serve_words
     from trtspec.launch.preflight import refuse_errors
     from trtspec.verbs.serve import plan_server, reference_problems
 
     def problems_of(options: ServeOptions) -> list[Problem]:
+        """Returns the problems of the server with these options."""
         options = ready(replace(options, dry_run=not launching))
         if options.mode is REFERENCE:
             return reference_problems(options)
@@ -194,15 +206,17 @@ def _check_launches(setup: ProveSetup, *, launching: bool) -> None:
     for server in (SPECULATING, PLAIN):
         words = serve_words(setup, server)[1:]
         problems = command.main(words, prog_name="trtspec serve", standalone_mode=False)
-        # a killed proof may leave servers that are still ending; the launch waits for their ports
-        refuse_errors([each for each in errors_in(problems) if each.code != "TS-SERVE-PORT"])
+        # Servers of a killed proof may still hold the ports. The launch waits for the ports.
+        errors = [error for error in errors_in(problems) if error.code != "TS-SERVE-PORT"]
+        refuse_errors(errors)
 
 
 def _refuse_own_options(words: tuple[str, ...]) -> None:
-    """Raises UsageError for the first option of `serve` that would change the proof.
+    """Raises UsageError if an option for the servers is one that the proof sets by itself.
 
-    Ignores the words after a `--`, which are the engine's.
+    words: options of `trtspec serve`.
     """
+    # the words after `--` are options of the engine
     for word in takewhile("--".__ne__, words):
         flag = word.partition("=")[0]
         if flag in OWN_OPTIONS:
@@ -214,7 +228,10 @@ def _refuse_own_options(words: tuple[str, ...]) -> None:
 
 
 def _engine(backend: str) -> str | None:
-    """Returns the version of the installed engine. Raises MissingDependency if it is missing."""
+    """Returns the version of the installed engine. None if the engine does not report a version.
+
+    Raises MissingDependency if the engine is not installed.
+    """
     from trtspec.trtllm.serve.command import PROGRAM, engine_version
     from trtspec.verbs.doctor import require
     from trtspec.vllm import PROGRAM as VLLM

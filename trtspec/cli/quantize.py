@@ -1,4 +1,4 @@
-"""`trtspec quantize`: a BF16, FP8-block or INT4 Kimi checkpoint to NVFP4."""
+"""Defines `trtspec quantize`, which converts a BF16, FP8-block or INT4 checkpoint to NVFP4."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from trtspec.verbs.options import OutputFlags, PolicyOption, SourceArgument
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeOptions(OutputFlags):
+    """Options of `trtspec quantize`."""
+
     source: SourceArgument
     output: Annotated[Path, option("Directory for the NVFP4 checkpoint.", "-o")]
     policy: PolicyOption = None
@@ -74,9 +76,10 @@ def quantize(options: QuantizeOptions) -> Result:
 
     check_device(options.device)
     record = known_target(options.source)
-    if record:  # refused before anything is fetched
+    if record:
+        # a published NVFP4 checkpoint is refused before its download
         refuse_fp4(record.id, WeightFormat(record.format))
-    # a dry run needs the headers only, which `find` reads from the hub if they are not here
+    # a dry run needs only headers; `find` reads them from the hub and downloads no weights
     locate = find if options.dry_run else resolve
     source = locate(options.source).checkpoint
     policy = load_policy(options.policy) if options.policy else None

@@ -1,6 +1,7 @@
-"""`trtspec serve`: checks, then one server.
+"""Defines `trtspec serve`, which runs all checks and then a server.
 
-The server is TensorRT-LLM, the front of several, vLLM, or the reference backend in this process.
+The server is TensorRT-LLM, the front of several engines, vLLM, or the reference backend in this
+process.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from trtspec.launch.serve_options import REFERENCE, ServeOptions
 from trtspec.records import words
 from trtspec.report import Result, print_json
 
-API_KEY = "TRTSPEC_SERVE_API_KEY"  # the key itself is never printed
+API_KEY = "TRTSPEC_SERVE_API_KEY"  # name of the variable; the key itself is never printed
 
 
 def serve(options: ServeOptions) -> Result | None:
@@ -29,7 +30,7 @@ def serve(options: ServeOptions) -> Result | None:
     bearer(options.api_key, "the key of `api_key`")
     plan = None
     if options.mode is REFERENCE:
-        result = _command(options)
+        result = _reference_result(options)
     else:
         plan = plan_server(options)
         result = Result(plan.to_dict(), plan.problems, text=plan.text())
@@ -43,21 +44,25 @@ def serve(options: ServeOptions) -> Result | None:
         serve_reference(options)
     elif status := launch(plan):
         sys.exit(status)
-    return None
+    return None  # --json has printed the result already
 
 
-def _command(options: ServeOptions) -> Result:
-    """Returns the command of the reference backend, with every choice written out."""
+def _reference_result(options: ServeOptions) -> Result:
+    """Returns the command line and the problems of the reference backend.
+
+    The command line also contains the defaults of the most important options.
+    """
     from trtspec.verbs.serve import reference_problems
 
     problems = reference_problems(options)
-    chosen = replace(options, api_key=None, dry_run=False, json_=False)
+    # the key would be visible in the list of processes
+    server_options = replace(options, api_key=None, dry_run=False, json_=False)
     argv = [sys.executable, "-m", "trtspec", "serve"]
-    argv += words(chosen, always=("backend", "host", "port", "dtype", "device"))
+    argv += words(server_options, always=("backend", "host", "port", "dtype", "device"))
     env: dict[str, str] = {}
-    key = ""
+    key_assignment = ""
     if options.api_key:
         env = {API_KEY: "(not shown)"}
-        key = f'{API_KEY}="${API_KEY}" '
-    text = f"{key}{shlex.join(argv)}\n"
+        key_assignment = f'{API_KEY}="${API_KEY}" '
+    text = f"{key_assignment}{shlex.join(argv)}\n"
     return Result({"argv": argv, "env": env, "config": {}}, problems, text=text)

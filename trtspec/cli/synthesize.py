@@ -1,4 +1,4 @@
-"""`trtspec synthesize`: the target writes the answers that a head is trained on."""
+"""Defines `trtspec synthesize`, which generates a head's training data with its target."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SynthesizeOptions(OutputFlags):
+    """Options of `trtspec synthesize`."""
+
     prompts: Annotated[
         str,
         argument(
@@ -62,6 +64,7 @@ class SynthesizeOptions(OutputFlags):
     @property
     def from_hub(self) -> bool:
         """a hub data set"""
+        # the docstring is the name of this condition in messages, see records.Needs
         from trtspec.checkpoint.data_rows import from_hub
 
         return from_hub(self.prompts)
@@ -94,7 +97,7 @@ def synthesize(options: SynthesizeOptions) -> Result:
         asyncio.run(wait_ready(server_url(options.base_url), options.wait_ready, headers=headers))
     with progress_bar("answers", len(chosen), "prompts") as bar:
         outcome = synthesis.synthesize(chosen, output, endpoint, sampling, options, bar)
-    quality, bad = synthesis.judge_answers(outcome.rows)
+    quality, degenerate_rows = synthesis.judge_answers(outcome.rows)
     summary = {
         "output": str(output),
         "prompts": len(chosen),
@@ -106,7 +109,7 @@ def synthesize(options: SynthesizeOptions) -> Result:
         "quality": quality,
     }
     selection = {"split": options.split, "samples": options.samples, "shard": options.shard}
-    results = {**summary, "degenerate_rows": bad}
+    results = {**summary, "degenerate_rows": degenerate_rows}
     source = synthesis.prompt_source(options.prompts, chosen)
     synthesis.write_provenance(
         output, source, endpoint, sampling, outcome.server, selection, results
@@ -120,7 +123,7 @@ def synthesize(options: SynthesizeOptions) -> Result:
         )
         failure = TrtspecError(message, "run the same command again to ask only these")
     else:
-        work.finish()
+        work.finish()  # removes the saved state, which nothing can resume now
     summary["errors"] = outcome.failed
     return Result(summary, tables=[value_table(summary)], failure=failure)
 
@@ -128,7 +131,11 @@ def synthesize(options: SynthesizeOptions) -> Result:
 def _dry_run(
     options: SynthesizeOptions, prompts: int, sampling: AnswerSampling, resumes: bool
 ) -> dict[str, Any]:
-    """Returns the object that --dry-run prints. The key itself is never shown."""
+    """Returns the JSON object of --dry-run, without the API key.
+
+    prompts: number of prompts to answer.
+    resumes: whether the command would continue an interrupted run.
+    """
     return {
         "prompts": prompts,
         "output": str(options.output),

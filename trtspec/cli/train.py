@@ -1,7 +1,7 @@
-"""`trtspec train`: an Eagle3 head from a target and its own answers.
+"""Defines `trtspec train`, which trains an Eagle3 head on its target's own answers.
 
-The reference engine measures the head at the end. The file begins with the options, the modes that
-use them, and the configuration file that may hold them.
+The reference engine measures the acceptance of the head at the end. Options come from the command
+line, from environment variables and from a configuration file.
 """
 
 from __future__ import annotations
@@ -52,14 +52,16 @@ if TYPE_CHECKING:
 
 DRY_RUN = Mode("--dry-run", "--dry-run")
 WITH_LAYERS = Mode("a training run", "--features auto, memory or DIR")
-# the target's layers run elsewhere, in a stream or in a live server, so no acceptance is measured
-# at the end
+# the target's layers are not in this process, so no acceptance is measured at the end
 WITHOUT_LAYERS = Mode("--features stream or URL", "--features stream or URL")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCommand(TrainOptions, OutputFlags):
-    """The options of a run: TrainOptions decides the loss curve, the rest its input and output."""
+    """Options of `trtspec train`.
+
+    TrainOptions contains the options that change the trained weights.
+    """
 
     target: Annotated[str | None, argument("Target model: a checkpoint directory or a hub id.")] = (
         None
@@ -69,7 +71,7 @@ class TrainCommand(TrainOptions, OutputFlags):
         argument("Conversations answered by the target: files, or directories of these."),
     ] = ()
     output: Annotated[Path, option("Directory for the new head.", "-o")]
-    aux_layers: Annotated[  # the text; TrainOptions has its numbers
+    aux_layers: Annotated[  # as a list of the command line; in TrainOptions as a tuple
         CountList | None,
         option(
             "Layers whose outputs the head reads, counted from 0.",
@@ -118,14 +120,15 @@ class TrainCommand(TrainOptions, OutputFlags):
     json_: JsonOption = False
 
 
-NOT_IN_FILES = ("config", *OUTPUT)  # they belong to one call
+NOT_IN_FILES = ("config", *OUTPUT)  # these options differ between calls
 
 
 def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[str]]:
-    """Adds the options of the --config file that neither a flag nor a variable sets.
+    """Reads the --config file. Returns the command with the file's options, and two other values.
 
-    Returns the command, the file's counts of data that do not exist yet, and the names of the
-    options from the file. Raises UsageError for a key that is not an option, or an invalid value.
+    Flags and environment variables take precedence over the file. The second value contains the
+    file's settings that are not options. The third value contains the names of the options from the
+    file. Raises UsageError for an unknown key or an invalid value.
     """
     if command.config is None:
         return command, TrainingRecipe(), set()
@@ -136,23 +139,27 @@ def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[
             "see `trtspec train --help`",
         )
     values = {str(key).replace("-", "_"): value for key, value in loaded.items()}
-    counts = {field.name for field in fields(TrainingRecipe)}
-    recipe = {key: values.pop(key) for key in counts if key in values}
+    recipe_keys = {field.name for field in fields(TrainingRecipe)}
+    recipe = {key: values.pop(key) for key in recipe_keys if key in values}
     known = {field.name for field in fields(TrainCommand)} - set(NOT_IN_FILES)
     unknown = sorted(set(values) - known)
     if unknown:
-        remedy = f"known: {', '.join(sorted(known | counts))}"
+        remedy = f"known: {', '.join(sorted(known | recipe_keys))}"
         flags = {"--" + name.replace("_", "-"): name for name in known}
         near = nearest(unknown[0], flags, "options")
         if near:
             remedy = f"did you mean {flags[near]}?"
         message = f"{command.config}: unknown training options {', '.join(unknown)}"
         raise UsageError(message, remedy)
+    # a null in the file leaves the default
     values = {key: value for key, value in values.items() if value is not None}
-    read = made_of_file(TrainCommand, command.config, {"output": command.output, **values})
-    parsed = {key: getattr(read, key) for key in values}
-    chosen = {key: value for key, value in parsed.items() if key not in given(command)}
-    return replace(command, **chosen), TrainingRecipe(**recipe), set(chosen)
+    # `output` is required, and only the command line has it
+    required = {"output": command.output}
+    file_command = made_of_file(TrainCommand, command.config, required | values)
+    file_options = {key: getattr(file_command, key) for key in values}
+    set_by_user = given(command)
+    added = {key: value for key, value in file_options.items() if key not in set_by_user}
+    return replace(command, **added), TrainingRecipe(**recipe), set(added)
 
 
 def train(command: TrainCommand) -> Result | None:
@@ -172,10 +179,11 @@ def train(command: TrainCommand) -> Result | None:
     if command.dry_run:
         mode = DRY_RUN
     command = checked(command, mode)
+    # `checked` sees only the options of the command line and the environment
     unused = sorted(name for name in from_file if not uses(TrainCommand, name, mode))
     for name in unused:
-        where = f"{command.config}: {name} ({fields_of(TrainCommand)[name].typed})"
-        raise UsageError(f"{where} is not used by {mode.name}", "remove it from the file")
+        subject = f"{command.config}: {name} ({fields_of(TrainCommand)[name].typed})"
+        raise UsageError(f"{subject} is not used by {mode.name}", "remove it from the file")
     layers = None if command.aux_layers is None else command.aux_layers.values
     options = fill(TrainOptions, command, aux_layers=layers)
     if not command.target or not command.data:
@@ -192,9 +200,11 @@ def train(command: TrainCommand) -> Result | None:
         deadline=deadline,
         output_options=command,
     )
-    # torchrun starts several processes; the main one writes and prints
-    main = os.environ.get("RANK", "0") == "0"
-    resumes = main and run_directory(run.output).check(run_options(run.output, run.output_options))
+    # torchrun starts several processes, of which only the main one writes and prints
+    is_main = os.environ.get("RANK", "0") == "0"
+    resumes = is_main and run_directory(run.output).check(
+        run_options(run.output, run.output_options)
+    )
     if command.dry_run:
         from trtspec.heads.training.needs import dry_run
         from trtspec.specs import gpu_spec
@@ -202,7 +212,7 @@ def train(command: TrainCommand) -> Result | None:
         gpu = gpu_spec(command.gpu)
         needs = dry_run(command.target, command.data, features, run, options, recipe, gpu)
         needs |= {"acceptance_prompts": command.acceptance_prompts, "resumes": resumes}
-        return _needs(needs)
+        return _dry_run_result(needs)
     asked = mode is WITH_LAYERS and "acceptance_prompts" in given(typed) | from_file
     from trtspec.verbs.doctor import require
     from trtspec.verbs.train import train_and_measure
@@ -213,12 +223,16 @@ def train(command: TrainCommand) -> Result | None:
     record = train_and_measure(
         run, command.data, features, options, command.acceptance_prompts, asked
     )
-    repeated = words(replace(typed, restart=False, force=False, dry_run=False))
-    return _result(command.output, record, shlex.join(["trtspec", "train", *repeated]))
+    arguments = words(replace(typed, restart=False, force=False, dry_run=False))
+    return _result(command.output, record, shlex.join(["trtspec", "train", *arguments]))
 
 
-def _needs(needs: dict[str, Any]) -> Result:
-    """Returns the needs of a run, and the commands that start an engine for the target's states."""
+def _dry_run_result(needs: dict[str, Any]) -> Result:
+    """Returns the result of --dry-run: GPUs, memory and disk for each source of hidden states.
+
+    Includes the commands that start an engine as the source. `needs`: JSON object of the result.
+    """
+    # values of --features by the name of the source
     by_option = {"online": "memory", "stream": "stream[:DIR]", "dumps": "DIR", "server": "URL"}
     ways: dict[str, WayNeeds] = needs["ways"]
     rows = [
@@ -251,7 +265,13 @@ def _needs(needs: dict[str, Any]) -> Result:
 
 
 def like_initial(command: TrainCommand, typed: TrainCommand, from_file: set[str]) -> TrainCommand:
-    """Returns the command with the architecture of --init, except for options that the user set."""
+    """Returns the command with the architecture of the head --init.
+
+    Options that the user set stay.
+
+    typed: command without the options of the file.
+    from_file: names of the options from the file.
+    """
     if command.init is None:
         return command
     head = load_head(str(command.init)).spec
@@ -262,15 +282,18 @@ def like_initial(command: TrainCommand, typed: TrainCommand, from_file: set[str]
         "intermediate_size": head.intermediate_size,
         "aux_layers": CountList(head.aux_layers) if head.aux_layers else None,
     }
-    chosen = given(typed) | from_file
-    inherited = {name: value for name, value in architecture.items() if name not in chosen}
+    set_by_user = given(typed) | from_file
+    inherited = {name: value for name, value in architecture.items() if name not in set_by_user}
     return replace(command, **inherited)
 
 
 def _result(output: Path, record: TrainingRecord, resume: str) -> Result | None:
-    """Returns the result of a run, which is a failure if a signal ended the run.
+    """Returns the result of a training run, which is a failure if a signal ended the run.
 
-    `resume`: the command that continues the run. None in the processes that do not write.
+    None in all processes but the main one.
+
+    record: record of the run. Empty in all processes but the main one.
+    resume: command that continues the run.
     """
     if not record:
         return None
@@ -279,18 +302,21 @@ def _result(output: Path, record: TrainingRecord, resume: str) -> Result | None:
     lines = list(_lines(output, record))
     if training.get("finished", True):
         return Result(values, lines=lines)
-    where = (
+    progress = (
         f"after step {training['steps']} of {training['total']}; "
         f"{output} holds the head of that step"
     )
     stopped = training["stopped"]
     if stopped in ("SIGINT", "SIGTERM"):
-        failure = Interrupted(f"stopped by {stopped} {where}", f"resume with `{resume}`")
+        failure = Interrupted(f"stopped by {stopped} {progress}", f"resume with `{resume}`")
         return Result(values, lines=lines, failure=failure)
-    return Result(values, lines=lines, messages=[f"Time is up {where}. Resume with: {resume}"])
+    # --max-time ended the run as the user wished, so this is not a failure
+    messages = [f"Time is up {progress}. Resume with: {resume}"]
+    return Result(values, lines=lines, messages=messages)
 
 
 def _lines(output: Path, record: TrainingRecord) -> Iterator[str]:
+    """Yields the lines about a trained head: its path, size, training, agreement and acceptance."""
     training = record["training"]
     accuracy = training.get("held_out_accuracy", training["accuracy"])
     shares = ", ".join(f"{value:.3f}" for value in accuracy)
@@ -304,6 +330,6 @@ def _lines(output: Path, record: TrainingRecord) -> Iterator[str]:
         yield f"estimate    {length} on held-out answers, without generating"
     for row in record.get("acceptance", {}).get("rows", []):
         positions = ", ".join(f"{share:.2f}" for share in row["by_position"])
-        where = f"{row['category']}, {row['prompts']} prompts; by draft {positions}"
+        details = f"{row['category']}, {row['prompts']} prompts; by draft {positions}"
         interval = f"95 % interval {interval_text(row)}"
-        yield f"acceptance  {row['acceptance_length']:.3f}, {interval} ({where})"
+        yield f"acceptance  {row['acceptance_length']:.3f}, {interval} ({details})"

@@ -1,7 +1,4 @@
-"""`trtspec watch`: acceptance of a live endpoint.
-
-The output is a Prometheus metric, or one verdict against a baseline.
-"""
+"""Defines `trtspec watch`, which reads the acceptance of a live endpoint from its counters."""
 
 from __future__ import annotations
 
@@ -21,6 +18,8 @@ from trtspec.records import Excludes, JsonOption, Needs, argument, option
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
+    """Options of `trtspec watch`."""
+
     url: Annotated[str, argument("Server whose metrics are read.")]
     interval: Annotated[
         float, option("Seconds between two readings.", min=0.05), Excludes("once")
@@ -62,9 +61,10 @@ def watch(options: WatchOptions) -> report.Result | None:
 
 
 async def _judge_once(url: str, options: WatchOptions) -> report.Result:
-    """Reads the counters once. The result is a failure unless the verdict is `pass`.
+    """Reads the counters once, and compares the acceptance with the baseline.
 
-    Raises TrtspecError if nothing could be read.
+    The result is a failure unless the verdict is `pass`. Raises TrtspecError if the counters cannot
+    be read.
     """
     from trtspec.bench.watch import Watch, judge, read_baseline
     from trtspec.client.client import new_client
@@ -80,6 +80,7 @@ async def _judge_once(url: str, options: WatchOptions) -> report.Result:
     async with new_client(url) as client:
         await readings.read(client)
     verdict = judge(readings, baseline, options.max_drop, options.min_steps)
+    # too few steps for a verdict
     code = "TS-WATCH-UNMEASURED"
     outcome = "NOT PROVEN"
     if verdict.status == "fail":
@@ -98,7 +99,10 @@ async def _judge_once(url: str, options: WatchOptions) -> report.Result:
 
 
 async def _watch_on(url: str, options: WatchOptions) -> None:
-    """Prints a reading per interval until SIGINT or SIGTERM."""
+    """Prints a reading after each interval until SIGINT or SIGTERM.
+
+    Raises TrtspecError if the server has no metrics about speculation.
+    """
     from trtspec.bench.watch import NO_METRICS, Watch, start_exporter
     from trtspec.client.client import new_client
 
@@ -113,6 +117,7 @@ async def _watch_on(url: str, options: WatchOptions) -> None:
             try:
                 await readings.read(client)
             except TrtspecError as error:
+                # a server that restarts answers later; one without metrics never will
                 if error.code == NO_METRICS:
                     raise
             line = readings.line()

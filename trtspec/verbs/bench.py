@@ -1,6 +1,6 @@
-"""Measures running endpoints, and compares the results with earlier runs.
+"""Measures running endpoints, and compares the results with earlier measurements.
 
-Holds the options, the endpoints, the workload and the run.
+Contains the options of bench, and turns them into endpoints, a workload and results.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ if TYPE_CHECKING:
     from trtspec.bench.results import BenchResults
     from trtspec.client.servers import DetectedServer
 
-ROUNDS = 5  # by default with several servers, so that intervals are over rounds
+ROUNDS = 5  # default for several servers, because their intervals need several rounds
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
+    """Options of `trtspec bench`."""
+
     url: Annotated[NamedUrl, argument("OpenAI-compatible endpoint, as URL or NAME=URL.")]
     output: Annotated[
         Path | None,
@@ -166,9 +168,9 @@ class BenchOptions:
 
 
 def run_bench(options: BenchOptions) -> tuple[BenchResults, TrtspecError | None]:
-    """Returns the results, and the failure if they are not valid.
+    """Measures the endpoints. Returns the results and the failure (None if the results are valid).
 
-    Writes both files if an output is given.
+    Writes results.json and report.html if `output` is given.
     """
     from trtspec.bench import choose_draft
     from trtspec.bench.compare import compare, refuse_different
@@ -180,15 +182,16 @@ def run_bench(options: BenchOptions) -> tuple[BenchResults, TrtspecError | None]
         require_published(options.card, options.dataset)
     _refuse_overwrite(options)
     earlier = {f"`compare` {path}": read_results(path) for path in options.compare}
-    urls, lengths = endpoints(options)
-    for name in urls if options.choose_draft else ():
-        if name not in lengths:
-            remedy = f"write K={urls[name]}, K being the drafts of a step; 0 is without a head"
-            raise UsageError(f"`choose_draft` needs the draft length of {urls[name]}", remedy)
+    urls, draft_lens = endpoints(options)
+    if options.choose_draft:
+        for name, url in urls.items():
+            if name not in draft_lens:
+                remedy = f"write K={url}, K being the drafts of a step; 0 is without a head"
+                raise UsageError(f"`choose_draft` needs the draft length of {url}", remedy)
     work = workload(options, urls)
     refuse_different(work.describe(), earlier)
-    servers = {where: record.server for where, record in earlier.items()}
-    results = run(urls, work, options, servers)
+    earlier_servers = {source: record.server for source, record in earlier.items()}
+    results = run(urls, work, options, earlier_servers)
     if earlier:
         comparison = compare(results, list(earlier.values()), options.max_regression)
         problems = [*results.problems, *comparison.problems]
@@ -196,7 +199,7 @@ def run_bench(options: BenchOptions) -> tuple[BenchResults, TrtspecError | None]
     failure: TrtspecError | None = None
     if options.choose_draft:
         try:
-            served = choose_draft.by_draft_len(results.all, lengths)
+            served = choose_draft.by_draft_len(results.all, draft_lens)
             results = replace(results, draft_choice=choose_draft.choose(served))
         except UsageError as error:
             failure = error  # raised later, after the results are written and shown
@@ -213,19 +216,23 @@ def run_bench(options: BenchOptions) -> tuple[BenchResults, TrtspecError | None]
 
 
 def _refuse_overwrite(options: BenchOptions) -> None:
-    """Refuses an existing output that this run does not continue."""
+    """Raises UsageError if the output exists, unless `resume` continues it or `force` is given."""
     from trtspec.bench.load.journal import ANSWERS
 
-    begun = options.output is not None and (options.output / ANSWERS).is_file()
-    if options.output is not None and not (options.resume and begun):
+    has_answers = options.output is not None and (options.output / ANSWERS).is_file()
+    if options.output is not None and not (options.resume and has_answers):
         remedy = "pass `force`, or choose another `output`"
-        if begun:
+        if has_answers:
             remedy += "; `resume` continues an interrupted run"
         report.refuse_overwrite(options.output, options.force, remedy)
 
 
 def workload(options: BenchOptions, urls: Collection[str]) -> BenchWorkload:
-    """Returns the load that the options describe. Raises UsageError for an impossible option."""
+    """Returns the workload that the options describe.
+
+    urls: names of the endpoints.
+    Raises UsageError for an invalid option.
+    """
     from trtspec.bench.load.measure import BenchWorkload
     from trtspec.bench.questions.datasets import load_dataset
     from trtspec.client.client import RequestSampling
@@ -257,9 +264,12 @@ def run(
     options: BenchOptions,
     servers: Mapping[str, DetectedServer],
 ) -> BenchResults:
-    """Runs the measurement, and stamps its results with versions and time.
+    """Runs the measurement and returns its results, with versions and the current time.
 
-    Keeps every answer in answers.jsonl. `servers`: the servers of earlier results shown with it.
+    Writes every answer to answers.jsonl in the output directory, if any.
+
+    urls: base URL of each endpoint, by name.
+    servers: servers of the earlier results that are compared, by their source.
     """
     import asyncio
 
@@ -303,19 +313,21 @@ def run(
 
 
 def endpoints(options: BenchOptions) -> tuple[dict[str, str], dict[str, int]]:
-    """Returns base URLs by name, and draft lengths of the endpoints that are named by a number.
+    """Returns the base URL of each endpoint by name, and the draft lengths by name.
 
-    The results are about the first endpoint.
+    An endpoint has a draft length if the user named it by a number. The first endpoint is the
+    measured one. The others are compared with it.
     """
     from trtspec.client.addresses import server_url, shown
 
     urls: dict[str, str] = {}
-    lengths: dict[str, int] = {}
+    draft_lens: dict[str, int] = {}
     for named in (options.url, *options.against_url):
         name = named.name or "endpoint"
         if named.name.isdigit():
+            # the first endpoint keeps its usual name, so that results compare with other runs
             name = f"draft-{named.name}" if urls else "endpoint"
-            lengths[name] = int(named.name)
+            draft_lens[name] = int(named.name)
         if urls and not named.name:
             remedy = "write NAME=URL, for example plain=http://127.0.0.1:8001"
             raise UsageError(f"`against_url` {shown(named.url)} has no name", remedy)
@@ -323,13 +335,13 @@ def endpoints(options: BenchOptions) -> tuple[dict[str, str], dict[str, int]]:
             message = f"`against_url` {named.name}: another endpoint has this name"
             raise UsageError(message, "give each endpoint its own name")
         urls[name] = server_url(named.url, f"`against_url` {named.name}:" if urls else "the URL")
-    return urls, lengths
+    return urls, draft_lens
 
 
 def request_limits_of(server: DetectedServer) -> RequestLimits:
-    """Returns how a server's release treats request parameters under speculation.
+    """Returns the request parameters that a server's release mishandles with speculation.
 
-    {} if the release is not known.
+    The keys are the effects, such as `end_engine`. {} if the release is unknown.
     """
     from trtspec.trtllm.rules.speculation import request_limits
     from trtspec.trtllm.schema import schema_for
@@ -338,5 +350,5 @@ def request_limits_of(server: DetectedServer) -> RequestLimits:
         return {}
     try:
         return request_limits(schema_for(server.version))
-    except UsageError:  # not a version
+    except UsageError:  # the server reports a text that is not a release, such as a branch
         return {}

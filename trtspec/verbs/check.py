@@ -1,4 +1,7 @@
-"""Asks the servers of a check and judges their answers: the options, the servers, the requests."""
+"""Sends the requests of a check to its servers, and judges the answers.
+
+Contains the options of check, its connections to the servers, and the choice of its prompts.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +29,18 @@ if TYPE_CHECKING:
 
 ALONE = Mode("`check` without --score", "`check` without --score")
 SCORE = Mode("--score", "--score")
-SIZES = ("dataset", "samples", "max_tokens", "context_tokens")  # options that decide the requests
+# options that decide the requests, so a recording continues only with the same values
+REQUEST_OPTIONS = ("dataset", "samples", "max_tokens", "context_tokens")
 # names of the two servers in errors; the answers of MAIN are recorded
 MAIN = "the URL"
 AGAINST = "`against`"
-LIMIT = 4096  # tokens of prompt and answer, if the server names no limit
+DEFAULT_CONTEXT = 4096  # tokens of prompt and answer, if the server reports no limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions:
+    """Options of `trtspec check`."""
+
     url: Annotated[str, argument("Endpoint to check, or with --score the one without speculation.")]
     record: Annotated[
         Path | None,
@@ -106,7 +112,7 @@ class CheckOptions:
 
 
 class CheckCost(TypedDict):
-    """Requests of a check, tokens of its answers, and its duration."""
+    """Cost of a check: number of requests, tokens of the answers, and duration in seconds."""
 
     requests: int
     tokens: int
@@ -115,13 +121,12 @@ class CheckCost(TypedDict):
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """The outcome of a check.
+    """Outcome of a check.
 
-    Args:
-        answered: number of recorded requests.
-        failed: number of recorded requests without an answer.
-        verdict: None if answers were only recorded.
-        covered: the sentence on what the verdict covers.
+    answered: number of recorded requests. 0 if the answers were judged.
+    failed: number of recorded requests without an answer.
+    verdict: verdict on the answers. None if the answers were only recorded.
+    covered: sentence that says which faults the verdict covers.
     """
 
     cost: CheckCost
@@ -132,20 +137,24 @@ class CheckOutcome:
 
 
 async def run_check(options: CheckOptions) -> CheckOutcome:
-    """Asks the servers, records their answers, and judges them if another server scored them."""
+    """Sends the requests, and records or judges the answers.
+
+    The answers are judged if a server without speculation has scored them.
+    """
     from trtspec.bench.check.rows import CheckVerdict, answers, coverage, judge
 
-    began = time.monotonic()
+    start = time.monotonic()
     with report.progress_bar("asking", None, "requests") as bar:
         exchanges, plain, askers = await _exchanges(options, bar)
     cost: CheckCost = {
         "requests": sum(asker.requests for asker in askers),
         "tokens": sum(asker.tokens for asker in askers),
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": round(time.monotonic() - start, 1),
     }
     if options.record and not options.score and options.against is None:
-        failed = sum(bool(look.fault) for look in answers(exchanges))
-        return CheckOutcome(cost, len(exchanges), failed)
+        # nothing to judge: a later call scores this recording
+        failed = [look for look in answers(exchanges) if look.fault]
+        return CheckOutcome(cost, len(exchanges), len(failed))
     rows = judge(exchanges, plain, min_acceptance=options.min_acceptance, exact=options.exact)
     verdict = CheckVerdict(rows=tuple(rows), accepted=frozenset(options.accept_unmeasured))
     return CheckOutcome(cost, verdict=verdict, covered=coverage(exchanges, rows))
@@ -154,9 +163,9 @@ async def run_check(options: CheckOptions) -> CheckOutcome:
 async def _exchanges(
     options: CheckOptions, bar: report.ProgressBar
 ) -> tuple[list[Exchange], list[Exchange], list[Asker]]:
-    """Returns the answers of the checked server, the answers without speculation, and the askers.
+    """Returns the answers with speculation, the answers without it, and the connections.
 
-    The answers without speculation are [] if only a recording was made.
+    The answers without speculation are [] if this call only records. Writes the recording.
     """
     from trtspec.bench.check.asking import record, require_plain, score_answers
     from trtspec.client.exchange import read_recording, to_line
@@ -182,6 +191,7 @@ async def _exchanges(
             exchanges = await record(asker, prompts)
             exchanges, plain = await score_answers(other, exchanges)
         if options.record and asker.journal:
+            # the record of URL's answers; with --score, URL is the server without speculation
             recording = exchanges if recorded is None else plain
             report.write_atomic(options.record, b"".join(map(to_line, recording)))
             asker.journal.path.unlink()
@@ -189,14 +199,17 @@ async def _exchanges(
 
 
 def _prompts(options: CheckOptions, asker: Asker) -> Prompts:
-    """Returns the prompts for this server, without prompts that its release or target rejects."""
+    """Returns the prompts for a server.
+
+    Withholds prompts that crash the server's release or that its model does not support.
+    """
     from trtspec.bench.check.prompts import Prompts
     from trtspec.bench.questions.datasets import load_dataset
     from trtspec.checkpoint.chat_parser import THINK_END
     from trtspec.checkpoint.tokenizer import read_optional
 
-    ending = request_limits_of(asker.server).get("end_engine", ())
-    withheld = dict.fromkeys(ending, "ends this release of the server")
+    crashing = request_limits_of(asker.server).get("end_engine", ())
+    withheld = dict.fromkeys(crashing, "ends this release of the server")
     if "vision_config" not in read_optional(asker.tokenizer.directory / "config.json"):
         withheld["picture"] = "the target has no vision tower"
     if THINK_END not in asker.tokenizer.template.source:
@@ -207,7 +220,7 @@ def _prompts(options: CheckOptions, asker: Asker) -> Prompts:
         samples=options.samples,
         max_tokens=options.max_tokens,
         context=options.context_tokens,
-        limit=asker.server.context or LIMIT,
+        limit=asker.server.context or DEFAULT_CONTEXT,
         ids=asker.server.adapter.ids,
         withheld=withheld,
     )
@@ -217,23 +230,27 @@ def _prompts(options: CheckOptions, asker: Asker) -> Prompts:
 async def _asking(
     options: CheckOptions,
     url: str,
-    what: str,
+    server_name: str,
     bar: report.ProgressBar,
 ) -> AsyncIterator[Asker]:
-    """Opens one server to ask. `what` names its URL in errors.
+    """Opens a connection to the server at `url`.
 
-    The answers of MAIN are kept beside the recording while they arrive.
+    If `server_name` is MAIN and a recording is wanted, answers are written to a journal beside the
+    recording while they arrive.
+
+    server_name: name of the server in errors, MAIN or AGAINST.
     """
     from trtspec.bench.check.asking import CROWD, Asker
     from trtspec.checkpoint.writer import Journal
     from trtspec.client.client import new_client, wait_ready
     from trtspec.client.servers import detect_server
 
-    address = server_url(url, what)
+    address = server_url(url, server_name)
     if options.wait_ready:
         await wait_ready(address, options.wait_ready)
     async with new_client(address, CROWD * options.concurrency) as client:
-        server = await detect_server(client, options.model if what == MAIN else None)
+        # the option `model` is for MAIN; the other server may have another name for the model
+        server = await detect_server(client, options.model if server_name == MAIN else None)
         target = options.tokenizer or server.model
         asker = Asker(
             client=client,
@@ -243,20 +260,24 @@ async def _asking(
             timeout=options.timeout,
             bar=bar,
         )
-        file = options.record
-        if file is None or what != MAIN:
+        recording = options.record
+        if recording is None or server_name != MAIN:
             yield asker
             return
-        journal = file.with_name(PlainName(f"{file.name}.part"))
-        remedy = f"ask the same server as before, or remove {journal} to start over"
-        header = {name: getattr(options, name) for name in SIZES}
+        path = recording.with_name(PlainName(f"{recording.name}.part"))
+        remedy = f"ask the same server as before, or remove {path} to start over"
+        header = {name: getattr(options, name) for name in REQUEST_OPTIONS}
         header["tokenizer"] = target
-        with Journal(journal, header, remedy=remedy) as opened:
-            asker.use(opened)
+        with Journal(path, header, remedy=remedy) as journal:
+            asker.use(journal)
             yield asker
 
 
 def _tokenizer(name: str) -> KimiTokenizer:
+    """Returns the tokenizer of a target: a directory, or a hub id in the cache.
+
+    Raises UsageError if the tokenizer is not on this machine or has errors.
+    """
     from trtspec.checkpoint.hub import resolve
     from trtspec.checkpoint.tokenizer import KimiTokenizer
     from trtspec.checkpoint.tokenizer_problems import require_tokenizer

@@ -17,7 +17,7 @@ from trtspec.machine import torch_gpus
 
 GPU = "an NVIDIA GPU"
 CUDA_TORCH = "torch that sees it"
-# engines are programs in an installation of their own
+# needs that are not Python packages of this environment, and the remedy if one is missing
 PROGRAMS = {
     "trtllm-serve": "run trtspec in the image of docker/serve.Dockerfile, which has the engine",
     "vllm": "install vLLM in an environment of its own and put its bin directory on PATH",
@@ -25,13 +25,19 @@ PROGRAMS = {
     GPU: "use a machine with an NVIDIA driver, and start its container with access to the GPUs "
     "(--gpus all)",
 }
-# what a command needs beyond the base installation: extras of trtspec, packages, programs
+# by command: extras of trtspec, packages and programs that it needs beyond the base installation
 NEEDS: dict[str, list[str]] = load_yaml("needs.yaml")
+MIN_FP4_CAPABILITY = 10.0  # of Blackwell GPUs, the first with FP4 tensor cores
 FORCED = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 
 
 class CommandState(TypedDict):
-    """Whether a command is ready, what it lacks, and how to install that."""
+    """State of a command on this machine.
+
+    ready: whether everything that the command needs is present.
+    missing: names of the missing packages, programs or hardware.
+    install: command or action that provides them. Empty if the command is ready.
+    """
 
     ready: bool
     missing: list[str]
@@ -39,6 +45,18 @@ class CommandState(TypedDict):
 
 
 class DoctorReport(TypedDict):
+    """JSON object of `trtspec doctor`.
+
+    packages: installed version of each requirement. None if missing.
+    commands: state of each command.
+    trtllm_serve, vllm: path and version of the engines. None if missing.
+    trtllm_version: version of the installed TensorRT-LLM. None if missing.
+    trtllm_release: release that configurations are written for, and the reason.
+    gpus: name, memory, driver and compute capability of each GPU.
+    hub: directory of the hub cache, and the settings of the hub client.
+    disk: free bytes of each file system that the commands use.
+    """
+
     python: str
     platform: str
     cpu_count: int
@@ -55,14 +73,14 @@ class DoctorReport(TypedDict):
 
 
 def examine() -> DoctorReport:
-    """Returns everything that doctor reports, without secrets."""
+    """Returns the report on this machine. Contains no secrets, such as the hub token."""
     from huggingface_hub import constants, get_token
 
     from trtspec.launch.preflight import read_gpus
     from trtspec.trtllm.deployment import choose_version, installed_version
     from trtspec.vllm import PROGRAM as VLLM
 
-    extras, wrong = package_state()
+    extras, version_problems = package_state()
     release, reason = choose_version(None)
     trtllm_version = installed_version()
     gpus = [
@@ -98,14 +116,19 @@ def examine() -> DoctorReport:
             "token": "set" if get_token() else "not set",
         },
         "disk": {name: machine.free_disk(path) for name, path in directories.items()},
-        "problems": wrong + environment_problems(gpus) + release_problems(trtllm_version),
+        "problems": [
+            *version_problems,
+            *environment_problems(gpus),
+            *release_problems(trtllm_version),
+        ],
     }
 
 
 def package_state() -> tuple[dict[str, dict[str, str | None]], list[Problem]]:
-    """Returns the installed version (or None) of every requirement by extra, and version problems.
+    """Returns the state of trtspec's requirements, and an error for each unsupported version.
 
-    "" is the base installation.
+    The state has an entry for each extra ("" for the base installation): the installed version of
+    each of its packages, or None if the package is missing.
     """
     from packaging.requirements import Requirement
 
@@ -113,8 +136,9 @@ def package_state() -> tuple[dict[str, dict[str, str | None]], list[Problem]]:
     problems = []
     for line in metadata.requires("trtspec") or []:
         requirement = Requirement(line)
-        extra = line.partition("extra ==")[2].strip().strip("'\" ")
-        if extra == "dev":
+        marker = line.partition("extra ==")[2]
+        extra = marker.strip("'\" ")
+        if extra == "dev":  # users do not need the developers' tools
             continue
         version = None
         with suppress(metadata.PackageNotFoundError):
@@ -131,53 +155,67 @@ def package_state() -> tuple[dict[str, dict[str, str | None]], list[Problem]]:
 def command_state(
     needs: list[str], extras: dict[str, dict[str, str | None]], has_gpu: bool
 ) -> CommandState:
-    """Returns `ready`, the missing packages, programs or GPU, and how to install them."""
-    absent = [name for name in needs if name in PROGRAMS and not _present(name, has_gpu)]
-    if absent:
-        return {"ready": False, "missing": absent, "install": PROGRAMS[absent[0]]}
+    """Returns the state of a command.
+
+    needs: extras, packages and programs that the command needs.
+    extras: installed packages by extra, as `package_state` returns them.
+    """
+    missing_programs = [name for name in needs if name in PROGRAMS and not _present(name, has_gpu)]
+    if missing_programs:
+        # programs first, because without one the packages are useless
+        install = PROGRAMS[missing_programs[0]]
+        return {"ready": False, "missing": missing_programs, "install": install}
     present = set(PROGRAMS)
     for packages in extras.values():
         present.update(name for name, version in packages.items() if version)
-    wanted: list[str] = []
+    required: list[str] = []
     for need in needs:
-        wanted += extras.get(need, [need])
-    lacking = [name for name in wanted if name not in present]
-    words = [f'"trtspec[{need}]"' if need in extras else need for need in needs]
+        required += extras.get(need, [need])
+    missing = [name for name in required if name not in present]
+    arguments = [f'"trtspec[{need}]"' if need in extras else need for need in needs]
     install = ""
-    if lacking:
-        install = f"pip install {' '.join(words)}"
-    return {"ready": not lacking, "missing": lacking, "install": install}
+    if missing:
+        install = f"pip install {' '.join(arguments)}"
+    return {"ready": not missing, "missing": missing, "install": install}
 
 
 def _present(name: str, has_gpu: bool) -> bool:
+    """Whether the program or hardware `name`, a key of PROGRAMS, is on this machine."""
     if name == CUDA_TORCH:
+        # without torch, the missing package is reported and not its build
         with suppress(metadata.PackageNotFoundError):
             return torch_gpus() > 0
     return has_gpu if name == GPU else shutil.which(name) is not None
 
 
 def require(command: str) -> None:
-    """Raises MissingDependency for a package that `command`, a key of NEEDS, lacks.
+    """Raises MissingDependency if a package or program of a command is missing.
 
-    Also raises it for an installed version that trtspec does not support.
+    Also raises MissingDependency if trtspec does not support the version of an installed package.
+    command: key of NEEDS.
     """
-    extras, unfit = package_state()
+    extras, version_problems = package_state()
+    # each command checks its device by itself
     state = command_state(NEEDS[command], extras, has_gpu=True)
     if not state["ready"]:
         raise MissingDependency(f"{command} needs {', '.join(state['missing'])}", state["install"])
-    for problem in unfit:
+    for problem in version_problems:
         raise MissingDependency(problem.message, problem.remedy, problem.code)
 
 
 def environment_problems(gpus: list[dict[str, str]]) -> list[Problem]:
+    """Returns the problems of the environment variables and of the GPUs.
+
+    gpus: GPUs as in the report.
+    """
     problems = []
     if os.environ.get(FORCED):
         message = f"{FORCED} is set: TensorRT-LLM then fakes acceptance and corrupts the text"
         problems.append(Problem("TS-DOCTOR-FORCED-ACCEPTANCE", "error", FORCED, message))
-    old = [gpu["name"] for gpu in gpus if float(gpu["compute_capability"]) < 10.0]
-    if old:
+    names = [gpu["name"] for gpu in gpus if float(gpu["compute_capability"]) < MIN_FP4_CAPABILITY]
+    if names:
         message = (
-            f"{old[0]} has no FP4 tensor cores; NVFP4 checkpoints need Blackwell "
+            f"{names[0]} has no FP4 tensor cores; NVFP4 checkpoints need Blackwell "
             "(compute capability 10.0)"
         )
         problems.append(Problem("TS-DOCTOR-NO-FP4", "warning", "gpu", message))
@@ -185,9 +223,9 @@ def environment_problems(gpus: list[dict[str, str]]) -> list[Problem]:
 
 
 def release_problems(release: str | None) -> list[Problem]:
-    """Returns the known issues of the installed engine."""
+    """Returns the known issues of a release of TensorRT-LLM. [] for None."""
     from trtspec.trtllm.schema import known_issues
 
     issues = known_issues(release) if release else []
-    where = f"TensorRT-LLM {release}"
-    return [Problem(each.code, "info", where, each.message, each.remedy) for each in issues]
+    key = f"TensorRT-LLM {release}"
+    return [Problem(issue.code, "info", key, issue.message, issue.remedy) for issue in issues]

@@ -1,4 +1,4 @@
-"""Tells the engine of a configuration file by its keys."""
+"""Recognizes the engine of a configuration file by its keys."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from trtspec.vllm import known_options
 
 
 def engine_of(keys: Iterable[Any]) -> Mode | None:
-    """Returns the mode of `trtspec serve` that reads a file with these keys. None if unknown."""
+    """Returns the mode of `trtspec serve` for a file with these top-level keys. None if unknown."""
     names = [*map(str, keys)]
     options = known_options()
-    # only vLLM's options have dashes
+    # of the two engines, only vLLM has options with dashes
     dashed = {name for name in names if "-" in name}
     if not dashed.isdisjoint(options):
-        # both engines have keys such as tensor_parallel_size
+        # without keys of both engines, such as tensor_parallel_size
         names = [name for name in names if name.replace("_", "-") not in options]
         if not is_engine_file(names):
             return VLLM

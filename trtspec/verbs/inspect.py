@@ -1,4 +1,4 @@
-"""Comparisons of `inspect`.
+"""Compares checkpoints for `trtspec inspect`.
 
 Compares a head with its target, a derived checkpoint with its source, and a published head with the
 engines' releases.
@@ -25,11 +25,14 @@ from trtspec.trtllm.rules.from_data import first_release
 if TYPE_CHECKING:
     from trtspec.quant.verify import CheckpointComparison
 
-COMPARED = 64  # default number of tensors that are compared with a source
+COMPARED_TENSORS = 64  # default number of tensors that are compared with a source
 
 
 def first_releases(record: PublishedHead, head: HeadSpec) -> dict[str, str | None]:
-    """Returns the oldest release of each engine that serves a published head with its target."""
+    """Returns the oldest release of each engine that serves a published head, by engine.
+
+    The release is None if every known release of the engine serves the head.
+    """
     trtllm, vllm = ENGINES["trtllm"], ENGINES["vllm"]
     releases = {trtllm.title: first_release(find_target(record.targets[-1]).spec, head)}
     if vllm.name in record.published_on or DIALECTS[head.dialect].served_by(vllm, head):
@@ -44,41 +47,51 @@ def compare_pair(
     resolved: Resolved,
     other: Resolved,
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Compares a head with its target. Layers that look shifted are an error.
+    """Compares a head with its target. Returns the values and problems of the report, extended.
 
-    A draft of another type has nothing to compare.
+    values: entries of the JSON object of the head.
+    problems: problems of the head alone.
+    report, resolved: description of the head, and its checkpoint.
+    other: checkpoint of the target.
     """
-    if report.spec is None:
+    if report.spec is None:  # not an Eagle3 head, so no rule of a pair applies
         return values, problems
     target = other.target_spec()
     checkpoint = resolved.checkpoint if resolved.weights else None
     head = read_head(checkpoint)[0] if checkpoint is not None else resolved.head_spec()
-    more = pairing.pair_problems(head, target, head_id=resolved.name, target_id=other.name)
-    more = [
+    pair_problems = pairing.pair_problems(head, target, head_id=resolved.name, target_id=other.name)
+    # other commands only warn, because such layer ids are probably but not certainly shifted
+    pair_problems = [
         replace(problem, severity="error") if problem.code == pairing.SHIFTED else problem
-        for problem in more
+        for problem in pair_problems
     ]
-    more += pairing.learned_problems(resolved, other)
-    more += pairing.config_problems(resolved.config(), other.config())
+    pair_problems += pairing.learned_problems(resolved, other)
+    pair_problems += pairing.config_problems(resolved.config(), other.config())
     if checkpoint is not None:
-        more += pairing.yarn_problems(head, target)
+        pair_problems += pairing.yarn_problems(head, target)
         embedding = canonical_names(checkpoint.tensors).get("embed_tokens.weight")
         if embedding and other.weights:
-            more += embedding_problems(checkpoint, embedding, other.checkpoint, target)
+            pair_problems += embedding_problems(checkpoint, embedding, other.checkpoint, target)
     values = values | {"tensor_parallel_sizes": pairing.tensor_parallel_sizes(head)}
-    return values, pairing.reported_once(problems + more)
+    return values, pairing.reported_once(problems + pair_problems)
 
 
 def compare_derived(
     checkpoint_kind: str, derived: Resolved, source: Resolved, sample: int | None
 ) -> HeadComparison | CheckpointComparison:
-    """Compares all bytes of a converted head with its source, or the tensors of a target."""
-    for each in (derived, source):
-        _ = each.directory  # raises UsageError if its weights are not here
+    """Compares a derived checkpoint with its source.
+
+    Compares all bytes of a head, or the tensors of a target. Raises UsageError if the weights of a
+    checkpoint are not on this machine.
+
+    sample: number of tensors of a target to compare. None for COMPARED_TENSORS.
+    """
+    for checkpoint in (derived, source):
+        _ = checkpoint.directory  # raises the UsageError
     if checkpoint_kind == "head":
         return compare_heads(derived.checkpoint, source.checkpoint)
     from trtspec.quant.verify import compare
 
     if sample is None:
-        sample = COMPARED
+        sample = COMPARED_TENSORS
     return compare(derived.target, source.checkpoint, sample)

@@ -1,4 +1,4 @@
-"""Options that several commands share, and option values with their own syntax."""
+"""Declares options that several commands share, and types of option values that parse text."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from trtspec.records import DryRunOption, ForceOption, RestartOption, argument, 
 from trtspec.report import OutputOptions
 
 if TYPE_CHECKING:
-    PolicyName = str
+    PolicyName = str  # a type checker does not read the names from the file
 else:
     PolicyName = Literal[tuple(load_yaml("policies.yaml")["policies"])]
 
-MAX_NUMBER = 1e6  # a larger number in a list is a mistake
+MAX_NUMBER = 1e6  # limit for the numbers in a list; larger ones are mistakes
 SourceArgument = Annotated[
     str, argument("Kimi checkpoint: a directory or a hub id.", metavar="SRC")
 ]
@@ -39,7 +39,7 @@ PolicyOption = Annotated[
 
 @dataclass(frozen=True)
 class OutputFlags(OutputOptions):
-    """The options of a command that takes --dry-run, --restart and --force."""
+    """Options of a command that accepts --dry-run, --restart and --force."""
 
     dry_run: DryRunOption = False
     restart: RestartOption = False
@@ -48,7 +48,13 @@ class OutputFlags(OutputOptions):
 
 @dataclass(frozen=True)
 class IntList:
-    """Whole numbers above 0, each once."""
+    """List of whole numbers above 0 without repetitions.
+
+    what: noun for a valid text, in messages.
+    example: valid text, in remedies.
+    metavar: placeholder on help pages.
+    number: type of the numbers.
+    """
 
     values: tuple[Any, ...]
     what: ClassVar = "a list of whole numbers above 0"
@@ -58,6 +64,7 @@ class IntList:
 
     @classmethod
     def parse(cls, text: str) -> Self:
+        """Parses numbers with commas between them. Raises ValueError for any other text."""
         return cls(tuple(dict.fromkeys(_numbers(text, cls.number, above=0))))
 
     def __str__(self) -> str:
@@ -65,40 +72,48 @@ class IntList:
 
 
 class RateList(IntList):
+    """List of requests per second, above 0, without repetitions."""
+
     what = "a list of requests per second"
     example = "0.5,1,2"
     number = float
 
 
 class CountList(IntList):
-    """Whole numbers from 0, which may repeat."""
+    """List of whole numbers from 0, with repetitions."""
 
     what = "a list of numbers"
     example = "1,29,57"
 
     @classmethod
     def parse(cls, text: str) -> Self:
+        """Parses numbers with commas between them. Raises ValueError for any other text."""
         return cls(_numbers(text, int, above=-1))
 
 
 def _numbers(text: str, number: type, above: int) -> tuple[Any, ...]:
+    """Parses numbers of the type `number` with commas between them.
+
+    Raises ValueError for another text, or a number that is not between `above` and MAX_NUMBER.
+    """
     try:
         values = tuple(number(word) for word in text.split(","))
     except ValueError:
-        raise ValueError from None  # the caller's message replaces that of `int`
+        raise ValueError from None  # without a text, because `parsed` writes the message
     if not all(above < value < MAX_NUMBER for value in values):
         raise ValueError
     return values
 
 
 class RowName(str):
-    """The name of a row of check."""
+    """Name of a row of the table that check prints."""
 
     what: ClassVar = f"one of {', '.join(CODES)}"
     example: ClassVar = "ROW"
 
     @classmethod
     def parse(cls, text: str) -> Self:
+        """Returns the name. Raises ValueError if check has no row of this name."""
         if text not in CODES:
             raise ValueError
         return cls(text)
@@ -106,6 +121,8 @@ class RowName(str):
 
 @dataclass(frozen=True)
 class JsonObject:
+    """JSON object, as the text of the user and as a parsed value."""
+
     text: str
     value: dict[str, Any] = field(compare=False)
     what: ClassVar = "a JSON object"
@@ -113,6 +130,7 @@ class JsonObject:
 
     @classmethod
     def parse(cls, text: str) -> JsonObject:
+        """Parses a JSON object. Raises ValueError for any other text."""
         value = json.loads(text)
         if not isinstance(value, dict):
             raise ValueError
@@ -130,7 +148,7 @@ ExtraBody = Annotated[
 
 @dataclass(frozen=True)
 class NamedUrl:
-    """`NAME=URL`, or a URL alone with an empty `name`."""
+    """URL of an endpoint, and the name that the user gave to the endpoint (may be empty)."""
 
     name: str
     url: str
@@ -139,6 +157,7 @@ class NamedUrl:
 
     @classmethod
     def parse(cls, text: str) -> NamedUrl:
+        """Parses NAME=URL. Any other text is a URL without a name."""
         named = re.fullmatch(r"(\w[\w.-]*)=(.+)", text)
         return cls(named[1], named[2]) if named else cls("", text)
 

@@ -1,7 +1,8 @@
-"""Plans one start of a server: TensorRT-LLM, the front of several, vLLM, or the reference backend.
+"""Plans the start of a server: TensorRT-LLM, the front of several engines, or vLLM.
 
-`plan_server` describes a start and starts nothing. `launch` of trtspec.launch.preflight starts the
-plan. A plan for TensorRT-LLM goes from options to intent, configuration, command and problems.
+`plan_server` returns a plan and starts nothing. `launch` of trtspec.launch.preflight starts the
+plan. A plan for TensorRT-LLM is made in four stages: intent, configuration, command, problems. The
+reference backend has no plan, because it runs in this process.
 """
 
 from __future__ import annotations
@@ -59,18 +60,21 @@ from trtspec.trtllm.serve.front import plan_front
 from trtspec.verbs.engine_files import engine_of
 from trtspec.vllm import plan_vllm
 
-# options of trtllm-serve, and the option of serve that decides each: the checks and the readiness
-# probe read the option of serve
+# options of trtllm-serve that an option of `trtspec serve` sets, and the name of that option.
+# Users may not pass them after `--`, because the checks and the readiness probe would not see them.
 OWN_OPTIONS = {
     "host": "host", "port": "port", "extra_llm_api_options": "config",
     "served_model_name": "served_model_name", "server_role": "role",
 }  # fmt: skip
-# settings of the intent that have an option of the same name
+# options of serve that replace the settings of the same name in an intent
 INTENT_OPTIONS = ("goal", "tp_size", "max_batch_size", "max_num_tokens", "max_seq_len", "draft_len")
 
 
 def plan_server(options: ServeOptions) -> ServerPlan:
-    """Returns the plan for the start of an engine, or of the front of several."""
+    """Returns the plan for the start of an engine, or of the front of several engines.
+
+    Raises UsageError if the configuration file belongs to another engine.
+    """
     launching = not options.dry_run
     if options.mode is FRONT:
         return plan_front(options, launching=launching)
@@ -91,21 +95,24 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
     """Returns the plan for the start of TensorRT-LLM.
 
     Raises UsageError for unknown ids, unreadable files and options that contradict each other.
-    Everything else is a problem of the plan.
+    Every other fault is a problem of the plan.
+
+    launching: whether a launch follows, and not only a dry run.
     """
-    given = _user_file(options)
+    user_file = _user_file(options)
     launcher_args = _launcher_args(options)
-    head_name = _head_name(options, given)
-    written = parse_intent(given.text) if given is not None else None
-    version, problems = _version(options, given, written, launching)
+    head_name = _head_name(options, user_file)
+    file_intent = parse_intent(user_file.text) if user_file is not None else None
+    version, problems = _version(options, user_file, file_intent, launching)
     target = find_target(options.target)
     # before a launch, the head's weights are checked too, not only its headers
     head = load_head(head_name, values=launching) if head_name else None
     head_spec = head.spec if head else None
-    intent = _intent(options, given, written, version[0], target)
-    file = given or Document.parse(engine_yaml(intent, target.spec, head_spec), ENGINE_FILE)
+    intent = _intent(options, user_file, file_intent, version[0], target)
+    file = user_file or Document.parse(engine_yaml(intent, target.spec, head_spec), ENGINE_FILE)
 
     role = options.role or intent.role
+    # a context or generation server does not answer requests of users
     address = ServerAddress(options.host, options.port, generates=role is None)
     argv = _command(options, intent, target, file, address, role)
     schema = schema_for(version[0])
@@ -113,6 +120,7 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
     passed, refused = parse_passed(schema, argv[2:])
     capability = compute_capability(intent.gpu) if intent.gpu else None
     if launching and gpus:
+        # the GPUs of this machine, whatever the file was written for
         capability = gpus[0].capability
     deployment = Deployment(
         schema,
@@ -127,18 +135,15 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
         here=True,
         role=role,
     )
-    parallel = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
-    world = math.prod(deployment.size(file, key, 1) for key in parallel)
+    parallel_sizes = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+    world = math.prod(deployment.size(file, key, 1) for key in parallel_sizes)  # number of ranks
     nodes = options.nodes or intent.nodes
-    cluster = Cluster(
-        options.launcher,
-        nodes,
-        options.gpus_per_node or -(-world // nodes),
-        launcher_args,
-    )
+    ranks_per_node = -(-world // nodes)  # rounded up
+    gpus_per_node = options.gpus_per_node or ranks_per_node
+    cluster = Cluster(options.launcher, nodes, gpus_per_node, launcher_args)
 
-    # check_start names the files of code that nobody trusts
-    findings = [each for each in lint(file, deployment) if each.key != "--trust_remote_code"]
+    # without the finding that code is not trusted: check_start reports it with the code's files
+    findings = [item for item in lint(file, deployment) if item.key != "--trust_remote_code"]
     problems += assumed_release(version[1], file)
     problems += [*refused, *findings]
     models = [target.resolved]
@@ -153,7 +158,7 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
     if launching:
         problems += check_hardware(gpus or [], deployment, file, os.environ)
         problems += engine_problems(file)
-    problems += check_cluster(cluster, argv, world, given is None, os.environ, launching)
+    problems += check_cluster(cluster, argv, world, user_file is None, os.environ, launching)
     env = {**ENVIRONMENT, **cluster_environment(cluster, os.environ)}
     return ServerPlan(
         program=PROGRAM,
@@ -163,7 +168,7 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
         config=file.mapping,
         config_text=file.text,
         config_path=file.name,
-        writes_config=given is None,
+        writes_config=user_file is None,
         problems=problems if launching else [as_in_dry_run(problem) for problem in problems],
         version=version,
         endpoint=address,
@@ -173,9 +178,10 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
 
 
 def _user_file(options: ServeOptions) -> Document | None:
-    """Returns the file of `config`. None without `config`.
+    """Returns the configuration file of the option `config`. None without `config`.
 
-    Raises UsageError if the file cannot be read, is the file of a front, or contradicts `goal`.
+    Raises UsageError if the file cannot be read, is the file of a front, or decides the goal while
+    the option `goal` is given.
     """
     path = options.config
     if path is None:
@@ -185,10 +191,10 @@ def _user_file(options: ServeOptions) -> Document | None:
             "`config` - : the engine reads its configuration from a file", "pass the path of one"
         )
     text = read_yaml_text(path, "pass a file written by `trtspec build-config`")
-    written = parse_intent(text)
-    if written is not None and written.role == "front":
+    file_intent = parse_intent(text)
+    if file_intent is not None and file_intent.role == "front":
         raise UsageError(f"{path} is the file of a front", f"pass it as `disaggregated` {path}")
-    if written is not None and options.goal is not None:
+    if file_intent is not None and options.goal is not None:
         raise UsageError(
             f"`goal` is not used with `config`: {path} decides it",
             "change the file, or leave it out",
@@ -197,6 +203,7 @@ def _user_file(options: ServeOptions) -> Document | None:
 
 
 def _launcher_args(options: ServeOptions) -> tuple[str, ...]:
+    """Returns the words of the option `launcher_args`. Raises UsageError for an open quote."""
     try:
         return tuple(shlex.split(options.launcher_args))
     except ValueError as error:
@@ -205,7 +212,11 @@ def _launcher_args(options: ServeOptions) -> tuple[str, ...]:
 
 
 def _head_name(options: ServeOptions, file: Document | None) -> str | None:
-    """Returns the head of the options, else the head that the file names if it can be read here."""
+    """Returns the head of the options, or else the head that the configuration file names.
+
+    None without a head, or if the head of the file cannot be read on this machine. Raises
+    UsageError if the option `head` is given and the file does not speculate with a head.
+    """
     named = head_in(file) if file is not None else None
     if options.head and file is not None and named is None and not file.error:
         message = (
@@ -221,16 +232,19 @@ def _head_name(options: ServeOptions, file: Document | None) -> str | None:
 
 
 def _version(
-    options: ServeOptions, file: Document | None, written: Intent | None, launching: bool
+    options: ServeOptions, file: Document | None, file_intent: Intent | None, launching: bool
 ) -> tuple[tuple[str, str], list[Problem]]:
-    """Returns the version to judge for with its reason, and the problems of the version."""
-    asked = options.trtllm_version
+    """Returns the version to judge for, with the reason for its choice, and the version's problems.
+
+    file, file_intent: configuration file and its first line. None without them.
+    """
+    requested = options.trtllm_version
     installed = engine_version() if launching else None
-    version, reason = choose_version(asked or installed, written)
-    problems = list(PROGRAM.check_version(asked, installed, version)) if launching else []
-    if written is not None and file is not None and written.version != version:
+    version, reason = choose_version(requested or installed, file_intent)
+    problems = list(PROGRAM.check_version(requested, installed, version)) if launching else []
+    if file_intent is not None and file is not None and file_intent.version != version:
         message = (
-            f"{file.name} was written for TensorRT-LLM {written.version} and is judged for "
+            f"{file.name} was written for TensorRT-LLM {file_intent.version} and is judged for "
             f"{version}"
         )
         problems.append(Problem("TS-SERVE-OTHER-VERSION", "warning", file.name, message))
@@ -240,18 +254,23 @@ def _version(
 def _intent(
     options: ServeOptions,
     file: Document | None,
-    written: Intent | None,
+    file_intent: Intent | None,
     version: str,
     target: Target,
 ) -> Intent:
-    """Takes the options first, then the first line of the file, then the defaults of the goal."""
-    base = written or Intent(target=options.target, version=version)
+    """Returns the settings of the start.
+
+    An option replaces the setting in the first line of the file, which replaces the default.
+
+    file, file_intent: configuration file and its first line. None without them.
+    """
+    base = file_intent or Intent(target=options.target, version=version)
     entries = {key: getattr(options, key) for key in INTENT_OPTIONS}
-    given: dict[str, Any] = {key: value for key, value in entries.items() if value is not None}
-    named = options.head or (head_in(file) if file is not None else None)
+    chosen: dict[str, Any] = {key: value for key, value in entries.items() if value is not None}
+    head = options.head or (head_in(file) if file is not None else None)
     trusted = options.trust_remote_code or base.trust_remote_code
     intent = replace(
-        base, target=options.target, version=version, head=named, trust_remote_code=trusted, **given
+        base, target=options.target, version=version, head=head, trust_remote_code=trusted, **chosen
     )
     return intent.fitted(target.spec.max_position_embeddings)
 
@@ -264,20 +283,26 @@ def _command(
     address: ServerAddress,
     role: str | None,
 ) -> list[str]:
-    """Returns the command. Raises UsageError for an option after `--` that serve has itself."""
+    """Returns the command line of trtllm-serve.
+
+    Raises UsageError for an option after `--` that an option of `trtspec serve` sets.
+
+    file: configuration file that the engine reads.
+    role: role in a disaggregated deployment. None outside of one.
+    """
     schema = schema_for(intent.version)
-    given = {
+    size_options = {
         "tensor_parallel_size": options.tp_size,
         "max_batch_size": options.max_batch_size,
         "max_num_tokens": options.max_num_tokens,
         "max_seq_len": options.max_seq_len,
     }
-    sizes = {key: value for key, value in given.items() if value is not None}
+    sizes = {key: value for key, value in size_options.items() if value is not None}
     for name in parse_passed(schema, options.passed)[0]:
-        decider = OWN_OPTIONS.get(name)
-        if decider:
-            message = f"--{name} is not used after --: `{decider}` decides it"
-            raise UsageError(message, f"pass `{decider}` before --")
+        own_option = OWN_OPTIONS.get(name)
+        if own_option:
+            message = f"--{name} is not used after --: `{own_option}` decides it"
+            raise UsageError(message, f"pass `{own_option}` before --")
         if name in sizes:
             raise UsageError(f"--{name} is given before -- and after it", "give it once")
     passed = list(options.passed)
@@ -289,9 +314,10 @@ def _command(
 
 
 def reference_problems(options: ServeOptions) -> list[Problem]:
-    """Returns the problems of the reference backend with the parts of the pair that are here.
+    """Returns the problems of a start of the reference backend.
 
-    Fetches no weights. Raises TrtspecError for a checkpoint that it would refuse.
+    Fetches no weights, so only checkpoints on this machine are checked. Raises TrtspecError for a
+    checkpoint that the backend would refuse.
     """
     target = find_target(options.target)
     if target.resolved.path is not None:
@@ -307,7 +333,10 @@ def reference_problems(options: ServeOptions) -> list[Problem]:
 
 
 def serve_reference(options: ServeOptions) -> None:
-    """Fetches what is not here, then serves in this process until a signal ends it."""
+    """Serves the target in this process until a signal ends the server.
+
+    Downloads checkpoints that are not on this machine.
+    """
     check_device(options.device)
     from trtspec.engine.server import ServerOptions, run
 
@@ -315,14 +344,14 @@ def serve_reference(options: ServeOptions) -> None:
     head = resolve(options.head) if options.head else None
     announce(f"trtspec: loading {target.name}")
     if head:
-        # again, because a pair that was fetched just now could not be compared before
+        # reference_problems could not compare checkpoints that were downloaded just now
         for line in problem_lines(learned_problems(head, target)):
             announce(line)
-    more: dict[str, Any] = {}
+    cache: dict[str, Any] = {}
     if options.prefix_cache_mib is not None:
-        more = {"prefix_bytes": options.prefix_cache_mib << 20}
-    published = target.hub_id.name if target.hub_id is not None else None
+        cache = {"prefix_bytes": options.prefix_cache_mib << 20}
+    hub_name = target.hub_id.name if target.hub_id is not None else None
     settings = fill(
-        ServerOptions, options, served_model_name=options.served_model_name or published, **more
+        ServerOptions, options, served_model_name=options.served_model_name or hub_name, **cache
     )
     run(target.directory, head.directory if head is not None else None, settings)

@@ -1,4 +1,4 @@
-"""Trains a head on a target's own answers, and measures it in the reference engine at the end."""
+"""Trains a head on a target's own answers, and measures its acceptance in the reference engine."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     )
     from trtspec.models.k2 import KimiModel
 
-# when acceptance is measured at the end
-ACCEPTANCE_TOKENS = 64  # per answer
-DRAFTS = 3  # per step
+# settings of the final acceptance measurement
+ACCEPTANCE_TOKENS = 64  # maximum tokens of an answer
+DRAFTS = 3  # tokens drafted per verification step
 
 
 def train_and_measure(
@@ -35,13 +35,17 @@ def train_and_measure(
     prompts: int,
     asked: bool,
 ) -> TrainingRecord:
-    """Plans, trains and measures on `prompts`.
+    """Trains a head, and measures its acceptance. Returns the record of the training run.
 
-    Returns the record of the run in the main process, {} in the others.
-    `asked`: the user gave `acceptance_prompts`, so a measurement that is impossible is an error.
+    The record is empty in all processes but the main one.
+
+    data: files or directories of conversations.
+    features: source of the target's hidden states.
+    prompts: number of held-out prompts for the acceptance measurement. 0 for no measurement.
+    asked: whether the user chose `prompts`. An impossible measurement is then an error.
     """
-    # OpenMP reads this when torch is loaded. Its threads wait busily, which stalls a run on shared
-    # cores.
+    # OpenMP reads the variable when torch is loaded. By default its threads wait in a busy loop,
+    # which stalls training on shared cores.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from trtspec.heads.training.ranks import process_group
     from trtspec.heads.training.training_plan import MEMORY_SHARE, check_run, make_plan
@@ -51,6 +55,7 @@ def train_and_measure(
     with process_group(run_device) as ranks:
         device = ranks.device(run_device)
         if not ranks.main:
+            # only the main process writes messages
             os.environ["TRTSPEC_QUIET"] = "1"
         options = options.for_device(run_device)
         spec = require_target(target_dir).spec
@@ -68,22 +73,22 @@ def train_and_measure(
                 raise UsageError(text, remedy)
             say(text)
 
-        # only now: importing ModelOpt takes many seconds
+        # after the checks, because importing ModelOpt takes many seconds
         from trtspec.heads.training.training_run import run_training, write_record
         from trtspec.models.stream import LayerStream
         from trtspec.models.weights import load_target
 
-        # embeddings, final norm and lm_head suffice where the states come from elsewhere
-        whole = features.with_layers
+        needs_layers = features.with_layers
         if features.way == "dumps":
-            stored = sum(path.stat().st_size for path in target_dir.glob("*.safetensors"))
-            whole = stored <= MEMORY_SHARE * machine.free_memory()
-        if whole:
+            # training reads the states from disk, but the acceptance measurement runs the layers
+            stored_bytes = sum(path.stat().st_size for path in target_dir.glob("*.safetensors"))
+            needs_layers = stored_bytes <= MEMORY_SHARE * machine.free_memory()
+        if needs_layers:
             model = load_target(target_dir, dtype=options.dtype, device=device)
         else:
             with LayerStream(target_dir, dtype=options.dtype, device=device) as stream:
                 model = stream.model_without_layers()
-        if not whole and asked and prompts:
+        if not needs_layers and asked and prompts:
             text = (
                 "`acceptance_prompts` is not used where the target does not fit in memory beside "
                 "its dumps"
@@ -92,7 +97,7 @@ def train_and_measure(
         with progress_bar("training", plan.steps, "steps") as bar:
 
             def on_step(point: CurvePoint) -> None:
-                """Draws the loss and the agreement at the first training-time-test steps."""
+                """Shows a step's loss, and its agreement at the first training-time-test steps."""
                 shares = " ".join(f"{value:.2f}" for value in point.accuracy[:3])
                 note = f"loss {point.loss:.2f}  agree {shares}"
                 bar.update(completed=point.step, note=note)
@@ -100,15 +105,16 @@ def train_and_measure(
             record = run_training(run, model, plan, options, on_step=on_step, ranks=ranks)
     if not record or not prompts or not record["training"]["finished"]:
         return record
-    if not whole:
+    if not needs_layers:
         say(
             "Acceptance is not measured without the target's layers; "
             "serve both, then run `trtspec bench`"
         )
     elif record["held_out"]:
         ids = set(record["held_out"])
-        held = [sample for sample in plan.samples if sample.id in ids and sample.prompt > 0]
-        record["acceptance"] = measure_acceptance(model, run, held[:prompts])
+        # a sample without a prompt gives the engine nothing to answer
+        held_out = [sample for sample in plan.samples if sample.id in ids and sample.prompt > 0]
+        record["acceptance"] = measure_acceptance(model, run, held_out[:prompts])
         write_record(run.output, plan.spec, record)
     return record
 
@@ -116,7 +122,10 @@ def train_and_measure(
 def measure_acceptance(
     model: KimiModel, run: TrainingRun, samples: Sequence[Sample]
 ) -> MeasuredAcceptance:
-    """Measures the new head's acceptance in greedy answers to prompts that training never saw."""
+    """Measures the acceptance of a trained head in greedy answers of the reference engine.
+
+    samples: held-out samples, whose prompts are answered.
+    """
     from trtspec.bench.statistics import by_category, summarize
     from trtspec.checkpoint.tokenizer import KimiTokenizer
     from trtspec.client.servers import TurnCounts
@@ -134,19 +143,25 @@ def measure_acceptance(
         GenerationRequest(sample.id, list(sample.tokens[: sample.prompt]), ACCEPTANCE_TOKENS)
         for sample in samples
     ]
-    done = engine.generate(requests)
+    answers = engine.generate(requests)
     counts = []
     for sample in samples:
-        answer = done[sample.id]
+        answer = answers[sample.id]
         stats = answer.stats
-        tokens = len(answer.token_ids)
-        counted = stats.steps, stats.accepted, stats.drafted, tuple(stats.histogram)
-        counts.append(
-            TurnCounts(sample.id, sample.category or "", tokens, *counted, "the reference engine")
+        turn_counts = TurnCounts(
+            sample.id,
+            sample.category or "",
+            len(answer.token_ids),
+            stats.steps,
+            stats.accepted,
+            stats.drafted,
+            tuple(stats.histogram),
+            "the reference engine",
         )
-    labelled = [turn for turn in counts if turn.category]
-    labelled.sort(key=lambda turn: turn.category)
-    groups = {"all": summarize(counts)} | by_category(labelled)
+        counts.append(turn_counts)
+    categorized = [turn for turn in counts if turn.category]
+    categorized.sort(key=lambda turn: turn.category)
+    groups = {"all": summarize(counts)} | by_category(categorized)
     rows: list[AcceptanceRow] = [
         {
             "category": name,
@@ -155,7 +170,7 @@ def measure_acceptance(
             "accepted": group.accepted or 0,
             "histogram": group.histogram or [],
             "acceptance_length": group.acceptance_length or 1.0,
-            # 95 % over prompts; None for fewer than 3
+            # 95 % confidence interval over prompts; None for fewer than 3 prompts
             "acceptance_length_interval": group.acceptance_length_interval,
             "by_position": group.cumulative or [],
         }
