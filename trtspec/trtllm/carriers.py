@@ -357,7 +357,7 @@ class _Carrier:
         """Reads the commands of a script, and the texts that the script writes into files."""
 
         def read_body(heredoc: re.Match[str]) -> str:
-            """Reads a here-document. Returns empty lines for it, so that later lines keep their numbers."""
+            """Reads a here-document. Returns as many empty lines."""
             script = part.text
             body = heredoc["body"]
             start = heredoc.start("body")

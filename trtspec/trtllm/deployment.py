@@ -254,7 +254,7 @@ def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], 
         known = schema.option(flag)
         if not known.takes:
             message = f"trtllm-serve {schema.version} has no option {flag}"
-            sure = known.settled and not known.taken
+            sure = known.is_certain and not known.taken
             refuse("TS-SERVE-UNKNOWN-OPTION", message, did_you_mean(flag, flags, ""), sure)
         if not known.taken:
             while unread and not unread[0].startswith("-"):
@@ -279,7 +279,7 @@ def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], 
                 refuse(VALUE, message, f"write {flag} and a number")
             lacking = [each for each in known.taken if each.choices and value not in each.choices]
             if lacking:
-                sure = known.settled and len(lacking) == len(known.taken)
+                sure = known.is_certain and len(lacking) == len(known.taken)
                 choices = ", ".join(lacking[-1].choices)
                 message = f"{flag} takes one of {choices}, not {value!r}"
                 refuse(VALUE, message, "choose one of them", sure)

@@ -23,7 +23,7 @@ from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.document import CannotEdit, Document, same
 from trtspec.trtllm.rules import engine_settings, model, speculation
 from trtspec.trtllm.rules.from_data import check_rows
-from trtspec.trtllm.rules.keys import VALUE_CODES, as_engine, check_keys, check_value, targets
+from trtspec.trtllm.rules.keys import VALUE_CODES, as_engine, check_keys, check_value, intended_keys
 from trtspec.trtllm.schema import Schema, releases, renames
 
 RULES = (*speculation.RULES, *model.RULES, *engine_settings.RULES, check_rows)
@@ -85,7 +85,7 @@ def _findings(document: Document, deployment: Deployment) -> list[Problem]:
         message += f"the newest version known here, {newest}"
         findings.append(Problem("TS-LINT-VERSION-NEWER", "warning", "", message))
     refused = {finding.key for finding in findings if finding.code in REFUSED_VALUE}
-    refused.update(targets(document, schema).values())
+    refused.update(intended_keys(document, schema).values())
     for rule in RULES:
         for finding in rule(seen, deployment):
             current = _current(finding, schema)
@@ -119,7 +119,7 @@ def as_the_engine_sees_it(document: Document, schema: Schema) -> Document:
 
     seen = document.converted(convert)
     names = {old: schema.current(old) for old in renames()}
-    names |= {path: written for written, path in targets(document, schema).items()}
+    names |= {path: written for written, path in intended_keys(document, schema).items()}
     entries = {}
     for path, name in names.items():
         for written, entry in seen.entries.items():

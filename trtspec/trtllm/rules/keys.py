@@ -23,8 +23,8 @@ from trtspec.trtllm.document import Document, Entry, delete_key, move_key, same,
 from trtspec.trtllm.schema import (
     DISCRIMINATORS,
     Field,
+    KeySupport,
     Schema,
-    Word,
     classes,
     known_names,
     read_beside,
@@ -174,17 +174,17 @@ def check_keys(document: Document, schema: Schema) -> Iterator[Problem]:
             continue
         if entry.parent not in classes():
             continue  # a free mapping
-        word = schema.word(entry.parent, entry.name, variant_of(document, entry.parent))
-        if word.taken and word.earlier:
-            yield from _known(schema, entry, word)
-        if word.takes:
+        support = schema.key_support(entry.parent, entry.name, variant_of(document, entry.parent))
+        if support.taken and support.earlier:
+            yield from _known(schema, entry, support)
+        if support.takes:
             continue
-        if word.taken:
+        if support.taken:
             doubtful.add(path)
         else:
             unknown.add(path)
-        if not (word.taken and entry.parent in doubtful):  # else the parent's finding covers it
-            yield _unknown(document, schema, entry, word)
+        if not (support.taken and entry.parent in doubtful):  # else the parent's finding covers it
+            yield _unknown(document, schema, entry, support)
         if len(unknown) > MAX_UNKNOWN:
             message = f"more than {MAX_UNKNOWN} keys are not known to TensorRT-LLM {schema.version}"
             yield Problem("TS-LINT-UNKNOWN-KEY", "error", "", message)
@@ -200,48 +200,48 @@ def variant_of(document: Document, parent: str) -> Any:
 
 def _missing(document: Document, schema: Schema) -> Iterator[Problem]:
     """Yields a problem for each missing key without which the engine refuses its object."""
-    meant = targets(document, schema).values()
+    meant = intended_keys(document, schema).values()
     for path, field in schema.fields.items():
         parent, _, name = path.rpartition(".")
         absent = isinstance(document.get(parent), dict) and not document.has(path)
         if not field.required or not absent or path in meant:
             continue
         variant = variant_of(document, parent)
-        word = schema.word(parent, name, variant)
-        if word.takes and (not field.variants or variant in field.variants):
+        support = schema.key_support(parent, name, variant)
+        if support.takes and (not field.variants or variant in field.variants):
             message = f"{parent} needs {name}"
-            yield Problem("TS-LINT-MISSING-KEY", _severity(word), path, message)
+            yield Problem("TS-LINT-MISSING-KEY", _severity(support), path, message)
 
 
-def _severity(word: Word) -> Severity:
+def _severity(support: KeySupport) -> Severity:
     """The severity of a refusal by every source around a release."""
-    return "error" if word.settled else "warning"
+    return "error" if support.is_certain else "warning"
 
 
-def _known(schema: Schema, entry: Entry, word: Word) -> Iterator[Problem]:
+def _known(schema: Schema, entry: Entry, support: KeySupport) -> Iterator[Problem]:
     """Judges the value of a key that the release takes, and whether the key is deprecated."""
     path = entry.path
-    field = word.taken[0]
+    field = support.taken[0]
     if field.status == "deprecated" and path != schema.sampling_key:
         # if speculation needs the sampling key, another rule asks for it
         message = f"{path} is deprecated: {field.note or 'it will go'}"
         yield Problem("TS-LINT-DEPRECATED", "info", path, message)
-    verdicts = [check_value(each, entry.value) for each in word.taken]
+    verdicts = [check_value(each, entry.value) for each in support.taken]
     refused = [verdict is not None for verdict in verdicts]
     if any(refused) and not all(refused):
         earlier, later = ["refuses" if each else "takes" for each in refused]
-        (before, _), (after, _) = word.sources
+        (before, _), (after, _) = support.sources
         message = f"{path}: {before} {earlier} and {after} {later} "
         message += f"{shown(entry.value)}; {schema.version} lies between"
         yield Problem("TS-LINT-VERSION-UNCERTAIN", "warning", path, message, on_value=True)
     elif verdicts[-1] is not None:
-        yield _bad_value(entry, field, verdicts[-1], word)
+        yield _bad_value(entry, field, verdicts[-1], support)
     elif isinstance(entry.value, int) and OTHER_NUMBER.fullmatch(entry.value_node.text):
         message = f"YAML reads {entry.value_node.text} as {entry.value}"
         yield Problem("TS-LINT-OTHER-NUMBER", "error", path, message, on_value=True)
 
 
-def _bad_value(entry: Entry, field: Field, verdict: Verdict, word: Word) -> Problem:
+def _bad_value(entry: Entry, field: Field, verdict: Verdict, support: KeySupport) -> Problem:
     refused, message = verdict
     near, certain = _nearest_value(entry.value, field)
     remedy = ""
@@ -251,10 +251,10 @@ def _bad_value(entry: Entry, field: Field, verdict: Verdict, word: Word) -> Prob
         fix = partial(set_value, path=entry.path, value=near)
     elif near is not None:
         remedy = f"did you mean {near}?"
-    if not word.settled:
-        message += f" at {word.sources[0][0]}, the last source read"
+    if not support.is_certain:
+        message += f" at {support.sources[0][0]}, the last source read"
     code = VALUE_CODES[refused]
-    return Problem(code, _severity(word), entry.path, message, remedy, fix, on_value=True)
+    return Problem(code, _severity(support), entry.path, message, remedy, fix, on_value=True)
 
 
 def _nearest_value(value: Any, field: Field) -> tuple[Any, bool]:
@@ -273,25 +273,25 @@ def _nearest_value(value: Any, field: Field) -> tuple[Any, bool]:
     return by_plain[nearest], nearest == plain
 
 
-def _unknown(document: Document, schema: Schema, entry: Entry, word: Word) -> Problem:
+def _unknown(document: Document, schema: Schema, entry: Entry, support: KeySupport) -> Problem:
     """The problem of a key that some source around the release refuses, or that none shows."""
     path = entry.path
     name = entry.name
     parent = entry.parent
     owner = parent or "the top level"
-    target = meaning(schema, parent, name)
+    target = intended_key(schema, parent, name)
     last = schema.last_release_with(path)
     gone = read_beside("keys.yaml")["gone"].get(path, {})
     renamed = renames().get(path, gone)
     note = f" ({renamed['note']})" if renamed.get("note") else ""
-    if word.taken:
-        message = f"{path} in {schema.version}: {word.releases}{note}"
+    if support.taken:
+        message = f"{path} in {schema.version}: {support.releases}{note}"
         remedy = f"write {target.path}" if target is not None and "to" in renamed else ""
         return Problem("TS-LINT-VERSION-UNCERTAIN", "warning", path, message, remedy)
     remedy, fix = _remedy(schema, entry, target, last)
-    severity = _severity(word)
-    unread = f"{owner} was not read whole for {schema.version} ({word.releases or 'no source'})"
-    if word.settled:
+    severity = _severity(support)
+    unread = f"{owner} was not read whole for {schema.version} ({support.releases or 'no source'})"
+    if support.is_certain:
         code = "TS-LINT-UNKNOWN-KEY"
         message = f"TensorRT-LLM {schema.version} refuses unknown keys, and {owner} has no key "
         message += name
@@ -320,24 +320,24 @@ def _unknown(document: Document, schema: Schema, entry: Entry, word: Word) -> Pr
         message = f"{path} does not exist in {schema.version}{note}"
         if entry.value in gone.get("tolerated", ()):
             severity = "warning"
-    if not word.settled and code != "TS-LINT-KEY-UNCERTAIN":
+    if not support.is_certain and code != "TS-LINT-KEY-UNCERTAIN":
         message += f"; {unread}"
     return Problem(code, severity, path, message, remedy, fix)
 
 
-def targets(document: Document, schema: Schema) -> dict[str, str]:
+def intended_keys(document: Document, schema: Schema) -> dict[str, str]:
     """The keys of a file that the release refuses, each with the key that it means."""
     meant: dict[str, str] = {}
     for path, entry in document.entries.items():
         if entry.parent in classes() and path not in schema.fields:
-            target = meaning(schema, entry.parent, entry.name)
+            target = intended_key(schema, entry.parent, entry.name)
             if target is not None:
                 meant[path] = target.path
     return meant
 
 
 def _remedy(
-    schema: Schema, entry: Entry, target: MeantKey | None, last: Version | None
+    schema: Schema, entry: Entry, target: IntendedKey | None, last: Version | None
 ) -> tuple[str, Fix | None]:
     """(remedy, fix or None) of a refused key. `last`: the newest release that has the key."""
     if target is not None and not target.certain:
@@ -352,7 +352,7 @@ def _remedy(
         return f"pass {options[0].flags[0]} to trtllm-serve", None
     remedy = f"remove {entry.name}" if last is None else f"leave it out, or use {last}"
     if isinstance(entry.value, dict):  # its keys may be wanted under other names
-        inner = [meaning(schema, "", str(key)) for key in entry.value]
+        inner = [intended_key(schema, "", str(key)) for key in entry.value]
         names = [target.words for target in inner if target is not None]
         if names:
             remedy += f" and write its keys as {', '.join(names)}"
@@ -363,7 +363,7 @@ def _remedy(
 
 
 @dataclass(frozen=True)
-class MeantKey:
+class IntendedKey:
     """The key that a refused key means. `certain`: by knowledge, not by spelling."""
 
     path: str
@@ -377,7 +377,7 @@ class MeantKey:
 
 
 @functools.cache
-def meaning(schema: Schema, parent: str, written: str) -> MeantKey | None:
+def intended_key(schema: Schema, parent: str, written: str) -> IntendedKey | None:
     """The key of this release that a refused key means. None if nothing is near.
 
     Names go before spelling: an old or a later name, a name of vLLM or of a flag, then a leaf that
@@ -398,18 +398,18 @@ def meaning(schema: Schema, parent: str, written: str) -> MeantKey | None:
     rows += [{**plain, "to": option.key} for option in schema.option(f"--{name}").taken]
     for row in rows:
         if row["to"] in schema.fields and (row["to"] != itself or "." in written):
-            return MeantKey(row["to"], True, row["same_value"], row["note"])
+            return IntendedKey(row["to"], True, row["same_value"], row["note"])
     if is_real:
         return None
     return _by_structure(schema, itself, name) or _by_spelling(schema, parent, name)
 
 
-def _by_structure(schema: Schema, itself: str, name: str) -> MeantKey | None:
+def _by_structure(schema: Schema, itself: str, name: str) -> IntendedKey | None:
     """The only key with this name, or with this name after its mapping's (`moe_backend`)."""
     leaves = [path for path in schema.fields if path.rpartition(".")[2] == name]
     candidates = _joined(schema).get(name, leaves)
     if len(candidates) == 1 and candidates[0] != itself:
-        return MeantKey(candidates[0], True)
+        return IntendedKey(candidates[0], True)
     return None
 
 
@@ -425,7 +425,7 @@ def _joined(schema: Schema) -> dict[str, list[str]]:
     return joined
 
 
-def _by_spelling(schema: Schema, parent: str, name: str) -> MeantKey | None:
+def _by_spelling(schema: Schema, parent: str, name: str) -> IntendedKey | None:
     """The nearest key of the same mapping or of the top level.
 
     For a key of the top level, the nearest key of any mapping.
@@ -438,7 +438,7 @@ def _by_spelling(schema: Schema, parent: str, name: str) -> MeantKey | None:
     matches = difflib.get_close_matches(name.lower(), names, n=1, cutoff=NEAR)
     if not matches:
         return None
-    return MeantKey(names[matches[0]], False)
+    return IntendedKey(names[matches[0]], False)
 
 
 def _moving(schema: Schema, entry: Entry, to: str) -> Fix | None:
