@@ -19,7 +19,7 @@ from trtspec.trtllm.schema import UNKNOWN, Rule, parse_version, schema_for
 CACHED = (
     "snapshots",
     "classes",
-    "_word",
+    "_key_support",
     "_names",
     "_variants",
     "option_names",

@@ -331,7 +331,7 @@ class Schema:
         return tuple(unread)
 
     def behaviour(self, name: str) -> Mapping[str, Any]:
-        """Latest state of a behaviour that is possible for the release. {} if the release lacks it."""
+        """Latest state of a behaviour that is possible for the release, {} if there is none."""
         return self.behaviours.get(name, ({},))[-1]
 
     @property
@@ -526,7 +526,7 @@ def _names(owner: str) -> tuple[str, ...]:
 
 @functools.cache
 def _variants(parent: str) -> tuple[str, ...]:
-    """Discriminator values of the object at `parent` that have a class of their own in any source."""
+    """Discriminator values of the object at `parent` that have a class in any source."""
     return tuple(owner.partition(":")[2] for owner in classes() if owner.startswith(f"{parent}:"))
 
 
