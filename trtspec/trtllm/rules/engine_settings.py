@@ -1,6 +1,6 @@
-"""Rules about the engine around the model.
+"""Rules about the settings of the engine around the model.
 
-They judge the token budget, CUDA graphs, MoE kernels, the KV cache, the transfer and the
+They judge the token budget, CUDA graphs, MoE kernels, the KV cache, the transfer of caches and the
 environment.
 """
 
@@ -18,24 +18,26 @@ from trtspec.specs import gpu_spec
 from trtspec.trtllm.deployment import Deployment, draft_length, step_tokens
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 
+BLOCK_TOKENS = 32  # tokens of one block of the KV cache, the engine's default
+DEFAULT_GRAPH_BATCH = 128  # largest batch with CUDA graphs, the engine's default
 FORCED_ACCEPTANCE = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 
 
 def double_settings(document: Document, deployment: Deployment) -> Iterator[Problem]:
-    """Checks that no setting is in the file and on the command line with two values.
+    """Yields a problem for each setting that is both in the file and on the command line.
 
-    Their precedence changed between versions, so two values are always an error.
+    Two different values are always an error, because their precedence changed between releases.
     """
+    precedence = deployment.schema.behaviour("precedence")
+    winner = "file" if precedence["winner"] == "yaml" else "option"
     for key, option in deployment.argv.items():
         if not document.has(key):
             continue
         severity: Severity = "error"
         message = f"{key} is in the file and on the command line"
-        file_wins = deployment.schema.behaviour("precedence")["winner"] == "yaml"
         if document.get(key) == option:
             severity = "info"
         else:
-            winner = "file" if file_wins else "option"
             message += f"; in {deployment.version} the {winner} wins, in other versions the other"
         fix = partial(delete_key, path=key)
         yield Problem("TS-LINT-SET-TWICE", severity, key, message, fix=fix)
@@ -44,30 +46,30 @@ def double_settings(document: Document, deployment: Deployment) -> Iterator[Prob
 def token_budget(document: Document, deployment: Deployment) -> Iterator[Problem]:
     """Checks max_num_tokens and max_seq_len.
 
-    max_num_tokens must hold a step of a full batch and the longest prompt. max_seq_len must not
-    exceed the model's positions.
+    max_num_tokens must hold one decode step of a full batch, and the longest prompt. max_seq_len
+    must not exceed the model's positions.
     """
     batch = deployment.size(document, "max_batch_size")
-    tokens = deployment.size(document, "max_num_tokens", 8192)  # the engine's value for null
-    step = step_tokens(document)
-    needed = batch * step
-    if tokens < needed:
-        message = f"max_num_tokens {tokens} does not hold one step of a full batch: "
-        message += f"{batch} x {step}"
+    max_tokens = deployment.size(document, "max_num_tokens", 8192)  # the engine's value for null
+    tokens_per_request = step_tokens(document)
+    needed = batch * tokens_per_request
+    if max_tokens < needed:
+        message = f"max_num_tokens {max_tokens} does not hold one step of a full batch: "
+        message += f"{batch} x {tokens_per_request}"
         fix = None
-        # without drafts the batch is as likely wrong
+        # without drafts there is no fix, because max_batch_size can as well be wrong
         if draft_length(document) and document.has("max_num_tokens"):
             fix = partial(set_value, path="max_num_tokens", value=needed)
         yield Problem("TS-LINT-TOKEN-BUDGET", "warning", "max_num_tokens", message, fix=fix)
-    length = deployment.size(document, "max_seq_len")
+    length = deployment.size(document, "max_seq_len")  # 0 if it is not set
     limit = deployment.target.max_position_embeddings if deployment.target else None
     if limit and length > limit:
         message = f"max_seq_len {length} is beyond the model's {limit} positions"
         yield Problem("TS-LINT-SEQUENCE-TOO-LONG", "error", "max_seq_len", message)
     chunked = deployment.setting(document, "enable_chunked_prefill")
     role = deployment.role_of(document)
-    if length > tokens and not chunked and role != "generation":
-        message = f"prompts longer than max_num_tokens ({tokens}) are refused without "
+    if length > max_tokens and not chunked and role != "generation":
+        message = f"prompts longer than max_num_tokens ({max_tokens}) are refused without "
         message += f"chunked prefill, and max_seq_len allows {length}"
         severity: Severity = "warning"
         # a generation server prefills nothing, and a file alone does not show on which side it runs
@@ -78,9 +80,12 @@ def token_budget(document: Document, deployment: Deployment) -> Iterator[Problem
 
 
 def pool(document: Document, deployment: Deployment) -> Iterator[Problem]:
-    """Checks that the KV cache holds one request of the length that is served, at least a block."""
+    """Checks that the KV cache holds one request of the longest length that is served.
+
+    Without a target and without max_seq_len, the cache must hold one block.
+    """
     target = deployment.target
-    longest = target.max_position_embeddings if target else 32
+    longest = target.max_position_embeddings if target else BLOCK_TOKENS
     request = deployment.size(document, "max_seq_len", longest)
     pools = {"max_tokens": document.get("kv_cache_config.max_tokens")}
     if deployment.setting(document, "kv_cache_config.free_gpu_memory_fraction") == 0:
@@ -90,15 +95,15 @@ def pool(document: Document, deployment: Deployment) -> Iterator[Problem]:
             message = f"the KV cache holds {max(tokens, 0):,} tokens "
             message += f"and one request may have {request:,}"
             # without max_seq_len the length is the model's, which few requests reach
-            certain = tokens < deployment.size(document, "max_seq_len", 32)
+            certain = tokens < deployment.size(document, "max_seq_len", BLOCK_TOKENS)
             severity: Severity = "error" if certain else "warning"
             yield Problem("TS-LINT-POOL", severity, f"kv_cache_config.{name}", message)
 
 
 def capacity(document: Document, deployment: Deployment) -> Iterator[Problem]:
-    """Checks that the cache of this GPU holds a full batch of requests of full length.
+    """Checks that the KV cache of this GPU holds a full batch of requests of full length.
 
-    The figure is the same that build-config writes into its file.
+    The figure is the one that build-config writes into its file.
     """
     length = deployment.size(document, "max_seq_len")
     target = deployment.target
@@ -116,15 +121,15 @@ def capacity(document: Document, deployment: Deployment) -> Iterator[Problem]:
 
 
 def cuda_graphs(document: Document, deployment: Deployment) -> Iterator[Problem]:
-    """Checks that CUDA graphs cover a full batch, and that their two settings agree."""
+    """Checks that CUDA graphs cover a full batch, and that their two size settings agree."""
     key = "cuda_graph_config"
     list_key = f"{key}.batch_sizes"
     limit_key = f"{key}.max_batch_size"
     sizes = document.get(list_key)
     limit = deployment.size(document, limit_key)
-    covered = limit or 128
-    has_sizes = bool(sizes) and isinstance(sizes, list)
-    has_sizes = has_sizes and all(isinstance(size, int) for size in sizes)
+    covered = limit or DEFAULT_GRAPH_BATCH  # largest batch that has a graph
+    is_list = bool(sizes) and isinstance(sizes, list)
+    has_sizes = is_list and all(isinstance(size, int) for size in sizes)
     if has_sizes:
         covered = max(sizes)
         if limit and limit != covered:
@@ -133,8 +138,8 @@ def cuda_graphs(document: Document, deployment: Deployment) -> Iterator[Problem]
             fix = partial(delete_key, path=limit_key)
             yield Problem("TS-LINT-GRAPH-SIZES", "error", limit_key, message, fix=fix)
     batch = deployment.size(document, "max_batch_size")
-    off = document.has(key) and document.get(key) is None
-    if batch > covered and not off:
+    is_off = document.has(key) and document.get(key) is None  # null turns CUDA graphs off
+    if batch > covered and not is_off:
         message = f"CUDA graphs end at batch {covered} and max_batch_size is {batch}: "
         message += "larger batches run without graphs"
         path = limit_key
@@ -148,7 +153,7 @@ def cuda_graphs(document: Document, deployment: Deployment) -> Iterator[Problem]
 
 
 def moe(document: Document, deployment: Deployment) -> Iterator[Problem]:
-    """Checks the MoE kernels, the load balancer and the parallel sizes of experts."""
+    """Checks the MoE kernels, the experts' load balancer and the parallel sizes of expert_ranks."""
     key = "moe_config.backend"
     target = deployment.target
     backend = document.get(key, "AUTO")
@@ -157,14 +162,14 @@ def moe(document: Document, deployment: Deployment) -> Iterator[Problem]:
         refusal = kernel_refusal(backend, format, deployment.gpu)
         if refusal is not None:
             yield Problem("TS-LINT-MOE-KERNEL", "error", key, refusal)
-    tp = deployment.size(document, "tensor_parallel_size")
-    moe_tp = deployment.size(document, "moe_tensor_parallel_size")
-    experts = deployment.size(document, "moe_expert_parallel_size")
+    ranks = deployment.size(document, "tensor_parallel_size")
+    ranks_per_expert = deployment.size(document, "moe_tensor_parallel_size")
+    expert_ranks = deployment.size(document, "moe_expert_parallel_size")
     key = "moe_config.load_balancer"
     balancer = document.get(key)
     slots = balancer.get("num_slots") if isinstance(balancer, dict) else None
-    if isinstance(slots, int) and experts and slots % experts:
-        message = f"num_slots {slots} does not divide by moe_expert_parallel_size {experts}"
+    if isinstance(slots, int) and expert_ranks and slots % expert_ranks:
+        message = f"num_slots {slots} does not divide by moe_expert_parallel_size {expert_ranks}"
         yield Problem("TS-LINT-EPLB-SLOTS", "error", f"{key}.num_slots", message)
     if isinstance(balancer, str) and not os.path.isfile(balancer):
         message = f"{balancer} is not a file here; "
@@ -172,28 +177,33 @@ def moe(document: Document, deployment: Deployment) -> Iterator[Problem]:
         # certain if the engine runs here, not if the file is for a pod
         severity: Severity = "error" if deployment.here else "warning"
         yield Problem("TS-LINT-EPLB-FILE", severity, key, message)
-    if tp and moe_tp and experts and moe_tp * experts != tp:
+    if ranks and ranks_per_expert and expert_ranks and ranks_per_expert * expert_ranks != ranks:
         key = "moe_tensor_parallel_size"
-        message = f"{key} {moe_tp} x moe_expert_parallel_size {experts} must be {tp}"
+        message = (
+            f"{key} {ranks_per_expert} x moe_expert_parallel_size {expert_ranks} must be {ranks}"
+        )
         yield Problem("TS-LINT-COMBINATION", "error", key, message, "leave one out")
 
 
 def transfer_buffer(document: Document, deployment: Deployment) -> Iterator[Problem]:
-    """Checks that the buffer holds the longest prompt that this side accepts, in whole blocks.
+    """Checks that the transfer buffer holds the longest prompt that this server accepts.
 
-    A generation server gets prompts of any length up to max_seq_len. With a buffer of 0 there is no
-    copy.
+    The buffer must hold whole blocks of the KV cache. A generation server gets prompts of any
+    length up to max_seq_len. A buffer of 0 tokens is not judged, because caches are then not
+    copied.
     """
     key = "cache_transceiver_config.max_tokens_in_buffer"
     buffer = deployment.size(document, key)
     length = deployment.size(document, "max_seq_len")
     blocks = deployment.schema.behaviour("transfer_in_blocks")
+    # the setting whose value makes the engine transfer without whole blocks
     (runtime_key, exempt), *_ = blocks["unless"].items()
     block = deployment.size(
         document, "kv_cache_config.tokens_per_block", blocks["tokens_per_block"]
     )
 
     def in_blocks(tokens: int) -> int:
+        """Tokens rounded up to whole blocks."""
         return -(-tokens // block) * block
 
     default = getattr(deployment.schema.fields.get(runtime_key), "default", None)
@@ -205,18 +215,18 @@ def transfer_buffer(document: Document, deployment: Deployment) -> Iterator[Prob
         yield Problem("TS-LINT-TRANSFER-BLOCKS", "error", key, message, fix=fix)
     chunked = deployment.setting(document, "enable_chunked_prefill") is True
     generates = deployment.role_of(document) == "generation"
-    if not chunked and not generates:  # longer prompts are refused
+    if not chunked and not generates:  # because longer prompts are refused
         length = min(length, deployment.size(document, "max_num_tokens", 8192))
     if 0 < buffer < length:
         message = f"prompts of {length} tokens are accepted and the transfer buffer holds {buffer}"
         fix = partial(set_value, path=key, value=in_blocks(length))
-        # a generation server's max_seq_len holds the answer too, which nobody sends to it
+        # a generation server's max_seq_len counts the answer too, which the buffer never holds
         severity: Severity = "info" if generates and 2 * buffer >= length else "warning"
         yield Problem("TS-LINT-TRANSFER-BUFFER", severity, key, message, fix=fix)
 
 
 def forced_acceptance(document: Document, deployment: Deployment) -> Iterator[Problem]:
-    """Checks that no key makes the engine accept drafts unseen."""
+    """Checks that no environment variable makes the engine accept drafts without verification."""
     message = f"{FORCED_ACCEPTANCE} accepts drafts unseen: "
     message += "the throughput is made up and the text is corrupt"
     key = f"env_overrides.{FORCED_ACCEPTANCE}"
