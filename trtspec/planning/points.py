@@ -261,7 +261,7 @@ class LayoutPlan:
 def layouts(model: ModelSpec, gpus: int) -> list[Layout]:
     """Layouts that a server on that many GPUs can choose from."""
     split = Layout(gpus)
-    # the engine's other layouts need several ranks that divide the attention heads
+    # if the ranks do not divide the heads, TensorRT-LLM refuses the only layout with the reason
     if gpus == 1 or model.num_attention_heads % gpus:
         return [split]
     return [split, Layout(gpus, ep=True), Layout(gpus, ep=True, attention_dp=True)]

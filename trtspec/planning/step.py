@@ -191,7 +191,7 @@ class StepModel:
         attention = self.kernels.prefill_attention(self.layout.attention_tp, tokens)
         times = self.times_by_kernel(prompts, tokens)
         times["attention"] = self.model.num_hidden_layers * (prompts_per_rank * attention)
-        # lm_head is for the last token alone, and the host's time is hidden behind a long step
+        # a prompt needs logits of its last token alone, and a long step hides the host's time
         return sum(time for kernel, time in times.items() if kernel not in ("lm_head", "host"))
 
 
