@@ -38,7 +38,8 @@ HEALTH_LOOKS = 8  # checks of /health without an answer until a server counts as
 # Seconds until a loading server gets a second signal. vLLM 0.32's front end waits forever for an
 # engine that SIGTERM ended while it loaded.
 LOADING_GRACE = 5.0
-# Seconds between two checks of a process. A blocking wait would delay a signal that comes before it.
+# Seconds between two checks of a process, because a blocking wait would delay a signal that comes
+# just before it.
 POLL = 0.05
 DYING = 2.0  # seconds between the last closed connection of a server that dies and its end
 LOG_END = 5.0  # seconds for the rest of the log after the server's end

@@ -36,7 +36,7 @@ class Workload:
     Args:
         isl: number of tokens of a prompt.
         osl: number of tokens of an answer.
-        concurrency: numbers of requests at a time, each of which is planned.
+        concurrency: numbers of concurrent requests to plan for.
     """
 
     isl: int

@@ -401,7 +401,7 @@ class SpeculationMethod:
         kimi: `runs` (yes, no or unknown with a Kimi target), and the reason `why`.
         draft_required: whether the engine refuses a file without a draft.
         length_required: whether the engine refuses a file without a draft length.
-        capture: key below `speculative_config` with the captured layers, None if there is none.
+        capture: key below `speculative_config` with the captured layers. None without such a key.
         capture_from_draft: whether the engine reads the captured layers from the draft's config.
         pytorch: whether the PyTorch backend has the method.
         own_cache: whether the draft has a KV cache.

@@ -275,12 +275,8 @@ class Schema:
         candidates = [
             _key_support(f"{parent}:{variant}", name, self.version) for variant in variants
         ]
-
-        def strength(support: KeySupport) -> tuple[bool, int, bool]:
-            """Sort key, largest for the class that most likely takes the key."""
-            return support.takes, len(support.taken), not support.is_certain
-
-        return max(candidates, key=strength)
+        # the class that most likely takes the key
+        return max(candidates, key=lambda key: (key.takes, len(key.taken), not key.is_certain))
 
     def variants_with(self, parent: str, name: str) -> tuple[str, ...]:
         """Discriminator values of the object at `parent` whose class has the key `name`."""
@@ -331,7 +327,7 @@ class Schema:
         return tuple(unread)
 
     def behaviour(self, name: str) -> Mapping[str, Any]:
-        """Latest state of a behaviour that is possible for the release, {} if there is none."""
+        """Latest state of a behaviour that is possible for the release, {} without such a state."""
         return self.behaviours.get(name, ({},))[-1]
 
     @property
