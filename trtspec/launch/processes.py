@@ -107,9 +107,11 @@ def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[b
 def deferred_signals() -> Iterator[list[int]]:
     """Collects SIGINT and SIGTERM while the block runs, and raises the first one at its end.
 
-    Their handlers raise KeyboardInterrupt. Inside Popen that leaves a process that nobody knows, or
-    a lock that nobody releases. The block must poll the list: Python handles a signal that comes
-    just before a blocking read or wait only after it.
+    The handlers of both raise KeyboardInterrupt. Inside Popen that leaves a process that nobody
+    knows, or a lock that nobody releases.
+
+    The block must poll the list, because Python handles a signal just before a blocking read only
+    after the read.
     """
     noted: list[int] = []
     both = (signal.SIGINT, signal.SIGTERM)

@@ -44,7 +44,10 @@ def main(grace: float, control: int) -> int:
     """Runs the engine and returns its exit status.
 
     The status is 128 + n if signal n ended the engine, and 127 if the engine could not be started.
-    `grace`: seconds between a request to end and SIGKILL. `control`: descriptor of the pipe.
+
+    Args:
+        grace: seconds between a request to end and SIGKILL.
+        control: descriptor of the pipe.
     """
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     with open(control, "rb", closefd=False) as pipe:

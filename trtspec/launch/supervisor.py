@@ -127,10 +127,12 @@ def _kill_adopted(already_there: set[int]) -> None:
 
 @contextlib.contextmanager
 def _started(launch: ServerLaunch) -> Iterator[subprocess.Popen[str]]:
-    """Starts the server below its subreaper, in a session of its own. Yields the subreaper.
+    """Starts the server below its subreaper, in a session of its own.
+
+    Yields the subreaper's process.
 
     Because of the session, Ctrl-C in the terminal only reaches trtspec. At the end of the block the
-    subreaper ends everything.
+    subreaper ends all processes of the server.
     """
     control, held = os.pipe()
     try:
@@ -160,7 +162,7 @@ def _forwarded_signals(process: subprocess.Popen[str]) -> Iterator[list[int]]:
     requests: list[int] = []
 
     def forward(number: int, _frame: Any) -> None:
-        """Handles one signal."""
+        """Notes one signal and passes it on."""
         requests.append(number)
         process.send_signal(number)
 
@@ -255,7 +257,7 @@ def _failure(
 def _wait_end(process: subprocess.Popen[str], launch: ServerLaunch, asked: list[int]) -> None:
     """Waits until the server has ended, or a signal asked for its end.
 
-    Raises ServerFailed if the server hangs: it runs, and /health does not answer.
+    Raises ServerFailed if the server hangs, which means that it runs and /health does not answer.
     """
     interval = launch.limits.hung_after / HEALTH_LOOKS
     failed = 0

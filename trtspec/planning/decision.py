@@ -60,7 +60,10 @@ class Decision:
 
     @property
     def chosen(self) -> LayoutPlan:
-        """Plan of the best row's layout. Without a best row, the plan of the first layout."""
+        """Plan of the recommended layout.
+
+        Without a recommendation, the plan of the first layout.
+        """
         best = self.best
         return best.plan if best else self.plans[0]
 
@@ -71,19 +74,19 @@ class Decision:
 
     @property
     def servable(self) -> list[RankedPlan]:
-        """Rows that could be served, best first."""
+        """Plans that could be served, best first."""
         return [row for row in self.rows if row.is_servable]
 
     @property
     def best(self) -> RankedPlan | None:
-        """Best row, if its speed is known and within the user's limits. None otherwise."""
+        """Best plan, if its speed is known and within the user's limits. None otherwise."""
         first = next(iter(self.servable), None)
         if first and first.point and first.meets_limits:
             return first
         return None
 
     def of_concurrency(self, concurrency: int) -> RankedPlan | None:
-        """Best servable row of a concurrency. None if no row is servable."""
+        """Best servable plan at a concurrency. None if no plan is servable."""
         return next((row for row in self.servable if row.concurrency == concurrency), None)
 
 
@@ -192,7 +195,7 @@ class RankedPlan:
         return True
 
     def to_dict(self) -> dict[str, Any]:
-        """The row for `--json`.
+        """The plan for `--json`.
 
         Speeds are None without measured kernels. Draft length and speed-up are None without
         acceptance.
@@ -233,7 +236,7 @@ def _rounded(value: float | None, digits: int) -> float | None:
 
 
 def _rank(row: RankedPlan) -> tuple[bool, bool, bool, float, int]:
-    """Sort key of a row. A better row has a larger key."""
+    """Sort key of a plan. A better plan has a larger key."""
     is_measured = row.trust != EXTRAPOLATED
     rate = row.tokens_per_s or 0.0
     return row.is_servable, row.meets_limits, is_measured, rate, row.concurrency
@@ -260,7 +263,7 @@ def route_refusals(layout: Layout, setting: Setting) -> list[Problem]:
 
 
 def command(row: RankedPlan) -> str:
-    """Complete `trtspec build-config` command of a row."""
+    """Complete `trtspec build-config` command of a plan."""
     setting = row.setting
     layout = row.layout
     workload = setting.workload

@@ -70,7 +70,9 @@ class StepModel:
     def times_by_kernel(self, sequences: int, queries: int) -> dict[str, float]:
         """Times of one target step by kernel, in microseconds, each summed over all layers.
 
-        `queries`: number of tokens per sequence.
+        Args:
+            sequences: number of sequences on the server.
+            queries: number of tokens per sequence that the step computes.
         """
         model = self.model
         kernels = self.kernels
@@ -185,7 +187,7 @@ class StepModel:
         """Time to compute `prompts` prompts of `tokens` tokens each at once, in microseconds.
 
         The head's own prefill is left out. With attention DP every rank computes the attention of
-        its own prompts.
+        the prompts that it serves.
         """
         prompts_per_rank = self.layout.sequences_per_rank(prompts)
         attention = self.kernels.prefill_attention(self.layout.attention_tp, tokens)
@@ -294,8 +296,8 @@ class Kernels:
         """Time of one MLA module on one rank, in microseconds.
 
         Projections take as long as with an empty cache. The cache is read once per sequence for all
-        its queries, if queries x local heads fit one tile of 128 rows, and once more for each
-        further tile.
+        queries, if queries x local heads fit one tile of 128 rows. Each further tile reads the
+        cache once more.
 
         Args:
             ranks: number of ranks that share the module.

@@ -147,8 +147,8 @@ def _checked_findings(
 
     Raises CheckFailed if the file must not be written.
 
-    It must not for an error, a key that no source shows, or a warning about a setting of our own,
-    because nobody knows whether this release runs it. Other warnings are returned.
+    An error, a key that no source shows, and a warning about a setting of our own are reasons.
+    Nobody knows whether this release runs such a setting. Other warnings are returned.
     """
     deployment = judged_as(intent, target, head)
     findings = tuple(lint(Document.parse(text, "(generated)"), deployment))

@@ -198,8 +198,8 @@ def _are_mostly(names: set[str], known: frozenset[str]) -> bool:
 def is_foreign(keys: Iterable[str]) -> bool:
     """Whether the keys of a mapping are settings of another tool.
 
-    True if a key is unknown to every engine and front, no unknown key is spelled like a known one,
-    and the known keys are GENERIC.
+    True if a key is unknown to every engine and front, and no unknown key is spelled like a known
+    one. All known keys must be GENERIC.
     """
     keys = set(keys)
     _, known = _engine_keys()
@@ -301,7 +301,9 @@ class _Carrier:
     def _read_tree(self, root: Node, text: str, origin: Origin) -> None:
         """Reads every text and mapping below `root`.
 
-        `text`: the masked text of the document. `origin`: its lines in the file.
+        Args:
+            text: masked text of the document.
+            origin: lines of the document in the file.
         """
         keys = _keys(root)
         self.whole |= is_engine_file(keys)
@@ -334,8 +336,10 @@ class _Carrier:
     def _read_collection(self, part: Carried, node: Node, text: str, origin: Origin) -> None:
         """Reads the variables, the engine file and the command in one mapping or sequence.
 
-        `part`: the node's path and lines. `text`: the masked text of the document. `origin`: its
-            lines.
+        Args:
+            part: path and lines of the node.
+            text: masked text of the document.
+            origin: lines of the document in the file.
         """
         if part.name == "env" or part.name.endswith("environment"):
             for name, value, line in _environment(node):
@@ -384,8 +388,10 @@ class _Carrier:
     def _read_word(self, word: ShellWord, part: Carried, file: str, may_launch: bool) -> None:
         """Reads a variable of the script, or a text inside one word.
 
-        `part`: the script. `file`: the file that the text is written to, or "". `may_launch`:
-        whether the text may have commands that serve.
+        Args:
+            part: script that has the word.
+            file: name of the file that the text is written to, or "".
+            may_launch: whether the text may have commands that serve.
         """
         text = word.text
         variable = VARIABLE.fullmatch(text)
@@ -404,7 +410,9 @@ class _Carrier:
     ) -> None:
         """Reads a masked text inside the script `part`.
 
-        `file`: the file that the script writes the text to, or "". `origin`: the text's lines.
+        Args:
+            file: name of the file that the script writes the text to, or "".
+            origin: lines of the text.
         """
         location = file or f"line {origin.first + 1}"
         inside = replace(
@@ -453,7 +461,9 @@ class _Carrier:
     def _read_option(self, command: Command, flag: str, values: list[str], line: int) -> None:
         """Adds one option to `command`, as its engine file, target, role or words.
 
-        `values`: the words after the option. `line`: the option's line in the file, from 0.
+        Args:
+            values: words after the option.
+            line: number of the option's line in the file, from 0.
         """
         value = " ".join(values)
         # a variable after a value, or after an option that takes none, has further options
@@ -596,7 +606,9 @@ def _options(words: list[ShellWord]) -> Iterator[tuple[str, list[str], int]]:
 def _origin(node: Node, text: str, around: Origin) -> Origin:
     """Lines of a node in the file.
 
-    `text`: the masked text of its document. `around`: the document's lines.
+    Args:
+        text: masked text of the node's document.
+        around: lines of the document in the file.
     """
     first = around.first + node.line
     indent = node.column

@@ -243,6 +243,7 @@ class YamlDumper(yaml.SafeDumper):
     """Writes every value in full, without aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
+        """Whether PyYAML writes a repeated value in full: always."""
         return True
 
 

@@ -204,7 +204,10 @@ class Reading:
     unknown: frozenset[str]
 
     def entry(self, name: str) -> Any:
-        """The entry of a key. None if the source refuses the key, UNKNOWN if it does not say."""
+        """Entry of a key.
+
+        None if the source refuses the key, UNKNOWN if the source does not show it.
+        """
         if name in self.entries:
             return self.entries[name]
         if name in self.refuses or (self.whole and name not in self.unknown):

@@ -52,7 +52,7 @@ def schedule_of(document: Document) -> dict[int, int] | None:
 
 
 def schedule(document: Document, deployment: Deployment) -> Iterator[Problem]:
-    """Checks the draft lengths of a schedule, and whether its keys are lower or upper bounds."""
+    """Checks the draft lengths of a schedule, and on which side its batch sizes are bounds."""
     schedule = schedule_of(document)
     if not schedule:
         return
@@ -111,10 +111,10 @@ def reuse_blinds_draft(schema: Schema, manager: Any = None) -> Mapping[str, Any]
 
 
 def prefix_reuse(document: Document, deployment: Deployment) -> Iterator[Problem]:
-    """Checks that the reuse of prefixes is off if it hides them from the draft.
+    """Checks that the reuse of prefixes is off if it hides a reused prefix from the draft.
 
-    It concerns drafts with a KV cache manager of their own. Cache manager V2 of some releases does
-    not hide a reused prefix.
+    Only a draft with a KV cache manager of its own cannot see the prefix. Cache manager V2 of some
+    releases shows it to the draft.
     """
     method = method_of(document)
     schema = deployment.schema

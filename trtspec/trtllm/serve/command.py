@@ -46,6 +46,7 @@ def build_command(
     chosen, _ = parse_passed(schema, passed)
 
     def decided(name: str) -> bool:
+        """Whether the user or the file already sets an option."""
         return name in chosen or document.has(name)
 
     takes_revision = schema.option("--revision").takes
@@ -235,7 +236,9 @@ def check_hardware(
 ) -> Iterator[Problem]:  # fmt: skip
     """Checks that the visible GPUs have a new enough driver, and enough memory.
 
-    `gpus`: GPUs as nvidia-smi reports them. `environ`: environment with CUDA_VISIBLE_DEVICES.
+    Args:
+        gpus: GPUs as nvidia-smi reports them.
+        environ: environment of the engine, with CUDA_VISIBLE_DEVICES.
     """
     visible = visible_gpus(gpus, environ)
     if visible:
