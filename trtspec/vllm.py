@@ -201,7 +201,9 @@ def with_file(options: ServeOptions) -> ServeOptions:
         if key == "speculative-config":
             settings |= _speculation_of(value, options)
         elif key in FILE_KEYS:
-            settings[names[key].lower().lstrip("-").replace("-", "_")] = str(value)
+            # the field of `--tp-size` is tp_size, and the field of TARGET is target
+            field_name = names[key].lower().lstrip("-")
+            settings[field_name.replace("-", "_")] = str(value)
         else:
             others[key] = value
     fields = {"target": options.target, "backend": "vllm", **settings}

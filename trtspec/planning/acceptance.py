@@ -211,7 +211,7 @@ def most_published(target: str) -> tuple[int, int]:
     for head in catalogue().heads.values():
         if published_target is None or published_target.id in head.targets:
             for measured in head.acceptance:
-                concurrency = max([concurrency, *measured.speedups])
+                concurrency = max([concurrency, *measured.speedups])  # speed-ups by concurrency
                 drafts = max(drafts, measured.draft_len)
     return concurrency, drafts
 
@@ -261,7 +261,7 @@ class Decay:
         """
         if min(known) <= 0:  # after a position without acceptance no draft is reached
             return [0.0] * (drafts - len(known))
-        start = 1 if len(known) > 1 else 0
+        start = 1 if len(known) > 1 else 0  # the first rate is not part of the geometric fall
         positions = range(start + 1, len(known) + 1)
         known_logs = sum(math.log(rate) for rate in known[start:])
         decay_logs = sum(math.log(self.rate(position)) for position in positions)

@@ -444,9 +444,9 @@ class _Carrier:
             return
         start = programs[0]
         engine = names[start]
-        words = words[start:]
-        command = Command(engine, words.pop(0).line, part.role)
-        if "serve" in names[start + 1 : start + 2]:
+        command = Command(engine, words[start].line, part.role)
+        words = words[start + 1 :]
+        if words and PurePath(words[0].text).name == "serve":
             words.pop(0)
         elif engine == VLLM:  # another subcommand, such as `vllm bench`
             return

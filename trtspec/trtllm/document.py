@@ -159,6 +159,7 @@ class Document:
             value = entry.value
             pairs = entry.value_node.pairs
             if isinstance(value, dict) and pairs:
+                # the keys inside are converted already, so that the mapping takes their new values
                 paths = {pair.key: f"{path}.{segment(pair.key_node)}" for pair in pairs}
                 value = {key: entries[paths[key]].value for key in value}
             entries[path] = replace(entry, value=convert(path, value))

@@ -100,7 +100,8 @@ def _quantize(source: str, target_gib: int) -> dict[str, Any]:
     """
     source_bytes = checkpoint_bytes(find_target(source).spec)
     source_gib = -(-source_bytes // 2**30)
-    claim_gib = -(-(source_gib + target_gib) * 11 // 10)
+    both_gib = source_gib + target_gib
+    claim_gib = -(-both_gib * 11 // 10)  # a tenth more, rounded up
     return {
         "quantize": {"enabled": True, "source": source, "sourceGiB": source_gib},
         "cache": {"size": f"{claim_gib}Gi"},

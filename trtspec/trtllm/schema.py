@@ -438,7 +438,7 @@ def _histories(part: str) -> dict[str, list[tuple[Change | None, State]]]:
     for data in (*rule_files().values(), issues):
         begins = data["versions"].get("begins")
         for name, state in data.get(part, {}).items():
-            dates = state or {}
+            dates = state or {}  # null ends what an earlier file began
             since = dates.get("since", begins)
             beginning = Change(**since) if since else None
             history = histories.setdefault(name, [])
@@ -566,7 +566,7 @@ def parse_version(text: str) -> Version:
     version = Version(version.public)  # without a local part such as +cu130
     is_line = len(version.release) < 3  # a line of releases, such as 1.3
     if is_line or (version not in known and version < known[-1]):
-        above = bisect(known, version)
+        above = bisect(known, version)  # index of the next newer known release
         nearest = known[max(above - 1, 0) : above + 1]
         listed = " or ".join(map(str, nearest))
         message = f"TensorRT-LLM {text} is not among the known releases, {known[0]} to {known[-1]}"
