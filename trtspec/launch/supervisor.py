@@ -278,8 +278,8 @@ def _wait_end(process: subprocess.Popen[str], launch: ServerLaunch, asked: list[
         announce(f"trtspec: no answer from /health ({failed} of {HEALTH_LOOKS})")
         if failed >= HEALTH_LOOKS:
             message = (
-                f"the server hangs: {failed} looks at /health in a row without an answer; "
-                "it was ended"
+                f"the server hangs: {failed} health checks in a row had no answer, "
+                "so it was stopped"
             )
             remedy = "look at the log above; `hung_after` sets when a server counts as hung"
             raise ServerFailed(message, remedy, "TS-SERVE-HUNG")
@@ -334,7 +334,7 @@ def _fail(launch: ServerLaunch, status: int, tail: list[str], ready: bool, asked
         cause = (
             "another process or the kernel killed it, most often because the host's memory ran out"
         )
-        known = cause, "look at `dmesg`, give it more memory"
+        known = cause, "look at `dmesg`, and give the host more memory"
     if known is not None:
         raise ServerFailed(f"{ended}: {known[0]}", known[1], "TS-SERVE-ENDED", status or 1)
     last = "\n".join(f"  | {line}" for line in tail[-SHOWN_LINES:])

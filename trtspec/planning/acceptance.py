@@ -158,7 +158,12 @@ def _from_bench(path: Path) -> Acceptance:
 
 
 def _measured_acceptance(path: Path, results: dict[str, Any]) -> Acceptance | None:
-    """Acceptance by position in bench's results, or the length. None if bench measured neither."""
+    """Acceptance by position in bench's results, or the length. None if bench measured neither.
+
+    Args:
+        path: path of the results, for messages.
+        results: contents of results.json.
+    """
     problems = [problem for problem in results.get("problems", ()) if problem["severity"] != "info"]
     doubts = tuple(problem["message"] for problem in problems)
     server = results.get("server") or {}
@@ -176,6 +181,7 @@ def _measured_acceptance(path: Path, results: dict[str, Any]) -> Acceptance | No
         return None
     drafts = max(1, round(drafted / steps))
     source += f": {length} tokens per step at {drafts} drafts"
+    # a rounded number of drafts can give fewer tokens than the measured length
     length_at = (min(float(length), drafts + 1.0), drafts)
     return Acceptance(source, length_at=length_at, doubts=doubts, model=model)
 

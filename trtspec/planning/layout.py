@@ -153,7 +153,7 @@ def layout_refusals(
     split = tp_size // ep_size  # ranks that share an expert
     group = model.quant.group_size or 1  # weights that share a scale, which ranks cannot divide
     if tp_size % ep_size:
-        message = f"experts over {ep_size} of {tp_size} ranks"
+        message = f"experts cannot be spread evenly over {ep_size} of {tp_size} ranks"
         remedy = "give `ep_size` a divisor of `tp_size`"
     elif experts % ep_size:
         message = f"the {experts} experts do not divide by expert-parallel size {ep_size}"

@@ -190,13 +190,13 @@ def check_cluster(
         return
     for word in argv:
         if SPLIT_BY_WRAPPER & set(word):
-            message = f"{RANK_WRAPPER} hands {word!r} on unquoted, in pieces"
+            message = f"{RANK_WRAPPER} passes {word!r} on unquoted, so that the shell splits it"
             yield Problem("TS-SERVE-SPLIT-WORD", "error", word, message)
     severity: Severity = "error" if launching else "warning"
     for message, remedy in _missing_of_leader(cluster, environ):
         yield Problem("TS-SERVE-LAUNCHER", severity, cluster.launcher, message, remedy)
     if ours:
-        message = "a configuration written for this start lies on this node alone"
+        message = "a configuration written for this start is only on this node"
         remedy = "write it with `trtspec build-config` where every node sees it, and pass `config`"
         yield Problem("TS-SERVE-LAUNCHER", severity, "`config`", message, remedy)
 
@@ -207,11 +207,11 @@ def _missing_of_leader(cluster: Cluster, environ: Mapping[str, str]) -> Iterator
         yield "mpirun is not on PATH", "start in NVIDIA's TensorRT-LLM release image"
     size = environ.get("LWS_GROUP_SIZE")
     if "LWS_LEADER_ADDRESS" not in environ:
-        message = "LWS_LEADER_ADDRESS is not set: this is no pod of a LeaderWorkerSet"
+        message = "LWS_LEADER_ADDRESS is not set: this is not a pod of a LeaderWorkerSet"
         yield message, "start in its leader pod"
     elif size != str(cluster.nodes):
         message = f"LWS_GROUP_SIZE is {size}, not {cluster.nodes}"
-        yield message, "size of the LeaderWorkerSet = `nodes`"
+        yield message, "set the size of the LeaderWorkerSet to `nodes`"
 
 
 IMAGE = "run in NVIDIA's TensorRT-LLM release image"
