@@ -187,7 +187,7 @@ def with_file(options: ServeOptions) -> ServeOptions:
         raise UsageError(message, "write `option: value` lines")
     for problem in errors_in(unknown_options(values)):  # the first error is enough
         raise UsageError(f"{options.config}: {problem.message}", problem.remedy)
-    if "revision" in values:  # the revision of the file's model
+    if "revision" in values:  # our option has the revision behind the model's name
         revision = values.pop("revision")
         values["model"] = f"{values.get('model', options.target)}@{revision}"
     names = _own_options()

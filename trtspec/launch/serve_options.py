@@ -92,7 +92,7 @@ class ServeOptions:
         ),
         ENGINES,
     ] = None
-    # without a file: the goal's sizes with TensorRT-LLM, vLLM's own with vLLM
+    # without a file, TensorRT-LLM has the goal's sizes, and vLLM has its own
     max_batch_size: Annotated[
         int | None,
         option(

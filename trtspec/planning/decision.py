@@ -31,7 +31,7 @@ def decide(layouts: list[Layout], setting: Setting) -> Decision:
     rows = []
     refused = []
     for plan in plans:
-        reason = next(iter(route_refusals(plan.layout, setting)), None)  # one is enough
+        reason = next(iter(route_refusals(plan.layout, setting)), None)  # the first reason
         if reason:
             refused.append(reason)
         for concurrency in setting.workload.concurrency:

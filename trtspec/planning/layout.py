@@ -263,7 +263,7 @@ def kernel_refusal(kernel: str, format: WeightFormat | None, capability: str | N
         return None
     formats, capabilities, source = EXPERT_KERNELS[kernel]
     if format in EVERY_FORMAT and format not in formats:
-        loaded = " and ".join(sorted(formats)) or "MXFP4"  # which no WeightFormat is
+        loaded = " and ".join(sorted(formats)) or "MXFP4"  # the only format without a WeightFormat
         return f"the {kernel} kernels load {loaded} experts; these are {format} ({source})"
     if capability and capabilities and _parse_capability(capability) not in capabilities:
         listed = ", ".join(f"{major}.{minor}" for major, minor in capabilities)

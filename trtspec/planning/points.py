@@ -20,7 +20,7 @@ HOST_US = 1000.0
 LONGEST_COMPARED = 8  # tokens of the longest draft without a measured or given length
 NO_ACCEPTANCE = "no acceptance"
 NO_DRAFTS = "no drafts"
-EXTRAPOLATED = "extrapolated"  # a speed-up is then a range
+EXTRAPOLATED = "extrapolated"  # the speed-up is only a range
 # Share of a rate that the kernel tables cannot resolve: neighbouring rows differ by a few percent
 # of noise.
 CLOSE = 0.005

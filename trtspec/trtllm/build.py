@@ -133,7 +133,7 @@ def disaggregated(intent: Intent) -> dict[str, Intent]:
         "generation_urls": intent.generation_urls,
     }
     return {
-        # a prefill server's batch is of prompts, so the user's size is not for it
+        # a prefill server batches whole prompts, so that it has a default batch of its own
         FILES["context"]: replace(server, role="context", max_batch_size=None),
         FILES["generation"]: replace(server, role="generation"),
         FILES["front"]: Intent(target=intent.target, version=intent.version, role="front", **urls),

@@ -310,7 +310,8 @@ class _Carrier:
         values = root.value
         model = values.get("model")
         image = values.get("image")
-        if isinstance(model, dict) and isinstance(image, dict):  # values of our chart
+        if isinstance(model, dict) and isinstance(image, dict):
+            # only the values of our Helm chart have these two mappings
             self.version = str(image.get("tag") or "") or None
             self.target = model.get("target") or ""
             self.head = model.get("head") or ""
@@ -375,7 +376,7 @@ class _Carrier:
 
         without_bodies = HEREDOC.sub(read_body, part.text)
         for words in statements(without_bodies, part.origin.line):
-            # the words behind the last one make a redirection of every statement, into no file
+            # two more words, so that a statement without a redirection also has an end and a file
             texts = [*(word.text for word in words), REDIRECTED, ""]
             end = texts.index(REDIRECTED)
             file = texts[end + 1]

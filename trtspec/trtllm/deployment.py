@@ -91,7 +91,7 @@ def assumed_release(reason: str | None, document: Document | None) -> list[Probl
         return []
     release = default_release()
     parents = dict.fromkeys(owner.partition(":")[0] for owner in schema_for(release).unread)
-    # only classes whose mapping the file has matter to its reader
+    # a class matters only if the file has its mapping
     unread = [name or "the top level" for name in parents if not name or document.has(name)]
     parts = [
         f"TensorRT-LLM {release} is {ASSUMED}",

@@ -143,7 +143,7 @@ class Document:
         node = entry.key_node
         if problem.on_value and entry.value_node.line == node.line:
             node = entry.value_node
-        # an empty value has no width, and is still marked
+        # at least one column, so that an empty value is marked too
         width = max(node.end - node.start, 1)
         return replace(problem, column=node.column + 1, width=width)
 

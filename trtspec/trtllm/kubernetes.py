@@ -266,7 +266,7 @@ def _arguments(config: EngineConfig, path: str) -> list[str]:
         "--served-model-name": intent.published_as,
         "--extra-engine-args": path,
     }
-    # the options of trtllm-serve's command by Dynamo's names; one of the three above is kept
+    # options of trtllm-serve's command by Dynamo's names, which do not replace the three above
     for flag, engine_flag in dynamo_options().items():
         value = words[words.index(engine_flag) + 1] if engine_flag in words else None
         options.setdefault(flag, settings.get(engine_flag.removeprefix("--"), value))

@@ -165,7 +165,7 @@ def fix(
     `findings`: the findings of `lint` about the document.
     """
     corrected: list[Problem] = []
-    while True:  # because a fix can move or settle other findings, one is applied at a time
+    while True:  # because a fix can move or remove other findings, one is applied at a time
         for finding in findings:
             better = _corrected(document, findings, finding, deployment)
             if better is not None:

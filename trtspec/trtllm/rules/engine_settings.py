@@ -174,7 +174,7 @@ def moe(document: Document, deployment: Deployment) -> Iterator[Problem]:
     if isinstance(balancer, str) and not os.path.isfile(balancer):
         message = f"{balancer} is not a file here; "
         message += "the engine stops with FileNotFoundError where it is missing"
-        # certain if the engine runs here, not if the file is for a pod
+        # certain only if the engine runs on this machine, not in a pod
         severity: Severity = "error" if deployment.here else "warning"
         yield Problem("TS-LINT-EPLB-FILE", severity, key, message)
     if ranks and ranks_per_expert and expert_ranks and ranks_per_expert * expert_ranks != ranks:

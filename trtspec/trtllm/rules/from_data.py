@@ -14,9 +14,9 @@ from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 from trtspec.trtllm.rules.speculation import schedule_reaches_zero
 from trtspec.trtllm.schema import UNKNOWN, Rule, Schema, releases, schema_for
 
-# ends of the codes of rules about the support of a target and head: the release is too old
+# ends of the codes of rules that find a release too old for a target and head
 TOO_OLD = ("-OLD-ENGINE", "-MODEL-TOO-NEW")
-SUPPORT = (*TOO_OLD, "-KNOWN-ISSUE", "-DEPRECATED")  # or wrong, or no longer tested
+SUPPORT = (*TOO_OLD, "-KNOWN-ISSUE", "-DEPRECATED")  # ends of all codes about support
 
 
 def check_rows(document: Document, deployment: Deployment) -> Iterator[Problem]:
@@ -147,7 +147,7 @@ def _holds(
     """
     written = document.has(path) or path in deployment.argv
     value = known.get(path, _setting(document, deployment, path))
-    is_set = value not in (None, False, 0, "")  # an empty mapping is an object
+    is_set = value not in (None, False, 0, "")  # an empty mapping counts as set
     states = {
         "given": written,
         "absent": not written,

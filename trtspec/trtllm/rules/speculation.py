@@ -25,7 +25,7 @@ def method_for_kimi(document: Document, deployment: Deployment) -> Iterator[Prob
     """
     key = f"{SPEC}.decoding_type"
     method = method_of(document)
-    # without a known target, only a method that no backend here has is a problem
+    # without a known target, only a method that the PyTorch backend lacks is a problem
     if method is None or (deployment.target is None and method.pytorch):
         return
     runs = method.kimi["runs"]

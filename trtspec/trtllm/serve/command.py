@@ -137,7 +137,7 @@ def with_launcher(
     hosts = ",".join(f"{host}:{gpus}" for host in lws_hosts(environ))
     words = ["mpirun", "-np", str(cluster.ranks), "-N", gpus, "--host", hosts]
     for name in env:
-        words += ["-x", name]  # Open MPI hands on only its own variables
+        words += ["-x", name]  # Open MPI passes on only its own variables
     return [*words, *cluster.args, RANK_WRAPPER, *argv]
 
 
@@ -271,7 +271,7 @@ def check_fit(
     smallest = min(gpu.memory_bytes for gpu in gpus)
     if not smallest or deployment.target is None:
         return  # because nvidia-smi does not show the memory, or no target is known
-    # only the memory counts here, so any GPU's other figures do
+    # only the memory matters, so that the other figures may be of any GPU
     gpu = replace(gpu_spec("b200"), memory_bytes=smallest)
     memory = deployment.memory(document, deployment.target, gpu)
     hardware = f"{memory.layout.gpus} x {gpus[0].name} of {smallest / GIB:.0f} GiB"

@@ -89,7 +89,7 @@ def plan_front(options: ServeOptions, *, launching: bool) -> ServerPlan:
     """
     find_target(options.target)
     path = options.disaggregated
-    assert path is not None  # the option asks for a front
+    assert path is not None  # because only this option chooses a front
     if str(path) == STDIN:
         message = "`disaggregated` - : the front reads its file itself"
         raise UsageError(message, "pass the path of one")
