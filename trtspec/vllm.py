@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -181,15 +182,7 @@ def with_file(options: ServeOptions) -> ServeOptions:
     """
     if options.config is None:
         return options
-    values = load_file(options.config, "write it with `trtspec build-config TARGET --format vllm`")
-    if not isinstance(values, dict):
-        message = f"{options.config} is not a mapping of vLLM's options"
-        raise UsageError(message, "write `option: value` lines")
-    for problem in errors_in(unknown_options(values)):  # the first error is enough
-        raise UsageError(f"{options.config}: {problem.message}", problem.remedy)
-    if "revision" in values:  # our option has the revision behind the model's name
-        revision = values.pop("revision")
-        values["model"] = f"{values.get('model', options.target)}@{revision}"
+    values = _file_values(options.config, options.target)
     names = _own_options()
     settings: dict[str, Any] = {}
     others: dict[str, Any] = {}
@@ -214,6 +207,24 @@ def with_file(options: ServeOptions) -> ServeOptions:
             message = f"`{name}` is given, and {options.config} says {settings[name]!r}"
             raise UsageError(message, "say it in one place")
     return replace(options, **settings, passed=(*as_words(others), *options.passed))
+
+
+def _file_values(path: Path, target: str) -> dict[Any, Any]:
+    """Values of the configuration file by key, with a revision behind the model's name.
+
+    Raises UsageError if the file is not a mapping, or has a key that is a misspelled option.
+    `target`: name of the model if the file has none.
+    """
+    values = load_file(path, "write it with `trtspec build-config TARGET --format vllm`")
+    if not isinstance(values, dict):
+        message = f"{path} is not a mapping of vLLM's options"
+        raise UsageError(message, "write `option: value` lines")
+    for problem in errors_in(unknown_options(values)):  # the first error is enough
+        raise UsageError(f"{path}: {problem.message}", problem.remedy)
+    if "revision" in values:  # our option has the revision behind the model's name
+        revision = values.pop("revision")
+        values["model"] = f"{values.get('model', target)}@{revision}"
+    return values
 
 
 def unknown_options(values: Iterable[Any]) -> Iterator[Problem]:

@@ -403,5 +403,5 @@ def allreduce_row(tables: dict[str, Any], ranks: int) -> Series | None:
     if row is None and "same_links_as" in tables:
         twin = read_tables(tables["same_links_as"])
         if twin is not None:
-            return twin["allreduce"].row(ranks)
+            row = twin["allreduce"].row(ranks)
     return row

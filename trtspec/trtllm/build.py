@@ -293,11 +293,15 @@ def _capacity(intent: Intent, target: ModelSpec, deployment: Deployment, setting
     block = deployment.schema.behaviour("transfer_in_blocks")["tokens_per_block"]
     length = intent.seq_len
     if held * length < batch * block:
-        message = f"{batch:,} requests of up to {length:,} tokens do not fit on "
-        message += f"{intent.tp_size} x {intent.gpu.upper()}: beside a step of "
-        message += f"{intent.tokens:,} tokens the KV cache holds {held:,}"
-        remedy = "use more GPUs or larger ones, fewer requests, or a smaller `max_seq_len`; "
-        remedy += "see `trtspec plan`"
+        message = (
+            f"{batch:,} requests of up to {length:,} tokens do not fit on "
+            f"{intent.tp_size} x {intent.gpu.upper()}: beside a step of "
+            f"{intent.tokens:,} tokens the KV cache holds {held:,}"
+        )
+        remedy = (
+            "use more GPUs or larger ones, fewer requests, or a smaller `max_seq_len`; "
+            "see `trtspec plan`"
+        )
         raise CheckFailed(message, remedy)
     line = f"# The cache holds {held:,} requests of {length:,} tokens (`trtspec plan`)"
     if held < batch:

@@ -327,15 +327,18 @@ class Intent:
             gpus_of_node = gpu_spec(self.gpu).gpus_per_node
             ranks = self.gpus_per_node
             if ranks > gpus_of_node:
-                message = f"{ranks} ranks on one node, but a node of {self.gpu.upper()} "
-                message += f"has {gpus_of_node} GPUs"
+                message = (
+                    f"{ranks} ranks on one node, but a node of {self.gpu.upper()} "
+                    f"has {gpus_of_node} GPUs"
+                )
                 raise UsageError(message, f"use `nodes` {-(-self.tp_size // gpus_of_node)}")
         if (self.isl is None) != (self.osl is None):
             raise UsageError("`isl` and `osl` make the sequence length together", "give both")
         step_tokens = self.step_tokens
         if self.tokens < step_tokens:
-            message = f"`max_num_tokens` {self.tokens} does not hold "
-            message += f"one step of {self.batch} requests"
+            message = (
+                f"`max_num_tokens` {self.tokens} does not hold one step of {self.batch} requests"
+            )
             if self.head:
                 message += f" with {self.draft_len} draft tokens each"
             raise UsageError(message, f"use at least {step_tokens}, or a smaller `max_batch_size`")

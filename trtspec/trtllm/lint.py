@@ -80,8 +80,9 @@ def _unjudged(document: Document) -> Problem | None:
         remedy = "write `key: value` lines"
         return Problem("TS-LINT-SYNTAX", "error", "", message, remedy, line=1)
     if set(document.mapping) >= FRONT_KEYS:
-        message = "this is the front of disaggregated servers, "
-        message += "which has no engine settings to judge"
+        message = (
+            "this is the front of disaggregated servers, which has no engine settings to judge"
+        )
         return Problem("TS-LINT-FRONT-FILE", "info", "", message)
     return None
 
@@ -96,8 +97,9 @@ def _findings(document: Document, deployment: Deployment) -> list[Problem]:
     findings = [*check_keys(document, schema)]
     newest = releases()[-1]
     if schema.version > newest:
-        message = f"TensorRT-LLM {schema.version} is newer than "
-        message += f"the newest version known here, {newest}"
+        message = (
+            f"TensorRT-LLM {schema.version} is newer than the newest version known here, {newest}"
+        )
         findings.append(Problem("TS-LINT-VERSION-NEWER", "warning", "", message))
     refused = {finding.key for finding in findings if finding.code in REFUSED_VALUE}
     # a refused key's finding already covers the key that was intended

@@ -262,8 +262,10 @@ def _known(schema: Schema, entry: Entry, support: KeySupport) -> Iterator[Proble
     if any(refused) and not all(refused):  # so there are two sources, which disagree
         earlier, later = ["refuses" if is_refused else "takes" for is_refused in refused]
         (before, _), (after, _) = support.sources
-        message = f"{path}: {before} {earlier} and {after} {later} "
-        message += f"{shown(entry.value)}; {schema.version} lies between"
+        message = (
+            f"{path}: {before} {earlier} and {after} {later} "
+            f"{shown(entry.value)}; {schema.version} lies between"
+        )
         yield Problem("TS-LINT-VERSION-UNCERTAIN", "warning", path, message, on_value=True)
     elif verdicts[-1] is not None:
         yield _bad_value(entry, field, verdicts[-1], support)
@@ -342,8 +344,9 @@ def _unknown(document: Document, schema: Schema, entry: Entry, support: KeySuppo
     elif variants:
         code = "TS-LINT-WRONG-VARIANT"
         variant = variant_of(document, parent)
-        message = f"{DISCRIMINATORS[parent]} {variant} has no key {name} "
-        message += f"(only {', '.join(variants)})"
+        message = (
+            f"{DISCRIMINATORS[parent]} {variant} has no key {name} (only {', '.join(variants)})"
+        )
         remedy = ""
         fix = None
     elif renamed.get("to") in schema.fields:

@@ -72,8 +72,10 @@ def reasoning_parser(document: Document, deployment: Deployment) -> Iterator[Pro
     expected = published.reasoning_parser(target.family, deployment.target_name, ENGINE)
     if written == (expected or target.family.reasoning_parsers[ENGINE]):
         return
-    message = f"reasoning_parser {written} with {target.model_type}: "
-    message += "reasoning lands in the answer, or the answer in the reasoning, without an error"
+    message = (
+        f"reasoning_parser {written} with {target.model_type}: "
+        "reasoning lands in the answer, or the answer in the reasoning, without an error"
+    )
     fix = None
     if document.has(key) and expected is not None:  # without a file's key, lint has nothing to edit
         fix = partial(set_value, path=key, value=expected)
@@ -122,15 +124,18 @@ def capture_layers(document: Document, deployment: Deployment) -> Iterator[Probl
     trained = ", ".join(map(str, wanted))
     if written is None and sorted(wanted) != sorted(default):
         captured = ", ".join(map(str, default))
-        message = f"the head was trained on layers {trained}; "
-        message += f"the engine does not read that from the head and takes {captured}: "
-        message += "acceptance near 0 on a healthy server"
+        message = (
+            f"the head was trained on layers {trained}; "
+            f"the engine does not read that from the head and takes {captured}: "
+            "acceptance near 0 on a healthy server"
+        )
         remedy = f"add `eagle3_layers_to_capture: [{trained}]`"
         fix = partial(add_key, path=CAPTURE, value=list(wanted))
         yield Problem("TS-LINT-CAPTURE-LAYERS-MISSING", "error", CAPTURE, message, remedy, fix)
     elif isinstance(written, list) and sorted(written) != sorted(wanted):
-        message = f"eagle3_layers_to_capture {written} is not what the head was trained on "
-        message += f"({trained})"
+        message = (
+            f"eagle3_layers_to_capture {written} is not what the head was trained on ({trained})"
+        )
         layer_inputs = [layer + 1 for layer in wanted]
         if sorted(written) == sorted(layer_inputs):
             message += "; these are layer inputs as vLLM counts them, "

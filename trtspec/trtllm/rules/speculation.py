@@ -60,15 +60,19 @@ def schedule(document: Document, deployment: Deployment) -> Iterator[Problem]:
     meanings = schema.behaviours["draft_len_schedule"]
     if len(meanings) > 1:
         either = " or ".join(meaning["bounds"] for meaning in meanings)
-        message = f"the keys of the schedule are {either} bounds of the batch size (changed "
-        message += f"{schema.intervals['draft_len_schedule']})"
+        message = (
+            f"the keys of the schedule are {either} bounds of the batch size (changed "
+            f"{schema.intervals['draft_len_schedule']})"
+        )
         yield Problem("TS-LINT-SCHEDULE-MEANING", "warning", SCHEDULE, message)
     max_draft_len = document.get(LENGTH)
     lengths = schedule.values()
     too_long = isinstance(max_draft_len, int) and max(lengths) > max_draft_len
     if too_long or min(schedule) < 1 or min(lengths) < 0:
-        message = "batch sizes start at 1 and draft lengths lie "
-        message += f"between 0 and max_draft_len ({max_draft_len})"
+        message = (
+            "batch sizes start at 1 and draft lengths lie "
+            f"between 0 and max_draft_len ({max_draft_len})"
+        )
         remedy = "correct the entries out of range"
         yield Problem("TS-LINT-BAD-SCHEDULE", "error", SCHEDULE, message, remedy)
     for meaning in meanings:
@@ -132,14 +136,17 @@ def prefix_reuse(document: Document, deployment: Deployment) -> Iterator[Problem
         return
     if document.get(REUSE, True) in (False, None):
         return
-    message = f"over a reused prefix the draft sees nothing ({blind['measured']}): "
-    message += f"every multi-turn chat is such a case ({blind['source']})"
+    message = (
+        f"over a reused prefix the draft sees nothing ({blind['measured']}): "
+        f"every multi-turn chat is such a case ({blind['source']})"
+    )
     off = "`enable_block_reuse: false`, or true if prompts that repeat matter more than drafts"
     remedy = f"write {off}"
     fixed = schema.behaviour("draft_kv_reuse_v2")
     if fixed:
-        remedy = "write `use_kv_cache_manager_v2: true`, which fixes this "
-        remedy += f"({fixed['source']}), or {off}"
+        remedy = (
+            f"write `use_kv_cache_manager_v2: true`, which fixes this ({fixed['source']}), or {off}"
+        )
     # a file that sets the key has decided, while the author of another may not know the default
     severity: Severity = "info" if document.has(REUSE) else "warning"
     yield Problem("TS-LINT-PREFIX-REUSE", severity, REUSE, message, remedy)

@@ -180,8 +180,10 @@ def check_cluster(
         launching: false for a dry run.
     """
     if cluster.ranks != world:
-        message = f"{cluster.nodes} nodes of {cluster.gpus_per_node} GPUs are {cluster.ranks} "
-        message += f"ranks; the engine's parallel sizes make {world}"
+        message = (
+            f"{cluster.nodes} nodes of {cluster.gpus_per_node} GPUs are {cluster.ranks} "
+            f"ranks; the engine's parallel sizes make {world}"
+        )
         yield Problem("TS-SERVE-WORLD", "error", "`nodes`", message)
     if cluster.launcher == "direct":
         if cluster.nodes > 1:
@@ -256,8 +258,10 @@ def check_driver(driver: str, version: Version) -> Iterator[Problem]:
     needed = row["oldest"]
     major = driver.partition(".")[0]
     if major.isdigit() and int(major) < needed:
-        message = f"driver {driver} is older than {needed}, "
-        message += f"which TensorRT-LLM {version} is built for ({row['source']})"
+        message = (
+            f"driver {driver} is older than {needed}, "
+            f"which TensorRT-LLM {version} is built for ({row['source']})"
+        )
         yield Problem("TS-SERVE-DRIVER", "warning", "driver", message)
 
 
@@ -277,12 +281,13 @@ def check_fit(
     hardware = f"{memory.layout.gpus} x {gpus[0].name} of {smallest / GIB:.0f} GiB"
     if memory.free <= 0:
         needed_gib = (memory.capacity - memory.free) / GIB
-        message = "weights and working memory need "
-        message += f"{needed_gib:.0f} GiB on each of {hardware}"
+        message = f"weights and working memory need {needed_gib:.0f} GiB on each of {hardware}"
         yield Problem("TS-SERVE-NO-FIT", "error", "memory", message)
         return
     length = deployment.size(document, "max_seq_len")
     if length > memory.kv_tokens:
-        message = f"the KV cache of {hardware} holds about {memory.kv_tokens} tokens, "
-        message += f"and max_seq_len is {length}"
+        message = (
+            f"the KV cache of {hardware} holds about {memory.kv_tokens} tokens, "
+            f"and max_seq_len is {length}"
+        )
         yield Problem("TS-SERVE-SMALL-CACHE", "warning", "memory", message)
