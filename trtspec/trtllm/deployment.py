@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from trtspec.specs import GpuSpec, HeadSpec, ModelSpec, gpu_spec
 from trtspec.trtllm.document import Document, Edit
 from trtspec.trtllm.intent import Intent, Role, parse_intent
 from trtspec.trtllm.schema import (
+    KeySupport,
     Schema,
     default_release,
     known_issues,
@@ -259,29 +260,12 @@ def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], 
     options: dict[str, Any] = {}
     problems: list[Problem] = []
     unread = list(words)
-    flags: list[str] = []
-    for option in schema.options.values():
-        flags += option.flags
-
-    def refuse(code: str, message: str, remedy: str = "", is_certain: bool = True) -> None:
-        """Adds a problem of the current `flag`, a warning if the sources are not certain."""
-        severity: Severity = "error"
-        if not is_certain:
-            code = "TS-SERVE-OPTION-UNCERTAIN"
-            severity = "warning"
-            message = f"not known for TensorRT-LLM {schema.version}: {message} ({support.releases})"
-            remedy = "try `trtllm-serve --help`"
-        problems.append(Problem(code, severity, flag, message, remedy))
-
     while unread:
         word = unread.pop(0)
         flag, has_value, text = word.partition("=")
         support = schema.option(flag)
         if not support.takes:
-            message = f"trtllm-serve {schema.version} has no option {flag}"
-            is_certain = support.is_certain and not support.taken
-            remedy = did_you_mean(flag, flags, "")
-            refuse("TS-SERVE-UNKNOWN-OPTION", message, remedy, is_certain)
+            problems.append(_unknown_option(schema, flag, support))
         if not support.taken:
             # words up to the next option are values of this unknown one
             while unread and not unread[0].startswith("-"):
@@ -290,30 +274,68 @@ def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], 
         option = support.taken[0]
         value: Any = not flag.startswith("--no-")
         if option.path in options and not option.multiple:
-            refuse("TS-SERVE-OPTION-REPEATED", f"{flag} is given more than once")
+            message = f"{flag} is given more than once"
+            problems.append(Problem("TS-SERVE-OPTION-REPEATED", "error", flag, message))
         if option.is_flag and has_value:
             message = f"{flag} takes no value; trtllm-serve stops at {word}"
-            refuse(VALUE, message, f"write {flag} alone")
+            problems.append(Problem(VALUE, "error", flag, message, f"write {flag} alone"))
         elif not option.is_flag and not has_value and not unread:
-            refuse(VALUE, f"{flag} needs a value", f"write {flag} VALUE")
+            message = f"{flag} needs a value"
+            problems.append(Problem(VALUE, "error", flag, message, f"write {flag} VALUE"))
         elif not option.is_flag:
             value = text if has_value else unread.pop(0)
-            convert = {"int": int, "float": float}.get(option.type, str)
-            try:
-                value = convert(value)
-            except ValueError:
-                message = f"{flag} takes {option.type}, not {value!r}"
-                refuse(VALUE, message, f"write {flag} and a number")
-            refusing = [
-                known for known in support.taken if known.choices and value not in known.choices
-            ]
-            if refusing:
-                is_certain = support.is_certain and len(refusing) == len(support.taken)
-                choices = ", ".join(refusing[-1].choices)
-                message = f"{flag} takes one of {choices}, not {value!r}"
-                refuse(VALUE, message, "choose one of them", is_certain)
+            value, value_problems = _option_value(schema, flag, support, value)
+            problems += value_problems
         options[option.path] = value
     return options, problems
+
+
+def _unknown_option(schema: Schema, flag: str, support: KeySupport) -> Problem:
+    """Problem of an option that a source around the release refuses, or that no source shows."""
+    flags: list[str] = []
+    for option in schema.options.values():
+        flags += option.flags
+    message = f"trtllm-serve {schema.version} has no option {flag}"
+    remedy = did_you_mean(flag, flags, "")
+    problem = Problem("TS-SERVE-UNKNOWN-OPTION", "error", flag, message, remedy)
+    if support.is_certain and not support.taken:
+        return problem
+    return _uncertain(schema, support, problem)
+
+
+def _option_value(
+    schema: Schema, flag: str, support: KeySupport, text: str
+) -> tuple[Any, list[Problem]]:
+    """Returns the value of an option, converted to its type if possible, and its problems."""
+    problems: list[Problem] = []
+    value: Any = text
+    value_type = support.taken[0].type
+    convert = {"int": int, "float": float}.get(value_type, str)
+    try:
+        value = convert(text)
+    except ValueError:
+        message = f"{flag} takes {value_type}, not {text!r}"
+        problems.append(Problem(VALUE, "error", flag, message, f"write {flag} and a number"))
+    refusing = [
+        option for option in support.taken if option.choices and value not in option.choices
+    ]
+    if refusing:
+        choices = ", ".join(refusing[-1].choices)
+        message = f"{flag} takes one of {choices}, not {value!r}"
+        problem = Problem(VALUE, "error", flag, message, "choose one of them")
+        if not support.is_certain or len(refusing) < len(support.taken):
+            problem = _uncertain(schema, support, problem)
+        problems.append(problem)
+    return value, problems
+
+
+def _uncertain(schema: Schema, support: KeySupport, problem: Problem) -> Problem:
+    """Returns the problem as a warning, because the sources around the release do not decide it."""
+    message = f"not known for TensorRT-LLM {schema.version}: {problem.message}"
+    return replace(
+        problem, code="TS-SERVE-OPTION-UNCERTAIN", severity="warning",
+        message=f"{message} ({support.releases})", remedy="try `trtllm-serve --help`",
+    )  # fmt: skip
 
 
 # a name that the author of a file left for its user to fill in, or no name of a checkpoint at all
