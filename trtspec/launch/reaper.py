@@ -55,8 +55,8 @@ def main(grace: float, control: int) -> int:
     if not line.endswith(b"\n"):
         return 128 + signal.SIGTERM  # because trtspec has already ended
     argv = json.loads(line)
-    asked: list[int] = []
-    wake = _wake_on_signals(asked)
+    stop_signals: list[int] = []
+    wake = _wake_on_signals(stop_signals)
     try:
         engine = subprocess.Popen(
             argv, process_group=0, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -64,7 +64,7 @@ def main(grace: float, control: int) -> int:
     except OSError as error:
         _report(f"{argv[0]} cannot be started: {error.strerror}")
         return 127
-    status = _until_it_ends(engine.pid, control, wake, asked, grace)
+    status = _until_it_ends(engine.pid, control, wake, stop_signals, grace)
     engine.returncode = status
     stuck = _end_descendants(wake, grace)
     if stuck:
@@ -84,8 +84,8 @@ def prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value)
 
 
-def _wake_on_signals(asked: list[int]) -> int:
-    """Makes the FORWARDED signals be collected in `asked`. Returns the read end of a pipe.
+def _wake_on_signals(stop_signals: list[int]) -> int:
+    """Makes the FORWARDED signals be collected in `stop_signals`. Returns the read end of a pipe.
 
     The pipe becomes readable at each of these signals and at SIGCHLD.
     """
@@ -95,11 +95,13 @@ def _wake_on_signals(asked: list[int]) -> int:
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     for number in FORWARDED:
-        signal.signal(number, lambda number, _frame: asked.append(number))
+        signal.signal(number, lambda number, _frame: stop_signals.append(number))
     return wake
 
 
-def _until_it_ends(engine: int, control: int, wake: int, asked: list[int], grace: float) -> int:
+def _until_it_ends(
+    engine: int, control: int, wake: int, stop_signals: list[int], grace: float
+) -> int:
     """Passes signals on until the engine ends, and returns its exit code (negative: its signal).
 
     Kills everything `grace` seconds after the first signal, or at once after a second one.
@@ -108,7 +110,7 @@ def _until_it_ends(engine: int, control: int, wake: int, asked: list[int], grace
         engine: process id of the engine.
         control: descriptor of the pipe whose end means that trtspec has ended.
         wake: descriptor that is readable after a signal.
-        asked: signals so far, to which handlers append.
+        stop_signals: signals so far, to which handlers append.
     """
     watched = [control, wake]
     deadline = None
@@ -117,7 +119,7 @@ def _until_it_ends(engine: int, control: int, wake: int, asked: list[int], grace
         status = _reap(engine)
         if status is not None:
             return status
-        for number in asked[passed_on:]:
+        for number in stop_signals[passed_on:]:
             passed_on += 1
             patience = grace if deadline is None else 0
             deadline = time.monotonic() + patience
@@ -133,7 +135,7 @@ def _until_it_ends(engine: int, control: int, wake: int, asked: list[int], grace
         _drain(wake)
         if control in ready:
             watched.remove(control)
-            asked.append(signal.SIGTERM)
+            stop_signals.append(signal.SIGTERM)
 
 
 def _reap(engine: int = -1) -> int | None:

@@ -70,20 +70,20 @@ def run(launch: ServerLaunch) -> int:
     started = time.monotonic()
     already_there = set(descendants())
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # if the subreaper is killed, its processes become ours
-    with _started(launch) as process, _forwarded_signals(process) as requests:
+    with _started(launch) as process, _forwarded_signals(process) as stop_signals:
         reader = LogReader(process.stdout, launch.patterns, started)
         reader.start()
         ready = False
         try:
-            ready = _wait_ready(process, launch, started, requests)
+            ready = _wait_ready(process, launch, started, stop_signals)
             if ready:
                 seconds = time.monotonic() - started
                 url = f"http://{launch.endpoint.host}:{launch.endpoint.port}"
                 announce(f"trtspec: ready on {url} ({seconds:.0f} s); next: trtspec bench {url}")
-                _wait_end(process, launch, requests)
+                _wait_end(process, launch, stop_signals)
         finally:
             loading_grace = 0.0
-            if requests and not ready:  # because a loading server has its signal already
+            if stop_signals and not ready:  # because a loading server has its signal already
                 loading_grace = min(launch.limits.stop_grace, LOADING_GRACE)
             reaper_killed = _end(process, launch.limits.stop_grace, loading_grace)
             _kill_adopted(already_there)
@@ -98,19 +98,19 @@ def run(launch: ServerLaunch) -> int:
         )
         remedy = "find out what sent the signal, then start again"
         raise ServerFailed(message, remedy, "TS-SERVE-KILLED", status)
-    if len(requests) == 1 and status == KILLED and not ready:
+    if len(stop_signals) == 1 and status == KILLED and not ready:
         announce(
             "trtspec: stopped as requested: killed while it loaded, "
             f"as it did not end in {loading_grace:g} s"
         )
-        return 128 + requests[0]
+        return 128 + stop_signals[0]
     ended_as_requested = status in (0, *(128 + number for number in FORWARDED))
     if launch.own_statuses:  # because mpirun hides 128 + signal, any end but a kill counts
         ended_as_requested = status != KILLED
-    if requests and ended_as_requested:
+    if stop_signals and ended_as_requested:
         announce("trtspec: stopped as requested")
     elif status or not ready:
-        _fail(launch, status, list(reader.tail), ready, len(requests))
+        _fail(launch, status, list(reader.tail), ready, len(stop_signals))
     return status
 
 
@@ -159,19 +159,19 @@ def _started(launch: ServerLaunch) -> Iterator[subprocess.Popen[str]]:
 @contextlib.contextmanager
 def _forwarded_signals(process: subprocess.Popen[str]) -> Iterator[list[int]]:
     """Passes the FORWARDED signals on to the subreaper, and yields the list of those that came."""
-    requests: list[int] = []
+    stop_signals: list[int] = []
 
     def forward(number: int, _frame: Any) -> None:
         """Notes one signal and passes it on."""
-        requests.append(number)
+        stop_signals.append(number)
         process.send_signal(number)
 
     with signals_handled(forward, *FORWARDED):
-        yield requests
+        yield stop_signals
 
 
 def _wait_ready(
-    process: subprocess.Popen[str], launch: ServerLaunch, started: float, asked: list[int]
+    process: subprocess.Popen[str], launch: ServerLaunch, started: float, stop_signals: list[int]
 ) -> bool:
     """Waits until the server has generated. False if it ended or was asked to stop before.
 
@@ -180,14 +180,14 @@ def _wait_ready(
 
     Args:
         started: time of the start, by time.monotonic().
-        asked: signals that asked for the end so far.
+        stop_signals: signals that asked for the end so far.
     """
     endpoint = launch.endpoint
     startup = launch.limits.startup
 
     def ended() -> bool:
         """Whether the server ended, or a signal asked for its end."""
-        return process.poll() is not None or bool(asked)
+        return process.poll() is not None or bool(stop_signals)
 
     def left() -> float:
         """Seconds until the server must be ready."""
@@ -254,7 +254,9 @@ def _failure(
     return ""
 
 
-def _wait_end(process: subprocess.Popen[str], launch: ServerLaunch, asked: list[int]) -> None:
+def _wait_end(
+    process: subprocess.Popen[str], launch: ServerLaunch, stop_signals: list[int]
+) -> None:
     """Waits until the server has ended, or a signal asked for its end.
 
     Raises ServerFailed if the server hangs, which means that it runs and /health does not answer.
@@ -264,11 +266,11 @@ def _wait_end(process: subprocess.Popen[str], launch: ServerLaunch, asked: list[
     last = time.monotonic()
     while process.poll() is None:
         time.sleep(POLL)
-        if not interval or asked or time.monotonic() - last < interval:
+        if not interval or stop_signals or time.monotonic() - last < interval:
             continue
         unhealthy = _failure(launch.endpoint.url, partial(health, timeout=interval), interval, {})
         last = time.monotonic()
-        if process.poll() is not None or asked:
+        if process.poll() is not None or stop_signals:
             continue
         if failed and not unhealthy:
             announce("trtspec: /health answers again")
@@ -285,17 +287,17 @@ def _wait_end(process: subprocess.Popen[str], launch: ServerLaunch, asked: list[
             raise ServerFailed(message, remedy, "TS-SERVE-HUNG")
 
 
-def _end(process: subprocess.Popen[str], grace: float, moment: float) -> bool:
+def _end(process: subprocess.Popen[str], grace: float, loading_grace: float) -> bool:
     """Stops the subreaper, which ends every rank first. Returns whether it had to be killed.
 
     Args:
         grace: seconds between a signal and SIGKILL.
-        moment: seconds before the first signal of a server that loads. It has had one signal and
-            has nothing to finish, so the next one makes the subreaper kill every rank.
+        loading_grace: seconds before the next signal of a server that loads. It has had one signal
+            and has nothing to finish, so the next signal makes the subreaper kill every rank.
     """
-    if moment:
+    if loading_grace:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=moment)
+            process.wait(timeout=loading_grace)
     if process.poll() is None:
         process.terminate()
         try:
@@ -307,7 +309,9 @@ def _end(process: subprocess.Popen[str], grace: float, moment: float) -> bool:
     return False
 
 
-def _fail(launch: ServerLaunch, status: int, tail: list[str], ready: bool, asked: int) -> NoReturn:
+def _fail(
+    launch: ServerLaunch, status: int, tail: list[str], ready: bool, signal_count: int
+) -> NoReturn:
     """Raises ServerFailed with the cause of the server's end.
 
     The cause is our kill, a known failure in the log, or the last lines of the log.
@@ -316,14 +320,14 @@ def _fail(launch: ServerLaunch, status: int, tail: list[str], ready: bool, asked
         status: exit status of the server.
         tail: last lines of the log.
         ready: whether the server was ready before.
-        asked: number of signals that asked for the end.
+        signal_count: number of signals that asked for the end.
     """
     patterns = launch.patterns
-    if asked > 1 and status == KILLED:
+    if signal_count > 1 and status == KILLED:
         message = "a second signal came, so the server was killed"
         remedy = "send one signal and wait for the end"
         raise ServerFailed(message, remedy, "TS-SERVE-KILLED", status)
-    if asked and status == KILLED:
+    if signal_count and status == KILLED:
         grace = launch.limits.stop_grace
         message = f"the server did not end within {grace:g} s of the signal and was killed"
         raise ServerFailed(message, "give it longer with `stop_grace`", "TS-SERVE-KILLED", status)
