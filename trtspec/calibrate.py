@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ from trtspec.errors import UsageError
 from trtspec.models.k2 import DecoderLayer
 from trtspec.models.moe import Experts, MoE, dispatch
 from trtspec.models.precision import default_dtype
-from trtspec.models.stream import LayerStream, States
+from trtspec.models.stream import LayerStream, States, StatesRecord
 from trtspec.models.weights import layer_layout
 from trtspec.quant.modelopt import InputObserver
 from trtspec.quant.policy import METADATA_KEY, Policy, default_policy
@@ -96,7 +96,7 @@ def calibrate_checkpoint(
             return _estimate(calibration, calibration.work.check(output_options))
         with calibration.work.claim(calibration.header, output_options) as journal:
             resumed = _measure(calibration, journal, bar)
-            layers = list(journal.done.values())
+            layers: list[LayerScales] = list(journal.done.values())
             _finish(calibration, layers)
         return _result(calibration, layers, resumed, start)
 
@@ -139,6 +139,41 @@ class CalibrationResult:
     dry_run: bool | None = None
 
 
+class DecisiveOptions(TypedDict):
+    """The options that decide the scales."""
+
+    policy: dict[str, Any]
+    samples: int
+    seq_len: int
+    dtype: str
+    device: str
+    format_version: int
+
+
+class CalibrationHeader(TypedDict):
+    """The journal's header. `source`: its fingerprint. `data`: the digest of the texts."""
+
+    source: dict[str, Any]
+    options: DecisiveOptions
+    data: str
+
+
+class LayerScales(TypedDict):
+    """The journal's record of a layer.
+
+    Args:
+        scales: input_scale by point.
+        dead: points whose input was always zero.
+        unreached: experts without a token.
+        states: of the texts after the layer.
+    """
+
+    scales: dict[str, float]
+    dead: list[str]
+    unreached: list[int]
+    states: NotRequired[StatesRecord]
+
+
 @dataclass(frozen=True)
 class Calibration:
     """A checked request: nothing has been written yet. `linears`: those that become NVFP4."""
@@ -153,9 +188,9 @@ class Calibration:
     data: Path
 
     @cached_property
-    def header(self) -> dict[str, Any]:
+    def header(self) -> CalibrationHeader:
         """The journal's header: everything that decides the scales."""
-        options = {
+        options: DecisiveOptions = {
             "policy": {"name": self.policy.name, "quantize": self.policy.quantize},
             "samples": self.options.samples,
             "seq_len": self.options.seq_len,
@@ -330,7 +365,7 @@ class LayerObserver:
             else:
                 module.register_forward_pre_hook(lambda _, args, point=point: see(point, args[0]))
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> LayerScales:
         """For the journal: input_scale by point, points always zero, experts without a token."""
         scales = {}
         dead = []
@@ -376,7 +411,7 @@ def _measure(calibration: Calibration, journal: Journal, bar: ProgressBar) -> in
     with calibration.states() as states:
         first = len(journal.done)
         if 0 < first < total:
-            states_record = journal.done[f"layer {first - 1}"]["states"]
+            states_record: StatesRecord = journal.done[f"layer {first - 1}"]["states"]
             if not states.restore(states_record):
                 first = 0  # the states of the last recorded layer are damaged
         bar.show(first, total)
@@ -398,7 +433,7 @@ def _measure(calibration: Calibration, journal: Journal, bar: ProgressBar) -> in
     return first
 
 
-def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
+def _finish(calibration: Calibration, layers: list[LayerScales]) -> None:
     """Writes provenance.json, then the scales, then removes the work directory.
 
     A kill in between leaves a run that resumes.
@@ -408,26 +443,32 @@ def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
         for path in output.parent.glob(pattern):  # a killed run's half-written file
             path.unlink()
     header = calibration.header
+    fingerprint = header["source"]
+    options = header["options"]
+    data_digest = header["data"]
     checkpoint = calibration.stream.checkpoint
     spec = calibration.stream.spec
     unreached_experts = sum(len(layer["unreached"]) for layer in layers)
     model = [spec.model_type, spec.num_hidden_layers, spec.n_routed_experts]
     metadata = {
         "command": "calibrate",
-        "options": header["options"],
-        "data": header["data"],
+        "options": options,
+        "data": data_digest,
         "texts": len(calibration.texts),
         "tokens": calibration.tokens,
         "unreached_experts": unreached_experts,
         "source": source_name(checkpoint.path),
-        "fingerprint": header["source"],
+        "fingerprint": fingerprint,
         "model": model,
         "modelopt": versions().get("nvidia-modelopt"),
     }
-    source = {"path": str(checkpoint.path), **header["source"]}
-    measured = [{key: layer[key] for key in ("scales", "dead", "unreached")} for layer in layers]
-    data = {"name": calibration.data.name, "sha256": header["data"]}
-    record = provenance("calibrate", source, header["options"], data=data, layers=measured)
+    source = {"path": str(checkpoint.path), **fingerprint}
+    measured = [
+        {"scales": layer["scales"], "dead": layer["dead"], "unreached": layer["unreached"]}
+        for layer in layers
+    ]
+    data = {"name": calibration.data.name, "sha256": data_digest}
+    record = provenance("calibrate", source, options, data=data, layers=measured)
     write_json(calibration.provenance_path, record)
     scales = _scales(calibration, layers)
     tensors = {f"{linear}.input_scale": torch.tensor(scale) for linear, scale in scales.items()}
@@ -436,7 +477,7 @@ def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
     calibration.work.finish()
 
 
-def _scales(calibration: Calibration, layers: list[dict[str, Any]]) -> dict[str, float]:
+def _scales(calibration: Calibration, layers: list[LayerScales]) -> dict[str, float]:
     """Hub name of every quantized linear -> its input scale."""
     scales: dict[str, float] = {}
     for index, layer in enumerate(layers):
@@ -447,7 +488,7 @@ def _scales(calibration: Calibration, layers: list[dict[str, Any]]) -> dict[str,
 
 
 def _result(
-    calibration: Calibration, layers: list[dict[str, Any]], resumed: int, start: float
+    calibration: Calibration, layers: list[LayerScales], resumed: int, start: float
 ) -> CalibrationResult:
     """The result of a run that began at `start` (monotonic seconds)."""
     scales = list(_scales(calibration, layers).values())
@@ -457,8 +498,9 @@ def _result(
     dead_inputs = []
     for index, layer in enumerate(layers):
         dead_inputs += [f"layer {index} {point}" for point in layer["dead"]]
-        if layer["unreached"]:
-            unreached[str(index)] = layer["unreached"]
+        layer_unreached = layer["unreached"]
+        if layer_unreached:
+            unreached[str(index)] = layer_unreached
     experts_unreached = sum(len(ids) for ids in unreached.values())
     input_scale = {
         "min": min(scales),

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NotRequired, TypedDict, TypeVar
 
 import httpx
 from pydantic import Field
@@ -195,6 +195,16 @@ class TargetEndpoint:
         bearer(self.api_key, "the key of `api_key` or OPENAI_API_KEY")
 
 
+class AnsweredRow(TypedDict):
+    """A row of the data set. `conversations`: its messages."""
+
+    conversation_id: str
+    category: NotRequired[str]
+    finish_reason: NotRequired[str]
+    tools: NotRequired[list[dict[str, Any]]]
+    conversations: list[dict[str, Any]]
+
+
 @dataclass
 class Outcome:
     """The result of one run.
@@ -212,7 +222,7 @@ class Outcome:
     tokens: int = 0
     seconds: float = 0.0
     server: dict[str, str] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[AnsweredRow] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -265,17 +275,8 @@ def work_directory(output: Path) -> OutputDirectory:
     return OutputDirectory.beside(output, "synthesize")
 
 
-def write_provenance(
-    output: Path,
-    prompts: str,
-    chosen: list[Prompt],
-    endpoint: TargetEndpoint,
-    sampling: AnswerSampling,
-    server: dict[str, str],
-    options: dict[str, Any],
-    summary: dict[str, Any],
-) -> None:
-    """Writes the data set's provenance beside it.
+def prompt_source(prompts: str, chosen: list[Prompt]) -> dict[str, Any]:
+    """Name and hash of the prompts for provenance.
 
     `prompts_sha256` is the hash of the prompt file. For a directory or a hub data set it is the
     hash of the chosen prompts' ids.
@@ -286,18 +287,26 @@ def write_provenance(
     else:
         ids = "".join(prompt.id for prompt in chosen)
         digest = hashlib.sha256(ids.encode()).hexdigest()
-    source = {
-        "prompts": file.name,
-        "prompts_sha256": digest,
-        "endpoint": endpoint.base_url,
-        "server": server,
-    }
+    return {"prompts": file.name, "prompts_sha256": digest}
+
+
+def write_provenance(
+    output: Path,
+    source: dict[str, Any],
+    endpoint: TargetEndpoint,
+    sampling: AnswerSampling,
+    server: dict[str, str],
+    options: dict[str, Any],
+    summary: dict[str, Any],
+) -> None:
+    """Writes the data set's provenance beside it. `source`: its prompts."""
+    source = {**source, "endpoint": endpoint.base_url, "server": server}
     sampled = sampling.__dict__ | {"model": server.get("model")}
     record = provenance("synthesize", source, {"sampling": sampled, **options}, **summary)
     write_json(output.with_name(f"{output.name}.provenance.json"), record)
 
 
-def judge_answers(rows: list[dict[str, Any]]) -> tuple[dict[str, int], dict[str, str]]:
+def judge_answers(rows: list[AnsweredRow]) -> tuple[dict[str, int], dict[str, str]]:
     """Judges the last answer of each row: ANSWER_FAULTS are faults that a head should not learn.
 
     Returns ("answers" and each fault -> count, conversation id -> fault).

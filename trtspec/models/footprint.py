@@ -92,10 +92,11 @@ class Footprint:
 
         The tokens are 0 if they are not worth proposing.
         """
-        rows = max(0, free - self.kept) // self.row
-        tokens = (free - self.kept - self.logits) * self.length // self.row
+        remaining = free - self.kept
+        rows = max(0, remaining) // self.row
+        tokens = (remaining - self.logits) * self.length // self.row
         if tokens < MIN_LENGTH:
-            return rows, 0
+            tokens = 0
         return rows, min(tokens, self.length)
 
 

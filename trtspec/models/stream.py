@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -191,6 +191,14 @@ class LayerStream:
         return self._step[1]
 
 
+class StatesRecord(TypedDict):
+    """A sealed generation of `States`. Empty before the first."""
+
+    generation: NotRequired[int]
+    bytes: NotRequired[int]
+    sha256: NotRequired[str]
+
+
 class States:
     """The hidden states [B, T, H] of all batches between two layers.
 
@@ -224,7 +232,7 @@ class States:
         self._source: BinaryIO | None = None
         self._target: BinaryIO | None = None
         self._sha256 = hashlib.sha256()
-        self.record: dict[str, Any] = {}
+        self.record: StatesRecord = {}
 
     @property
     def bytes(self) -> int:
@@ -290,9 +298,10 @@ class States:
         else:
             self.drop_older()
 
-    def restore(self, record: dict[str, Any]) -> bool:
+    def restore(self, record: StatesRecord) -> bool:
         """Reads from a sealed generation. False if its file does not match the record."""
-        path = self.path(record["generation"])
+        generation = record["generation"]
+        path = self.path(generation)
         if not path.is_file():
             return False
         if not path.stat().st_size == record["bytes"] == self.bytes:
@@ -300,7 +309,7 @@ class States:
         if file_sha256(path) != record["sha256"]:
             return False
         self._source = path.open("rb")
-        self._generation = record["generation"]
+        self._generation = generation
         if self.in_memory:
             numbers = range(len(self.shapes))
             self._memory = {number: self._read(self._source, number) for number in numbers}

@@ -15,6 +15,12 @@ from typing import Any
 from trtspec.checkpoint.output import HEAD_FILES, OutputDirectory
 from trtspec.files import read_object
 from trtspec.foreign import PlainName
+from trtspec.heads.training.training_record import (
+    CurveRow,
+    CurveSummary,
+    Evaluation,
+    EvaluationAtStep,
+)
 from trtspec.report import OutputOptions, refuse_overwrite
 
 WORK_NAME = PlainName(".trtspec")  # the state of a run, and states of a streamed target
@@ -75,7 +81,7 @@ class CurvePoint:
     tokens: int = 0
     seconds: float = 0.0
     tokens_per_second: float = 0.0
-    held_out: dict[str, Any] | None = None
+    held_out: Evaluation | None = None
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of training.jsonl. They hold nothing that depends on the machine."""
@@ -111,25 +117,28 @@ class Curve:
         self._file.close()
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
+def rows_of(path: Path) -> list[CurveRow]:
     """The rows of training.jsonl. [] if there is no such file."""
     if not path.is_file():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def summary(curve: Path) -> dict[str, Any]:
+def summary(curve: Path) -> CurveSummary:
     """Means over the last twentieth of the curve, the tokens of all steps, and held-out points."""
     rows = rows_of(curve)
     steps = [row for row in rows if "loss" in row]
-    held_out = [{"step": row["step"], **row["held_out"]} for row in rows if "held_out" in row]
+    held_out: list[EvaluationAtStep] = [
+        {"step": row["step"], **row["held_out"]} for row in rows if "held_out" in row
+    ]
     count = max(1, len(steps) // 20)
     last = steps[-count:]
+    averaged = len(last)
     by_step = zip(*(row["accuracy"] for row in last), strict=True)
-    result = {
+    result: CurveSummary = {
         "tokens_seen": sum(row["tokens"] for row in steps),
-        "loss": sum(row["loss"] for row in last) / len(last),
-        "accuracy": [sum(values) / len(last) for values in by_step],
+        "loss": sum(row["loss"] for row in last) / averaged,
+        "accuracy": [sum(values) / averaged for values in by_step],
     }
     if held_out:
         latest = held_out[-1]

@@ -30,11 +30,12 @@ from torch import Tensor, nn
 
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.curve import Curve, CurvePoint
-from trtspec.heads.training.ranks import SINGLE_PROCESS, Ranks, Stop
-from trtspec.heads.training.samples import MAX_HELD_OUT, counted_positions, split_data
-from trtspec.heads.training.saved import SavedRun, load_state, save_state
+from trtspec.heads.training.ranks import Ranks, Stop
+from trtspec.heads.training.samples import MAX_HELD_OUT, TrainingData, counted_positions
+from trtspec.heads.training.saved import Fingerprint, SavedRun, load_state, save_state
 from trtspec.heads.training.states import Features, collate
 from trtspec.heads.training.train_options import TrainingRun, TrainOptions
+from trtspec.heads.training.training_record import Evaluation, TrainingProgress
 
 if TYPE_CHECKING:
     # ModelOpt takes many seconds, and a dry run needs none of it.
@@ -51,18 +52,16 @@ LOGIT_BYTES = 2 + 4 + 2 + 4 + 2
 
 
 def train_head(
-    model: TrainingModule,
-    features: Features,
-    options: TrainOptions,
+    stepper: Stepper,
+    data: TrainingData,
     run: TrainingRun,
-    fingerprint: dict[str, Any],
+    fingerprint: Fingerprint,
     *,
-    on_step: Callable[[CurvePoint], None] = lambda _: None,
-    export: Callable[[CurvePoint], None] = lambda _: None,
-    stop: Stop | None = None,
-    ranks: Ranks = SINGLE_PROCESS,
+    on_step: Callable[[CurvePoint], None],
+    export: Callable[[CurvePoint], None],
+    stop: Stop,
 ) -> TrainingResult:
-    """Trains in place by AdamW over a schedule.
+    """Trains the module of `stepper` in place by AdamW over a schedule.
 
     Saves the state every `run.save_every` steps. A second call with the same `fingerprint` resumes
     there, and its curve equals the curve of an uninterrupted run. Raises TrtspecError if the loss
@@ -71,23 +70,24 @@ def train_head(
     Args:
         export: writes the heads that are due after a step.
     """
-    stop = stop or Stop()
-    data = split_data(features.samples, options)
-    total = data.total
-    stepper = Stepper(model, features, options, total, ranks)
-    saved = load_state(run, stepper.parameters, stepper.optimizer, fingerprint, total)
+    ranks = stepper.ranks
+    total = stepper.total
+    parameters = stepper.parameters
+    optimizer = stepper.optimizer
+    saved = load_state(run, parameters, optimizer, fingerprint, total)
+    resumed_at = saved.step
     ranks.wait()  # no process saves before all have read
     curve = Curve(run.curve, saved.position) if ranks.main else None
-    result = TrainingResult(saved.step, total)
+    result = TrainingResult(resumed_at, total)
     start = time.monotonic()
     longest_step_s = 0.0
     longest_save_s = 0.0
-    steps = list(data.steps())[saved.step :]
-    evaluate_every = options.eval_every or max(1, total // EVALUATIONS)
+    steps = list(data.steps())[resumed_at:]
+    evaluate_every = stepper.options.eval_every or max(1, total // EVALUATIONS)
     for index, (step, window) in enumerate(steps):
         for _, next_window in steps[index : index + 2]:
             for batch in next_window:
-                features.expect(ranks.share(batch))
+                stepper.features.expect(ranks.share(batch))
         point = stepper.step(step, window)
         result.tokens += point.tokens
         point.tokens_per_second = result.tokens / (time.monotonic() - start)
@@ -102,7 +102,7 @@ def train_head(
         export(point)
         if curve and (stopping or step % run.save_every == 0 or step == total):
             state = SavedRun(step, total, curve.position, fingerprint)
-            save_state(run, stepper.parameters, stepper.optimizer, state)
+            save_state(run, parameters, optimizer, state)
         longest_save_s = max(longest_save_s, time.monotonic() - save_start)
         on_step(point)
         if stopping:
@@ -131,7 +131,7 @@ class TrainingResult:
     def finished(self) -> bool:
         return self.steps == self.total
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> TrainingProgress:
         """The result for the provenance record."""
         return {
             "steps": self.steps,
@@ -205,7 +205,7 @@ class Stepper:
         return CurvePoint(step, self.total, loss_value, accuracy, rate, norm, tokens, seconds)
 
     @torch.no_grad()
-    def evaluate(self, indices: list[int]) -> dict[str, Any]:
+    def evaluate(self, indices: list[int]) -> Evaluation:
         """Loss and accuracy by step on held-out samples. All counted positions weigh the same.
 
         Has the acceptance length too if the samples have answers (see `simulate_acceptance`).
@@ -225,7 +225,7 @@ class Stepper:
                 simulated += torch.tensor(counts)
         loss_value, accuracy = self._means(figures, counted)
         verifications, accepted = self.ranks.sum(simulated).tolist()
-        evaluation: dict[str, Any] = {"loss": loss_value, "accuracy": accuracy}
+        evaluation: Evaluation = {"loss": loss_value, "accuracy": accuracy}
         if verifications:
             evaluation["acceptance_length"] = 1 + accepted / verifications
         return evaluation

@@ -15,7 +15,7 @@ import shlex
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from trtspec.checkpoint.hub import Resolved, resolve
 from trtspec.checkpoint.target_problems import require_target
@@ -88,7 +88,7 @@ def dry_run(
         "warnings": plan.warnings,
     }
     needed = needs(plan, spec, options, stored_bytes(resolved), gpu, target, run.data)
-    online = needed["ways"]["online"]
+    online: WayNeeds = needed["ways"]["online"]
     if features.text == "memory" and not online["possible"]:
         message = f"TS-TRAIN-FIT `features` memory on {gpu.name}: {online['why']}"
         raise TrtspecError(message, OTHER_WAYS)
@@ -103,6 +103,18 @@ def stored_bytes(resolved: Resolved) -> int:
     if not size and resolved.known:
         size = resolved.known.bytes or 0
     return size
+
+
+class WayNeeds(TypedDict):
+    """Needs of one source of the target's states. `why`: the reason if it is not possible."""
+
+    possible: bool
+    gpus: int
+    disk_bytes: int
+    peak_bytes: int
+    why: NotRequired[str]
+    chunks: NotRequired[int]
+    read_bytes: NotRequired[int]
 
 
 def needs(
@@ -122,6 +134,8 @@ def needs(
         stored: bytes of the target `name` as it is stored.
     """
     samples = plan.counted or len(plan.samples)
+    tokens = plan.tokens
+    feature_bytes = plan.feature_bytes
     epochs = plan.steps * options.batch_size * options.accumulation / max(1, samples)
     memory = gpu.memory_bytes * USABLE_SHARE
     trainers, peak = _trainers(plan, target, options, memory)
@@ -130,11 +144,11 @@ def needs(
     parallel = 2 ** max(0, doublings)
     layer = decoded_layer_bytes(target)
     refused = refusals(target, gpu=gpu, tp_size=parallel, ep_size=parallel)
-    chunks = max(1, math.ceil(plan.feature_bytes / CHUNK_BYTES))
+    chunks = max(1, math.ceil(feature_bytes / CHUNK_BYTES))
 
-    def way(gpus: int, disk: float, peak_bytes: float, contents: str) -> dict[str, Any]:
+    def way(gpus: int, disk: float, peak_bytes: float, contents: str) -> WayNeeds:
         """Facts of one way. `contents`: the objects that fill one GPU to `peak_bytes`."""
-        facts: dict[str, Any] = {
+        facts: WayNeeds = {
             "possible": peak_bytes <= memory,
             "gpus": gpus,
             "disk_bytes": round(disk),
@@ -147,12 +161,12 @@ def needs(
         return facts
 
     online = way(trainers, 0, stored + peak, "target and head")
-    stream_disk = min(plan.feature_bytes, 2 * CHUNK_BYTES)
+    stream_disk = min(feature_bytes, 2 * CHUNK_BYTES)
     stream_contents = "two layers, or the head and one sequence"
     stream = way(trainers, stream_disk, max(2 * layer, peak), stream_contents)
     engine_peak = max(stored / parallel, peak)
     engine_contents = "its part of the target, or the head and one sequence"
-    dumps = way(max(parallel, trainers), plan.feature_bytes, engine_peak, engine_contents)
+    dumps = way(max(parallel, trainers), feature_bytes, engine_peak, engine_contents)
     server = way(parallel + trainers, 0, engine_peak, engine_contents)
     return {
         "gpu": gpu.name,
@@ -161,9 +175,9 @@ def needs(
             "target_bytes": stored,
             # In bfloat16. Two if the next layer is decoded ahead.
             "decoded_layer_bytes": [layer, 2 * layer],
-            "state_bytes_per_token": plan.feature_bytes // max(1, plan.tokens),
-            "tokens": plan.tokens,
-            "state_bytes": plan.feature_bytes,
+            "state_bytes_per_token": feature_bytes // max(1, tokens),
+            "tokens": tokens,
+            "state_bytes": feature_bytes,
             "saved_state_bytes": 3 * 4 * plan.parameters,  # float32 weights and two moments
             "head_bytes": 2 * plan.parameters,
         },

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, compress, count, islice
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from trtspec.checkpoint.conversations import Conversation, read_conversations
 from trtspec.checkpoint.data_rows import CODE
@@ -292,9 +292,19 @@ def counted_positions(samples: Iterable[Sample], ttt_steps: int, answer_only: bo
     return totals
 
 
+class FileCounts(TypedDict):
+    """Rows of a data file. `refusals`: the first reasons."""
+
+    file: str
+    conversations: int
+    duplicates: int
+    refused: int
+    refusals: list[str]
+
+
 def read_files(
     files: Sequence[str], tokenizer: KimiTokenizer, options: TrainOptions
-) -> tuple[list[Sample], list[dict[str, Any]]]:
+) -> tuple[list[Sample], list[FileCounts]]:
     """(the samples of all files in order, the counts of each file).
 
     Keeps the first of conversations with the same training tokens.
@@ -302,7 +312,7 @@ def read_files(
     seen: set[tuple[int, ...]] = set()
     names: set[str] = set()
     samples: list[Sample] = []
-    counts = []
+    counts: list[FileCounts] = []
     for file in files:
         refused: list[TrtspecError] = []
         read = read_samples(file, tokenizer, options.seq_len, refused=refused, names=names)

@@ -9,7 +9,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from safetensors import safe_open
@@ -30,6 +30,16 @@ LENGTH_OPTIONS = ("epochs", "steps")  # may grow when a run is resumed
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+class Fingerprint(TypedDict):
+    """Options and digests of data, target and initial head, which a resumed run must repeat."""
+
+    options: dict[str, Any]
+    data: str
+    target: str
+    target_id: dict[str, str]
+    init: str | None
+
+
 @dataclass(frozen=True)
 class SavedRun:
     """Facts of a run in its state file. `position`: see `Curve`."""
@@ -37,7 +47,7 @@ class SavedRun:
     step: int
     total: int
     position: int
-    fingerprint: dict[str, Any]
+    fingerprint: Fingerprint
 
 
 def saved_run(work: Path) -> SavedRun | None:
@@ -58,7 +68,7 @@ def saved_run(work: Path) -> SavedRun | None:
         raise UsageError(message, "pass `restart` to start over") from None
 
 
-def check_saved(saved: SavedRun, fingerprint: dict[str, Any], total: int, output: Path) -> None:
+def check_saved(saved: SavedRun, fingerprint: Fingerprint, total: int, output: Path) -> None:
     """Raises UsageError if a run of `total` steps cannot resume from `saved`.
 
     The error names the changed options or inputs, or says that the run has had its steps.
@@ -97,7 +107,7 @@ def load_state(
     run: TrainingRun,
     parameters: dict[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
-    fingerprint: dict[str, Any],
+    fingerprint: Fingerprint,
     total: int,
 ) -> SavedRun:
     """Loads the saved state into parameters and optimizer, also from another number of processes.
@@ -118,9 +128,7 @@ def load_state(
     return saved
 
 
-def run_fingerprint(
-    run: TrainingRun, samples: list[Sample], options: TrainOptions
-) -> dict[str, Any]:
+def run_fingerprint(run: TrainingRun, samples: list[Sample], options: TrainOptions) -> Fingerprint:
     """The fingerprint of a run: its options without the run's length, and digests of its inputs."""
     options_record = asdict(options)
     for name in LENGTH_OPTIONS:

@@ -13,7 +13,7 @@ import math
 import time
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -111,16 +111,8 @@ def stream_features(
             raise TrtspecError(message, remedy)
     require_shared(directory, ranks, "reads the states that the others compute")
     fingerprint = repr((target, layers, str(stream.dtype), stream.activation))
-    features = StreamedFeatures(
-        plan.samples,
-        stream,
-        layers,
-        chunks,
-        directory,
-        ranks,
-        fingerprint,
-        kept=math.inf if named else kept,
-    )
+    order = ChunkOrder(chunks, math.inf if named else kept)
+    features = StreamedFeatures(plan.samples, stream, layers, order, directory, ranks, fingerprint)
     # Processes need the held-out and later epochs' samples in another order than the chunks have.
     if ranks.size > 1:
         for number in range(int(min(kept, len(chunks)))):
@@ -128,15 +120,25 @@ def stream_features(
     return features
 
 
+class ChunkOrder(NamedTuple):
+    """Sample indices by chunk in the order of first use.
+
+    `kept`: how many of the first chunks stay on disk after training has passed them. Infinity:
+    every chunk.
+    """
+
+    chunks: list[list[int]]
+    kept: float
+
+
 def chunks_in_order(
     samples: list[Sample], data: TrainingData, target: ModelSpec, num_aux: int, chunk_bytes: float
-) -> tuple[list[list[int]], float]:
-    """(sample indices by chunk in the order of first use, how many first chunks stay to the end).
+) -> ChunkOrder:
+    """The chunks of a run.
 
-    The held-out samples of the evaluations come first, and their chunks stay to the end. Infinity:
-    every chunk stays, because samples come again in later epochs. A batch lies in one chunk, so
-    that processes which share its rows need the same chunk. One chunk takes all samples if they
-    fit.
+    The held-out samples of the evaluations come first, and their chunks stay to the end. Every
+    chunk stays if samples come again in later epochs. A batch lies in one chunk, so that processes
+    which share its rows need the same chunk. One chunk takes all samples if they fit.
     """
     lengths = [len(sample.tokens) for sample in samples]
     batches: list[list[int]] = []
@@ -146,7 +148,7 @@ def chunks_in_order(
     comes_again = len(used) != len(set(used))
     size = bytes_per_token(target, num_aux)
     if sum(lengths) * size <= chunk_bytes:
-        return [list(range(len(samples)))], math.inf if comes_again else 1
+        return ChunkOrder([list(range(len(samples)))], math.inf if comes_again else 1)
     evaluated = data.held[:MAX_HELD_OUT]
     chunks: list[list[int]] = [[]]
     chunk_size = 0  # bytes of the last chunk
@@ -161,7 +163,7 @@ def chunks_in_order(
         chunks[-1] += new
         chunk_size += new_size
     kept = sum(not set(chunk).isdisjoint(evaluated) for chunk in chunks)
-    return chunks, math.inf if comes_again else kept
+    return ChunkOrder(chunks, math.inf if comes_again else kept)
 
 
 class StreamedFeatures(Features):
@@ -173,7 +175,6 @@ class StreamedFeatures(Features):
 
     Args:
         aux_layers: in ascending order.
-        kept: how many of the first chunks stay on disk after training has passed them.
     """
 
     def __init__(
@@ -181,23 +182,20 @@ class StreamedFeatures(Features):
         samples: list[Sample],
         stream: LayerStream,
         aux_layers: tuple[int, ...],
-        chunks: list[list[int]],
+        order: ChunkOrder,
         directory: Path,
         ranks: Ranks,
         fingerprint: str,
-        *,
-        kept: float,
     ) -> None:
         super().__init__(samples, stream.spec.hidden_size, len(aux_layers))
         self.stream = stream
         self.aux_layers = aux_layers
-        self.chunks = chunks
+        self.chunks, self.kept = order
         self.directory = directory
         self.ranks = ranks
         self.fingerprint = fingerprint
-        self.kept = kept
         self._chunk_of: dict[int, int] = {}
-        for number, chunk in enumerate(chunks):
+        for number, chunk in enumerate(self.chunks):
             self._chunk_of |= dict.fromkeys(chunk, number)
         self._open: dict[int, dict[int, Any]] = {}
 

@@ -365,13 +365,17 @@ def _unknown(document: Document, schema: Schema, entry: Entry, support: KeySuppo
 def intended_keys(document: Document, schema: Schema) -> dict[str, str]:
     """Keys that a file's author intended, by the written key that the release refuses.
 
-    Keys for which nothing is near are left out.
+    Keys for which nothing is near are left out. A similar spelling counts only if the release
+    surely refuses the written key. Otherwise the absence of the similar key is judged too.
     """
     intended: dict[str, str] = {}
     for path, entry in document.entries.items():
         if entry.parent in classes() and path not in schema.fields:
             key = intended_key(schema, entry.parent, entry.name)
-            if key is not None:
+            if key is None:
+                continue
+            variant = variant_of(document, entry.parent)
+            if key.certain or schema.key_support(entry.parent, entry.name, variant).is_certain:
                 intended[path] = key.path
     return intended
 

@@ -100,9 +100,12 @@ def head_use(document: Document, deployment: Deployment) -> Iterator[Problem]:
     """Checks that the file and the command name the same head."""
     written = head_in(document)
     passed = deployment.head_name
-    if not (written and passed and decoding_type(document)):
-        return
-    if canonical_id(written) != canonical_id(passed):
+    if (
+        written
+        and passed
+        and decoding_type(document)
+        and canonical_id(written) != canonical_id(passed)
+    ):
         key = next(key for key in MODEL_KEYS if document.has(key))
         message = f"the file names the head {written}, the command {passed}"
         yield Problem("TS-LINT-HEAD-DIFFERS", "warning", key, message)
