@@ -396,7 +396,7 @@ def class_differences(before: list[Any], now: Any) -> Iterator[str]:
 @contextlib.contextmanager
 def without(release: str | None) -> Iterator[None]:
     """Inside, the sources of a release were never read."""
-    cached = ("classes", "_word", "_names", "_variants", "option_names", "_schema")
+    cached = ("classes", "_key_support", "_names", "_variants", "option_names", "_schema")
     kept = tuple(one for one in snapshots() if one["release"] != release)
     try:
         schemas.snapshots = lambda: kept  # type: ignore[assignment]
@@ -425,16 +425,16 @@ def judged(pages: dict[str, Any], only: str | None) -> Iterator[str]:
             parent, _, kind = owner.partition(":")
             wrong, free = [], []
             for name in sorted({*schemas._names(owner), *read["fields"]}):
-                word = schema.word(parent, name, kind or None)
+                support = schema.key_support(parent, name, kind or None)
                 documented_here = name in read["fields"]
                 fields += documented_here
                 lacking += not documented_here
-                settled_no = not word.taken and word.settled
+                settled_no = not support.taken and support.is_certain
                 if documented_here and settled_no:
                     wrong.append(name)
-                elif not documented_here and word.takes:
+                elif not documented_here and support.takes:
                     free.append(name)
-                elif documented_here != word.takes:
+                elif documented_here != support.takes:
                     doubted += 1
             refused, passed = refused + len(wrong), passed + len(free)
             if wrong or free:

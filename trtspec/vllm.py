@@ -1,7 +1,7 @@
 """Plans one start of vLLM: translates options of `trtspec serve`, and checks for problems.
 
-Options after `--` go to `vllm serve` unchanged: it judges them itself. data/vllm.yaml has the
-releases.
+Options after `--` go to `vllm serve` unchanged, and vLLM judges them itself. data/vllm.yaml has the
+known releases.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -43,8 +44,9 @@ HOME = "install vLLM in an environment of its own and put it on PATH"
 PROGRAM = EngineProgram("vllm", "vllm", "vLLM", HOME, "vllm_version")
 PATTERNS = DATA / "vllm_log.yaml"
 ENGINE = ENGINES["vllm"]
-# the log shows phases when they begin, and vLLM sends no usage reports
+# so that the log shows phases when they begin, and vLLM sends no usage reports
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"}
+# short spellings of vLLM's options, each with the long one
 SHORT = {"tp": "tensor-parallel-size", "sc": "speculative-config", "ep": "enable-expert-parallel"}
 # keys of vLLM's configuration file that are options of serve too, with their names in words.yaml
 FILE_KEYS = (
@@ -57,18 +59,20 @@ FILE_KEYS = (
     "dtype",
     "trust-remote-code",
 )
-# in this order on every head's card
+# options in the order of the command on every head's card
 PUBLISHED = ("tensor-parallel-size", "speculative-config", "trust-remote-code")
+# options that trtspec writes by the target's family, without an option of its own
 WRITTEN = ("tool-call-parser", "enable-auto-tool-choice", "reasoning-parser")
 NEAR = 0.9  # similarity of two names from which one is a misspelling of the other
+# vLLM's method by the value of `draft_sampling`
 SAMPLING = {"argmax": "greedy", "probabilistic": "probabilistic"}
 
 
 def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
-    """Plans the start.
+    """Plans one start of vLLM. `launching`: false for a dry run.
 
-    Raises for unknown ids, an unknown version and options that contradict each other. Everything
-    else is a problem of the plan.
+    Raises UsageError for unknown names, an unknown version, and options that contradict each other.
+    Everything else is a problem of the plan.
     """
     options = with_file(options)
     target = find_target(options.target)
@@ -105,28 +109,34 @@ def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
 
 @functools.cache
 def _releases() -> Any:
+    """Facts on vLLM's releases in data/vllm.yaml: `oldest`, `newest` and `refused_options`."""
     return load_yaml("vllm.yaml")
 
 
 def _own_options() -> dict[str, str]:
-    """The option of ours that sets each option of `vllm serve`."""
+    """Options of `trtspec serve` by the option of `vllm serve` that they set."""
     table = load_yaml("words.yaml")["vllm"]
     return {name: ours for ours, names in table.items() for name in names.split()}
 
 
 def passed_options(words: Sequence[str]) -> dict[str, str]:
-    """The options among the words after `--` as written, by their long spelling without dashes."""
-    flags = [word.partition("=")[0] for word in words if word.startswith("-")]
-    named = {
-        flag.lstrip("-").partition(".")[0].rstrip("+").replace("_", "-"): flag for flag in flags
-    }
-    return {SHORT.get(name, name): flag for name, flag in named.items()}
+    """Options among the words after `--` as written, by their long name without dashes."""
+    options: dict[str, str] = {}
+    for word in words:
+        if word.startswith("-"):
+            flag = word.partition("=")[0]
+            # vLLM also accepts `--option.key` and `--option+` for parts of a JSON value
+            option = flag.lstrip("-").partition(".")[0].rstrip("+")
+            name = option.replace("_", "-")
+            options[SHORT.get(name, name)] = flag
+    return options
 
 
 def _entry_of(name: str, flag: str, options: dict[str, str]) -> str | None:
-    """The entry in `options` of a passed option. None if no option matches.
+    """Entry of a passed option in `options`, by name. None if no option matches.
 
-    It may be abbreviated (`--hos`), as vLLM's parser accepts it.
+    `name`: name of the passed option. It may be abbreviated, as vLLM accepts it, if `flag` is long
+        (`--hos`).
     """
     for option, entry in options.items():
         if option == name or (flag.startswith("--") and option.startswith(name)):
@@ -135,11 +145,12 @@ def _entry_of(name: str, flag: str, options: dict[str, str]) -> str | None:
 
 
 def _ranks(options: ServeOptions) -> int:
+    """Tensor-parallel size, by default the one that heads are published with."""
     return options.tp_size or ENGINE.tensor_parallel
 
 
 def _speculation(options: ServeOptions) -> dict[str, Any]:
-    """The value of --speculative-config. {} without a head."""
+    """Value of --speculative-config as a mapping, {} without a head."""
     if options.head is None:
         return {}
     speculation = vllm_speculation(engine_name(options.head), options.draft_len)
@@ -153,7 +164,7 @@ def _speculation(options: ServeOptions) -> dict[str, Any]:
 
 
 def _refuse_passed(options: ServeOptions) -> None:
-    """Raises UsageError for an option after `--` that serve sets or refuses."""
+    """Raises UsageError if an option after `--` is one that serve sets or refuses."""
     for name, flag in passed_options(options.passed).items():
         option = _entry_of(name, flag, _own_options())
         if option:
@@ -165,22 +176,14 @@ def _refuse_passed(options: ServeOptions) -> None:
 
 
 def with_file(options: ServeOptions) -> ServeOptions:
-    """The options with the settings of the file of --config.
+    """Returns the options with the settings of the configuration file.
 
-    Raises UsageError if both set an option differently, and for values that the options do not
-    take.
+    Raises UsageError if option and file set a value differently, or if an option does not accept
+    the file's value.
     """
     if options.config is None:
         return options
-    values = load_file(options.config, "write it with `trtspec build-config TARGET --format vllm`")
-    if not isinstance(values, dict):
-        message = f"{options.config} is not a mapping of vLLM's options"
-        raise UsageError(message, "write `option: value` lines")
-    for problem in errors_in(unknown_options(values)):
-        raise UsageError(f"{options.config}: {problem.message}", problem.remedy)
-    if "revision" in values:  # the revision of the file's model
-        revision = values.pop("revision")
-        values["model"] = f"{values.get('model', options.target)}@{revision}"
+    values = _file_values(options.config, options.target)
     names = _own_options()
     settings: dict[str, Any] = {}
     others: dict[str, Any] = {}
@@ -192,7 +195,9 @@ def with_file(options: ServeOptions) -> ServeOptions:
         if key == "speculative-config":
             settings |= _speculation_of(value, options)
         elif key in FILE_KEYS:
-            settings[names[key].lower().lstrip("-").replace("-", "_")] = str(value)
+            # the field of `--tp-size` is tp_size, and the field of TARGET is target
+            field_name = names[key].lower().lstrip("-")
+            settings[field_name.replace("-", "_")] = str(value)
         else:
             others[key] = value
     fields = {"target": options.target, "backend": "vllm", **settings}
@@ -205,10 +210,29 @@ def with_file(options: ServeOptions) -> ServeOptions:
     return replace(options, **settings, passed=(*as_words(others), *options.passed))
 
 
-def unknown_options(values: Iterable[Any]) -> Iterator[Problem]:
-    """Yields a problem for each unknown key.
+def _file_values(path: Path, target: str) -> dict[Any, Any]:
+    """Values of the configuration file by key, with a revision behind the model's name.
 
-    An error if the key is spelled like a known option, else a note.
+    Raises UsageError if the file is not a mapping, or has a key that is a misspelled option.
+    `target`: name of the model if the file has none.
+    """
+    values = load_file(path, "write it with `trtspec build-config TARGET --format vllm`")
+    if not isinstance(values, dict):
+        message = f"{path} is not a mapping of vLLM's options"
+        raise UsageError(message, "write `option: value` lines")
+    for problem in errors_in(unknown_options(values)):  # the first error is enough
+        raise UsageError(f"{path}: {problem.message}", problem.remedy)
+    if "revision" in values:  # our option has the revision behind the model's name
+        revision = values.pop("revision")
+        values["model"] = f"{values.get('model', target)}@{revision}"
+    return values
+
+
+def unknown_options(values: Iterable[Any]) -> Iterator[Problem]:
+    """Yields a problem for each key of the file that is not known.
+
+    It is an error if the key is spelled like a known option, else a note. `values`: keys of the
+    file.
     """
     known = known_options()
     for written in map(str, values):
@@ -225,13 +249,13 @@ def unknown_options(values: Iterable[Any]) -> Iterator[Problem]:
 
 
 def known_options() -> list[str]:
-    """Every option of `vllm serve`, as its command line spells them."""
+    """Names of the known options of `vllm serve`, as its command line spells them."""
     refused = _releases()["refused_options"]
     return [*_own_options(), *refused, *SHORT.values(), *WRITTEN]
 
 
 def as_words(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yields options of `vllm serve` by name as words of its command line.
+    """Yields options of `vllm serve` as words of its command line. `values`: values by option.
 
     Mappings and lists are written as JSON.
     """
@@ -247,9 +271,10 @@ def as_words(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _speculation_of(value: Any, options: ServeOptions) -> dict[str, Any]:
-    """The head and its draft length of a speculative-config, which may be JSON.
+    """Head and draft length, as fields of `ServeOptions`, of a speculative-config in the file.
 
-    Raises UsageError for any value that trtspec would not write itself.
+    `value`: mapping or JSON text. Raises UsageError for any value that trtspec would not write
+        itself.
     """
     try:
         written = json.loads(value) if isinstance(value, str) else value
@@ -258,6 +283,7 @@ def _speculation_of(value: Any, options: ServeOptions) -> dict[str, Any]:
             settings["head"] += f"@{written['revision']}"
         if _speculation(replace(options, **settings)) != written:
             raise ValueError
+    # a value of any type can miss a key, or not be JSON
     except (ValueError, KeyError, AttributeError, TypeError):
         message = f"{options.config}: speculative-config {value!r} is not one that trtspec checks"
         remedy = "write it with `trtspec build-config TARGET --head HEAD --format vllm`"
@@ -266,9 +292,10 @@ def _speculation_of(value: Any, options: ServeOptions) -> dict[str, Any]:
 
 
 def vllm_file(options: ServeOptions, first_line: str) -> str:
-    """vLLM's configuration file for a pair.
+    """Text of vLLM's configuration file for a target and head.
 
-    It has the options of the command that serves the pair, without its address.
+    It has the options of the command that serves the pair, without host and port. `first_line`:
+    comment with the command that writes the file.
     """
     settings = _settings(options, find_target(options.target))
     values = {"model": engine_name(options.target), **settings}
@@ -276,9 +303,10 @@ def vllm_file(options: ServeOptions, first_line: str) -> str:
 
 
 def vllm_command(options: ServeOptions, target: Target) -> list[str]:
-    """The command that heads are published with, word for word, and more options.
+    """Words of `vllm serve` for a target and head.
 
-    Address, sizes, the parsers of a Kimi and the user's own words follow, in this order.
+    They are the command that heads are published with, word for word, and more options. These are
+    the address, sizes, the parsers of a Kimi, and the user's own words, in this order.
     """
     settings = _settings(options, target)
     address = {"host": options.host, "port": options.port}
@@ -288,7 +316,7 @@ def vllm_command(options: ServeOptions, target: Target) -> list[str]:
 
 
 def _settings(options: ServeOptions, target: Target) -> dict[str, Any]:
-    """The options of the start by vLLM's names, without address and the user's own words."""
+    """Values of the start by vLLM's options, without host, port and the words after `--`."""
     passed = passed_options(options.passed)
     family = target.spec.family
     parsers: dict[str, Any] = {}
@@ -316,7 +344,10 @@ def _settings(options: ServeOptions, target: Target) -> dict[str, Any]:
 
 
 def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Problem]]:
-    """The vLLM version to judge for, why this one, and problems with it."""
+    """Returns the vLLM version to judge for, the reason for it in words, and problems with it.
+
+    `asked`: version that the user asked for. Raises UsageError if it is invalid or too old.
+    """
     installed = PROGRAM.version()
     releases = _releases()
     oldest = releases["oldest"]
@@ -344,6 +375,7 @@ def _version(asked: str | None, launching: bool) -> tuple[Version, str, list[Pro
 
 
 def _target_problems(options: ServeOptions, target: ModelSpec) -> Iterator[Problem]:
+    """Yields problems of the target with the parallel sizes and the sequence length."""
     ranks = _ranks(options)
     expert_ranks = 1
     if "enable-expert-parallel" in passed_options(options.passed):
@@ -360,14 +392,15 @@ def _target_problems(options: ServeOptions, target: ModelSpec) -> Iterator[Probl
 
 
 def _head_problems(options: ServeOptions, head: Head, target: Target) -> Iterator[Problem]:
+    """Yields problems of the head with the target, and of its layout with vLLM."""
     spec = head.spec
     name = head.resolved.name
     ids = {"head_id": name, "target_id": target.resolved.name}
     pair = pair_problems(spec, target.spec, tp_size=_ranks(options), **ids)
     pair += learned_problems(head.resolved, target.resolved)
     yield from (problem for problem in pair if problem.severity != "info")
-    # a head that is not here is judged by the engines that it was published for, any other by its
-    # file
+    # A head that is not on this machine is judged by the engines that it was published for. Any
+    # other head is judged by its file.
     here = head.resolved.path is not None
     record = head.resolved.known
     published = isinstance(record, PublishedHead) and ENGINE.name in record.published_on

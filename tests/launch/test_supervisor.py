@@ -157,7 +157,7 @@ def test_a_server_that_hangs_is_ended(launch: Launched) -> None:
     server = server_below(process)
     server.suspend()
     log = read_until(process, "TS-SERVE-HUNG")
-    assert "no answer from /health (1 of 8)" in log and "8 looks at /health in a row" in log
+    assert "no answer from /health (1 of 8)" in log and "8 health checks in a row" in log
     assert process.wait(300) == 1 and not server.is_running()
 
 

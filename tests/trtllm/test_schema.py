@@ -19,7 +19,7 @@ from trtspec.trtllm.schema import UNKNOWN, Rule, parse_version, schema_for
 CACHED = (
     "snapshots",
     "classes",
-    "_word",
+    "_key_support",
     "_names",
     "_variants",
     "option_names",
@@ -158,7 +158,7 @@ def test_kinds_follow_the_classes() -> None:
     assert "Eagle" in known.fields["speculative_config.enable_penalty"].variants
     assert known.fields["kv_cache_config.mamba_state_cache_interval"].status == "deprecated"
     defaults = {
-        kind: known.word("sparse_attention_config", "index_topk", kind).taken[0].default
+        kind: known.key_support("sparse_attention_config", "index_topk", kind).taken[0].default
         for kind in ("dsa", "deepseek_v4")
     }
     assert defaults == {"dsa": None, "deepseek_v4": 512}

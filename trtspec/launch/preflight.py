@@ -1,7 +1,7 @@
-"""One start of any engine as data, its checks, and the launch.
+"""The plan of one start of any engine, its checks, and the launch.
 
-Checked are this machine's GPUs as nvidia-smi reports them, its port and memory, and the
-checkpoint's files.
+Checks this machine's GPUs as nvidia-smi reports them, its port and memory, and the checkpoints'
+files.
 """
 
 from __future__ import annotations
@@ -35,16 +35,20 @@ from trtspec.foreign import user_path
 from trtspec.launch.server_launch import ServerAddress, ServerLaunch
 from trtspec.report import announce, problem_lines, write_stderr
 
-FIELDS = ("name", "memory.total", "driver_version", "compute_cap")
-TIMEOUT = 60.0  # seconds; a driver that wakes up eight GPUs takes several
+FIELDS = ("name", "memory.total", "driver_version", "compute_cap")  # fields of nvidia-smi
+TIMEOUT = 60.0  # seconds for nvidia-smi; a driver that wakes up eight GPUs takes several
+VERSION_TIMEOUT = 120.0  # seconds for `--version` of an engine
 
 
 @dataclass(frozen=True)
 class InstalledGpu:
     """A GPU as nvidia-smi reports it.
 
-    `memory_bytes`: 0 if unknown, as for memory that the GPU shares with the host. `capability`: the
-    compute capability, such as "10.0".
+    Args:
+        memory_bytes: memory in bytes, 0 if unknown, as for memory that the GPU shares with the
+            host.
+        driver: version of the driver.
+        capability: compute capability, such as "10.0".
     """
 
     name: str
@@ -54,7 +58,7 @@ class InstalledGpu:
 
 
 def read_gpus() -> list[InstalledGpu] | None:
-    """Asks nvidia-smi for the GPUs. None if it is missing, fails, or does not know a field."""
+    """Reads the GPUs from nvidia-smi. None if nvidia-smi is missing, fails, or lacks a field."""
     command = ["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(
@@ -75,7 +79,7 @@ def read_gpus() -> list[InstalledGpu] | None:
 
 
 def visible_gpus(gpus: Sequence[InstalledGpu], environ: Mapping[str, str]) -> list[InstalledGpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves.
+    """GPUs that CUDA_VISIBLE_DEVICES leaves. `environ`: environment of the engine.
 
     Names other than numbers are counted, not looked up.
     """
@@ -88,7 +92,7 @@ def visible_gpus(gpus: Sequence[InstalledGpu], environ: Mapping[str, str]) -> li
     return list(gpus[: len(words)])
 
 
-# problems of this machine, not of the request: a dry run reports them as warnings
+# codes of problems of this machine, not of the request: a dry run reports them as warnings
 OF_THIS_MACHINE = (
     "TS-SERVE-NO-ENGINE",
     "TS-SERVE-PORT",
@@ -100,16 +104,20 @@ OF_THIS_MACHINE = (
 )
 SHARED_MEMORY = Path("/dev/shm")
 GIB = 2**30
-SHARED_MEMORY_RECIPE = 179 * GIB  # the smallest that a published Kimi recipe for an engine gives it
+SHARED_MEMORY_RECIPE = 179 * GIB  # smallest /dev/shm in a published Kimi recipe for an engine
 VERSION = re.compile(r"\b(\d+\.\d+\.\d+(?:(?:rc|\.post|\.dev)\d+)*)")
 
 
 @dataclass(frozen=True)
 class EngineProgram:
-    """The executable that a launch needs, from the Python `package`.
+    """The executable that a launch needs, and its Python package.
 
-    `title`: the engine's name for people. `home`: how to install it. `version_option`: the option
-    of serve for its version.
+    Args:
+        executable: name of the executable on PATH.
+        package: name of the Python package.
+        title: name of the engine for people.
+        home: remedy that says how to install the engine.
+        version_option: option of serve for the engine's version.
     """
 
     executable: str
@@ -119,9 +127,10 @@ class EngineProgram:
     version_option: str
 
     def version(self) -> str | None:
-        """The installed version. None if the engine is not installed or shows no version.
+        """Installed version. None if the engine is not installed or shows no version.
 
-        The package beside the executable tells it, else `--version`, which takes many seconds.
+        The name of the package beside the executable has the version. Without a package,
+        `--version` has it, which takes many seconds.
         """
         executable = shutil.which(self.executable)
         if executable is None:
@@ -133,7 +142,7 @@ class EngineProgram:
             with contextlib.suppress(OSError, subprocess.SubprocessError):
                 command = [executable, "--version"]
                 text = subprocess.run(
-                    command, capture_output=True, text=True, timeout=120, check=True
+                    command, capture_output=True, text=True, timeout=VERSION_TIMEOUT, check=True
                 ).stdout
         match = VERSION.search(text)
         return match[1] if match else None
@@ -141,7 +150,13 @@ class EngineProgram:
     def check_version(
         self, asked: str | None, installed: str | None, judged: str
     ) -> Iterator[Problem]:
-        """Checks that the installed engine has the version that a launch was judged for."""
+        """Checks that the installed engine has the version that a launch was judged for.
+
+        Args:
+            asked: version that the user asked for. None if the user gave none.
+            installed: installed version. None if it is not known.
+            judged: version that the launch was judged for.
+        """
         option = f"`{self.version_option}`"
         if asked and installed and Version(asked) != Version(installed):
             message = f"{self.title} {installed} is installed and would run; {option} says {asked}"
@@ -151,6 +166,7 @@ class EngineProgram:
             yield Problem("TS-SERVE-VERSION-UNKNOWN", "warning", self.executable, message)
 
     def check(self) -> Iterator[Problem]:
+        """Checks that the executable is on PATH."""
         if shutil.which(self.executable) is None:
             message = f"{self.executable} is not on PATH: {self.title} is not installed here"
             remedy = (
@@ -160,7 +176,7 @@ class EngineProgram:
             yield Problem("TS-SERVE-NO-ENGINE", "error", self.executable, message, remedy)
 
     def require(self) -> None:
-        """Raises MissingDependency if it is not installed."""
+        """Raises MissingDependency if the executable is not on PATH."""
         for problem in self.check():
             raise MissingDependency(problem.message, problem.remedy)
 
@@ -169,9 +185,14 @@ def check_start(
     program: EngineProgram, models: list[Resolved], address: ServerAddress, needed: int,
     gpus: Sequence[InstalledGpu] | None, *, trusted: bool, launching: bool,
 ) -> Iterator[Problem]:  # fmt: skip
-    """Checks the needs of any start.
+    """Checks the port, the files, the GPUs, the memory and the program for a start of any engine.
 
-    `models`: target and head. `trusted`: the engine may run their code.
+    Args:
+        models: target and head.
+        needed: number of GPUs that the engine needs on this machine.
+        gpus: GPUs of nvidia-smi. None if nvidia-smi failed.
+        trusted: whether the engine may run the code of the checkpoints.
+        launching: false for a dry run.
     """
     coded = [model for model in models if model.code().references]
     yield from check_port(address.host, address.port)
@@ -191,9 +212,9 @@ def check_start(
 
 
 def as_in_dry_run(problem: Problem) -> Problem:
-    """The problem as a dry run reports it.
+    """Returns a problem as a dry run reports it.
 
-    A problem of this machine becomes a warning, as the launch may be on another.
+    A problem of this machine becomes a warning, because the launch may be on another machine.
     """
     if problem.code in OF_THIS_MACHINE:
         return replace(problem, severity="warning")
@@ -201,6 +222,7 @@ def as_in_dry_run(problem: Problem) -> Problem:
 
 
 def check_port(host: str, port: int) -> Iterator[Problem]:
+    """Checks that a server can listen on the port."""
     try:
         machine.listen(host, port).close()
     except TrtspecError as error:
@@ -212,7 +234,10 @@ def check_gpus(
 ) -> Iterator[Problem]:
     """Checks that enough GPUs can be used.
 
-    `needed`: ranks on this machine. `gpus`: None if nvidia-smi failed.
+    Args:
+        needed: number of GPUs that the engine needs on this machine.
+        gpus: GPUs of nvidia-smi. None if nvidia-smi failed.
+        environ: environment with CUDA_VISIBLE_DEVICES.
     """
     if gpus is None:
         message = (
@@ -230,14 +255,14 @@ def check_gpus(
 def check_files(resolved: Resolved) -> Iterator[Problem]:
     """Checks that a local checkpoint is complete, and that `inspect` finds no error in a target.
 
-    Any other checkpoint needs HF_HUB_OFFLINE to be off.
+    A checkpoint that is not on this machine must be downloaded, so HF_HUB_OFFLINE must be off.
     """
     if resolved.path is not None:
         try:
             if resolved.kind == "target":
                 yield from errors_in(resolved.target.problems)
             else:
-                _ = resolved.checkpoint
+                _ = resolved.checkpoint  # raises if a file is missing
         except TrtspecError as error:
             path = str(resolved.path)
             yield Problem("TS-SERVE-INCOMPLETE", "error", path, error.message, error.remedy)
@@ -247,6 +272,7 @@ def check_files(resolved: Resolved) -> Iterator[Problem]:
 
 
 def check_shared_memory(directory: Path) -> Iterator[Problem]:
+    """Warns if the shared memory at `directory` is smaller than in published recipes."""
     if directory.is_dir() and (total := machine.disk_size(directory)) < SHARED_MEMORY_RECIPE:
         message = (
             f"{directory} has {total / GIB:.1f} GiB; a load can die with a bus error (published "
@@ -257,7 +283,7 @@ def check_shared_memory(directory: Path) -> Iterator[Problem]:
 
 
 def check_modules_cache() -> Iterator[Problem]:
-    """Checks the folder to which the engine copies a checkpoint's code before it runs it."""
+    """Checks that the engine can write the folder to which it copies a checkpoint's code."""
     from huggingface_hub.constants import HF_HOME
 
     cache = user_path(os.environ.get("HF_MODULES_CACHE") or f"{HF_HOME}/modules")
@@ -275,12 +301,16 @@ def check_modules_cache() -> Iterator[Problem]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlan(ServerLaunch):
-    """Everything about a start.
+    """A server to start, with the problems of the start.
 
-    `config`: the engine's settings beside its options. `config_text`: the text of the file that it
-    reads them from, if any. `config_path`: the user's file, or with `writes_config` the name in
-    `argv` of the file that the launch writes. `version`: the release and the reason for it.
-    `secrets`: more of the environment, never shown.
+    Args:
+        program: executable of the engine.
+        version: release of the engine, and the reason for it in words.
+        config: settings of the engine besides its options.
+        config_text: text of the file that the engine reads its settings from, "" without a file.
+        config_path: path of the user's file. If the launch writes the file, its name in `argv`.
+        writes_config: whether the launch writes the file.
+        secrets: variables that are added to the environment and never shown.
     """
 
     program: EngineProgram
@@ -308,7 +338,7 @@ class ServerPlan(ServerLaunch):
         }
 
     def text(self) -> str:
-        """The command and the file that it reads, for a person."""
+        """The command and the file that the engine reads, for a person."""
         text = f"{shlex.join(self.argv)}\n"
         if self.config_path:
             text += f"\n# {self.config_path}\n{self.config_text}"
@@ -316,7 +346,10 @@ class ServerPlan(ServerLaunch):
 
 
 def refuse_errors(problems: Sequence[Problem]) -> None:
-    """Raises CheckFailed if one of them is an error. Otherwise prints them on stderr."""
+    """Raises CheckFailed if one of the problems is an error.
+
+    Otherwise prints the problems on stderr.
+    """
     listed = "\n".join(problem_lines(problems))
     if has_errors(problems):
         raise CheckFailed(f"not launched:\n{listed}")
@@ -325,10 +358,10 @@ def refuse_errors(problems: Sequence[Problem]) -> None:
 
 
 def launch(plan: ServerPlan) -> int:
-    """Runs the server until it ends as requested and returns its status.
+    """Runs the server until it ends as requested, and returns its exit status.
 
-    Raises CheckFailed before anything starts if a problem of the plan is an error, and ServerFailed
-    if the server fails.
+    Raises CheckFailed before the start if a problem of the plan is an error. Raises ServerFailed if
+    the server fails.
     """
     from trtspec.launch.supervisor import run
 

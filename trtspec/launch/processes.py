@@ -1,6 +1,7 @@
-"""Commands and servers that other commands start: none outlives the process that started it.
+"""Commands and servers that other commands start, and that end with the process that started them.
 
-This holds even if that process is killed (Linux). An interrupt at any moment leaves nothing behind.
+They also end if that process is killed (Linux). An interrupt at any moment leaves no process
+behind.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from trtspec.launch.preflight import check_port
 from trtspec.launch.reaper import PR_SET_PDEATHSIG, prctl
 from trtspec.report import create
 
-STOP_SECONDS = 60.0  # for a server to end before it is killed
-TAIL_LINES = 25
+STOP_SECONDS = 60.0  # time for a server to end before it is killed
+TAIL_LINES = 25  # lines at the end of a log that an error message repeats
 POLL_SECONDS = 0.02
+PORT_POLL_SECONDS = 1.0
 
 
 def run_trtspec(words: Sequence[str], output: Path) -> int:
-    """Runs `trtspec WORDS` with its stdout in `output` and its stderr on the terminal.
+    """Runs `trtspec WORDS` with its stdout in the file `output` and its stderr on the terminal.
 
-    Returns the status.
+    Returns the exit status.
     """
     with ExitStack() as files:
         out = files.enter_context(create(output))
@@ -46,9 +48,15 @@ def run_trtspec(words: Sequence[str], output: Path) -> int:
 def served(
     words: Sequence[str], url: str, log: Path, seconds: float
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs the server `trtspec WORDS` until the block ends, which begins after one generation.
+    """Runs the server `trtspec WORDS` while the block runs. The block begins after one generation.
 
-    Raises TrtspecError with the end of its log if it ends, or is not ready after `seconds`.
+    Raises TrtspecError with the end of the log if the server ends, or is not ready in time.
+
+    Args:
+        words: words of the command after `trtspec`.
+        url: address of the server.
+        log: file for the server's output.
+        seconds: time until the server must be ready.
     """
     # a session of its own: Ctrl-C reaches the caller alone, which then stops the server in order
     command = [sys.executable, "-m", "trtspec", *words]
@@ -60,6 +68,7 @@ def served(
         with deferred_signals() as noted:
 
             def stopped() -> bool:
+                """Whether a signal came or the server ended, so that waiting is useless."""
                 return bool(noted) or process.poll() is not None
 
             try:
@@ -76,10 +85,10 @@ def served(
 
 @contextmanager
 def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a process that is stopped at the end of the block.
+    """Runs a process while the block runs, and stops it at the end of the block.
 
-    It also gets SIGTERM when the thread that started it dies. `options`: Popen's, except `env` and
-    `preexec_fn`.
+    The process also gets SIGTERM when the thread that started it dies. `options`: Popen's, except
+    `env` and `preexec_fn`.
     """
     process = None
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -96,17 +105,20 @@ def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[b
 
 @contextmanager
 def deferred_signals() -> Iterator[list[int]]:
-    """Notes SIGINT and SIGTERM in the block and raises the first one at its end.
+    """Collects SIGINT and SIGTERM while the block runs, and raises the first one at its end.
 
-    Their handlers raise KeyboardInterrupt: inside Popen that leaves behind a process that nobody
-    knows, or a lock that nobody releases. A block polls and looks at the list, because Python
-    handles a signal that comes just before a blocking read or wait only after it.
+    The handlers of both raise KeyboardInterrupt. Inside Popen that leaves a process that nobody
+    knows, or a lock that nobody releases.
+
+    The block must poll the list, because Python handles a signal just before a blocking read only
+    after the read.
     """
     noted: list[int] = []
     both = (signal.SIGINT, signal.SIGTERM)
-    heard = [number for number in both if signal.getsignal(number) is not signal.SIG_IGN]
+    # an ignored signal stays ignored, as under nohup
+    handled = [number for number in both if signal.getsignal(number) is not signal.SIG_IGN]
     try:
-        with signals_handled(lambda caught, _: noted.append(caught), *heard):
+        with signals_handled(lambda caught, _: noted.append(caught), *handled):
             yield noted
     finally:
         if noted:
@@ -114,14 +126,17 @@ def deferred_signals() -> Iterator[list[int]]:
 
 
 def wait(process: subprocess.Popen[Any]) -> None:
-    """Returns when the process has ended."""
+    """Waits until the process has ended, or a signal came."""
     with deferred_signals() as noted:
         while process.poll() is None and not noted:
             time.sleep(POLL_SECONDS)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Sends SIGTERM, then SIGKILL after STOP_SECONDS, or at once after another signal."""
+    """Ends a process by SIGTERM.
+
+    Sends SIGKILL after STOP_SECONDS, or at once after another signal.
+    """
     with deferred_signals() as noted:
         if process.poll() is not None:
             return
@@ -135,23 +150,28 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def require_free_ports(first: int, count: int, patience: float = 0.0) -> None:
-    """Raises TrtspecError naming the first port that is still taken after `patience` seconds."""
+    """Raises TrtspecError with the first port that is still taken after `patience` seconds.
+
+    The ports are `first` and the `count` - 1 after it.
+    """
     deadline = time.monotonic() + patience
     for port in range(first, first + count):
         while problems := [*check_port("127.0.0.1", port)]:
             if time.monotonic() > deadline:
                 remedy = f"pass `port` N: {count} free ports from N on"
                 raise TrtspecError(problems[0].message, remedy)
-            time.sleep(1.0)
+            time.sleep(PORT_POLL_SECONDS)
 
 
 def duration(seconds: float) -> str:
-    """`42 s` or `3 min 05 s`."""
+    """Time in seconds as text, such as `4.2 s`, `42 s` or `3 min 05 s`."""
     if seconds < 90:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{round(seconds) // 60} min {round(seconds) % 60:02d} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s"
 
 
 def tail(log: Path) -> str:
+    """Last lines of a log, "(nothing)" for an empty log."""
     lines = log.read_bytes().decode("utf-8", "replace").splitlines()[-TAIL_LINES:]
     return "\n".join(lines) or "(nothing)"

@@ -23,18 +23,23 @@ from trtspec.records import (
     option,
 )
 
+# backends that an option can belong to: its name in messages, the option that chooses it, and the
+# software
 ENGINE = Mode("the TensorRT-LLM engine", "`backend` trtllm", "TensorRT-LLM")
 FRONT = Mode("the front of a disaggregated deployment", "`disaggregated` FILE", "TensorRT-LLM")
 VLLM = Mode("vLLM", "`backend` vllm", "vLLM")
 REFERENCE = Mode("the reference backend", "`backend` reference", "the reference backend")
-SERVERS = Modes(ENGINE, VLLM, REFERENCE)  # whatever generates
+SERVERS = Modes(ENGINE, VLLM, REFERENCE)  # servers that generate
 ENGINES = Modes(ENGINE, VLLM)
-LAUNCHED = Modes(ENGINE, FRONT, VLLM)  # whatever runs in a process of its own
+LAUNCHED = Modes(ENGINE, FRONT, VLLM)  # servers that run in a process of their own
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """None: not given, so the backend decides. Times in seconds."""
+    """The options of `trtspec serve`, with times in seconds.
+
+    None means that the user did not give the option, so that the backend decides.
+    """
 
     target: TargetArgument
     passed: Annotated[
@@ -87,7 +92,7 @@ class ServeOptions:
         ),
         ENGINES,
     ] = None
-    # without a file: the goal's sizes with TensorRT-LLM, vLLM's own with vLLM
+    # without a file, TensorRT-LLM has the goal's sizes, and vLLM has its own
     max_batch_size: Annotated[
         int | None,
         option(
@@ -257,9 +262,11 @@ class ServeOptions:
 
     @property
     def limits(self) -> Limits:
+        """Time limits of the server."""
         return Limits(self.startup_timeout, self.stop_grace, self.hung_after)
 
     @property
     def mode(self) -> Mode:
+        """Backend that the options choose."""
         mode = {"vllm": VLLM, "reference": REFERENCE}.get(self.backend, ENGINE)
         return FRONT if mode is ENGINE and self.disaggregated is not None else mode

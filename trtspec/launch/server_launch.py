@@ -1,4 +1,4 @@
-"""One server to start, as data: its address, time limits, the meaning of its log, its command."""
+"""The description of one server to start: its address, time limits, log patterns and command."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from trtspec.data_files import load_yaml
 class ServerAddress:
     """The address of a server.
 
-    `generates`: whether it answers a prompt by itself, unlike half a disaggregated pair. `api_key`:
-    the key that requests below /v1 must carry.
+    Args:
+        generates: whether the server answers a prompt by itself, unlike half a disaggregated pair.
+        api_key: key that requests below /v1 must carry. None if the server needs no key.
     """
 
     host: str
@@ -25,9 +26,10 @@ class ServerAddress:
 
     @property
     def url(self) -> str:
-        """The URL for clients on this machine."""
+        """URL for clients on this machine."""
+        # an address to listen on all interfaces is not an address to connect to
         host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
-        if ":" in host:
+        if ":" in host:  # IPv6
             host = f"[{host}]"
         return f"http://{host}:{self.port}"
 
@@ -36,8 +38,11 @@ class ServerAddress:
 class Limits:
     """Time limits of a server, in seconds.
 
-    `startup`: until it must be ready. `stop_grace`: between a signal and SIGKILL. `hung_after`:
-    without an answer from /health until a ready server counts as hung, 0 for never.
+    Args:
+        startup: time until the server must be ready.
+        stop_grace: time between a signal and SIGKILL.
+        hung_after: time without an answer from /health until a ready server counts as hung, 0 for
+            never.
     """
 
     startup: float = 7200.0
@@ -49,8 +54,11 @@ class Limits:
 class LogPatterns:
     """The meaning of an engine's log.
 
-    `phases` are {pattern, says}, `failures` {pattern, says, remedy}, and the first match wins.
-    `unknown`: the remedy for a failure without a pattern.
+    Args:
+        engine: name of the engine for people.
+        phases: {pattern, says} of each phase of the start. The first match counts.
+        failures: {pattern, says, remedy} of each known failure. The first match counts.
+        unknown: remedy for a failure without a pattern.
     """
 
     engine: str
@@ -60,16 +68,18 @@ class LogPatterns:
 
     @classmethod
     def load(cls, path: Path) -> LogPatterns:
+        """Reads the patterns of an engine from a YAML file."""
         return cls(**load_yaml(path))
 
     def explain(self, lines: list[str]) -> tuple[str, str] | None:
-        """The message and remedy of the first known failure in the log, or None."""
+        """Returns the message and remedy of the first known failure in the log's lines, or None."""
         for failure in self.failures:
             if any(re.search(failure["pattern"], line) for line in lines):
                 return failure["says"], failure["remedy"]
         return None
 
     def phase(self, line: str) -> str | None:
+        """Message of the phase that a line of the log begins. None for any other line."""
         for phase in self.phases:
             if re.search(phase["pattern"], line):
                 return phase["says"]
@@ -80,8 +90,13 @@ class LogPatterns:
 class ServerLaunch:
     """A server and how to start it.
 
-    `env`: additions to the environment. `own_statuses`: `argv` starts with a launcher such as
-    mpirun, which has statuses of its own after a signal.
+    Args:
+        argv: words of the command.
+        endpoint: address of the server.
+        patterns: meaning of the engine's log.
+        env: variables that are added to the environment.
+        own_statuses: whether `argv` begins with a launcher such as mpirun, whose exit status after
+            a signal is its own.
     """
 
     argv: list[str]

@@ -1,13 +1,15 @@
-"""Acceptance as the user measured it, and what published curves show beyond the measured positions.
+"""Acceptance as the user measured it, and its estimate beyond the measured positions.
 
-Its height is never assumed: it comes from one figure or from results.json of bench. Acceptance
-length counts the bonus token: AL(k) = 1 + a1 + a1 a2 + .. + a1..ak. The conditional acceptance a_j
-is the share of steps that accepted draft j among the steps that accepted draft j - 1.
+The level of acceptance is never assumed. It comes from one figure, or from results.json of bench.
+The acceptance length counts the bonus token: AL(k) = 1 + a1 + a1 a2 + .. + a1..ak. The conditional
+acceptance a_j is the share of steps that accepted draft j among the steps that accepted draft j -
+1.
 
-A head drafts position j from its own guess at position j - 1, so a_j falls with j. Published curves
-share a shape at different heights: a_1, then a_j = b r^(j - 2). Only the shape is taken from them.
-Every rate is raised to one power, so that the shape gives what the user measured. Data:
-data/acceptance_lengths.yaml. Errors on curves that were held out: docs/plan-model.md.
+A head drafts position j from its own guess at position j - 1, so a_j falls with j. Published
+acceptance by position has the same shape at different levels: a_1, and a_j = b r^(j - 2) from the
+second on. Only the shape is taken from published figures. Every rate is raised to one power, so
+that the shape gives the value that the user measured. Data: data/acceptance_lengths.yaml. Errors on
+held-out figures: docs/plan-model.md.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ EXAMPLE = (
     "`trtspec bench`"
 )
 VALUE = re.compile(r"(\d+(?:\.\d+)?)(?:@(\d+))?")
-MAX_RATE = 0.999  # of a position that was not measured
-MAX_POWER = 200.0  # raises every rate of a published curve to nearly 0
+MAX_RATE = 0.999  # largest rate of a position that was not measured
+MAX_POWER = 200.0  # power that brings every rate of a published decay to nearly 0
+BISECTION_STEPS = 80  # more than the bits of a float
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,14 @@ class Acceptance:
     """Acceptance of a head's drafts, by position or as one length.
 
     Args:
-        known: `known[j]` is the chance of draft j + 1 given all before it. Empty if only a length
-            was measured.
-        length_at: (acceptance length, its number of drafts) if only a length was measured.
-        doubts: what bench itself found wrong with the measurement.
-        model: the name under which bench's server served the model.
-        published: whether it is a published figure.
-        decay: decay of the positions that are not known, None for the published decay.
+        source: where the figures come from, in words.
+        known: `known[j]` is the chance that draft j + 1 is accepted if all before are. Empty if
+            only a length was measured.
+        length_at: (acceptance length in tokens, number of drafts). None if positions were measured.
+        doubts: problems that bench found in the measurement.
+        model: name under which bench's server served the model, "" if it is not known.
+        published: whether the acceptance is a published figure.
+        decay: decay of the positions that are not known. None for the published decay.
     """
 
     source: str
@@ -59,7 +63,10 @@ class Acceptance:
     decay: Decay | None = None
 
     def length(self, drafts: int, decay: Decay | None = None) -> float:
-        """Tokens per verification step with `drafts` drafts, bonus token included."""
+        """Number of tokens per verification step with `drafts` drafts, bonus token included.
+
+        `decay`: decay of the positions that are not known. None for the acceptance's own decay.
+        """
         if not drafts:
             return 1.0
         if self.length_at is not None and self.length_at[1] == drafts:
@@ -67,27 +74,29 @@ class Acceptance:
         return lengths(self.rates(drafts, decay))[-1]
 
     def rates(self, drafts: int, decay: Decay | None = None) -> list[float]:
-        """Conditional acceptance of positions 1 .. drafts.
+        """Conditional acceptance of the positions 1 to `drafts`.
 
-        Positions that are not known follow `decay`. None: the acceptance's own decay.
+        `decay`: decay of the positions that are not known. None for the acceptance's own decay.
         """
         decay = decay or self.decay or published_decay()
-        if self.length_at is not None:
+        if self.length_at is not None:  # no position was measured, so all rates are estimated
             power = _power(decay, *self.length_at)
             return [decay.rate(position) ** power for position in range(1, drafts + 1)]
         return [*self.known[:drafts], *decay.beyond(self.known, drafts)]
 
     @property
     def measured_lengths(self) -> list[int]:
-        """The draft lengths whose acceptance was measured and does not rest on a decay."""
+        """Draft lengths whose acceptance was measured and needs no decay."""
         if self.length_at is not None:
             return [self.length_at[1]]
         return list(range(1, len(self.known) + 1))
 
     def decays(self, drafts: int) -> dict[str, Decay]:
-        """The decay of each published curve: the length for `drafts` drafts is between theirs.
+        """Decays of the published curves by name.
 
-        Empty if that length was measured.
+        Empty if the length for `drafts` drafts was measured.
+
+        Their acceptance lengths for `drafts` drafts are the limits of the true length.
         """
         if drafts in self.measured_lengths:
             return {}
@@ -95,7 +104,7 @@ class Acceptance:
 
 
 def lengths(rates: Sequence[float]) -> list[float]:
-    """Acceptance length for 1, 2, .. drafts, bonus token included, from conditional rates."""
+    """Acceptance lengths for 1, 2, .. drafts, bonus token included, from conditional rates."""
     result = []
     length = 1.0
     reached = 1.0  # the chance that all drafts so far are accepted
@@ -107,7 +116,10 @@ def lengths(rates: Sequence[float]) -> list[float]:
 
 
 def parse_acceptance(text: str) -> Acceptance:
-    """The acceptance of VALUE, VALUE@DRAFTS or a bench file. Raises UsageError."""
+    """Reads the user's acceptance: VALUE, VALUE@DRAFTS, or the path of bench's results.
+
+    Raises UsageError if the text is not a possible value and not a file with an acceptance.
+    """
     path = user_path(text)
     if path.is_dir():
         return _from_bench(path / "results.json")
@@ -128,7 +140,10 @@ def parse_acceptance(text: str) -> Acceptance:
 
 
 def _from_bench(path: Path) -> Acceptance:
-    """The acceptance in a results.json. Raises UsageError if it has no acceptance."""
+    """Reads the acceptance in a results.json of bench.
+
+    Raises UsageError if it has no acceptance.
+    """
     try:
         acceptance = _measured_acceptance(path, files.read_object(path))
     except (OSError, TrtspecError, ValueError, KeyError, TypeError, AttributeError):
@@ -143,7 +158,12 @@ def _from_bench(path: Path) -> Acceptance:
 
 
 def _measured_acceptance(path: Path, results: dict[str, Any]) -> Acceptance | None:
-    """The acceptance by position, else the length. None if bench measured neither."""
+    """Acceptance by position in bench's results, or the length. None if bench measured neither.
+
+    Args:
+        path: path of the results, for messages.
+        results: contents of results.json.
+    """
     problems = [problem for problem in results.get("problems", ()) if problem["severity"] != "info"]
     doubts = tuple(problem["message"] for problem in problems)
     server = results.get("server") or {}
@@ -161,12 +181,13 @@ def _measured_acceptance(path: Path, results: dict[str, Any]) -> Acceptance | No
         return None
     drafts = max(1, round(drafted / steps))
     source += f": {length} tokens per step at {drafts} drafts"
+    # a rounded number of drafts can give fewer tokens than the measured length
     length_at = (min(float(length), drafts + 1.0), drafts)
     return Acceptance(source, length_at=length_at, doubts=doubts, model=model)
 
 
 def card_acceptance(head: str, target: str) -> Acceptance | None:
-    """The figure published for a head with its own target. None if there is no figure."""
+    """Acceptance that was published for a head with its own target. None if none was published."""
     published_head = known_head(head)
     published_target = known_target(target)
     if published_head is None or published_target is None or not real_pair(head, target):
@@ -186,9 +207,9 @@ def card_acceptance(head: str, target: str) -> Acceptance | None:
 
 @cache
 def most_published(target: str) -> tuple[int, int]:
-    """The highest concurrency and the longest draft published for any head of a target.
+    """Highest concurrency and longest draft with a published acceptance of any head for a target.
 
-    For a target that is not a published one: of all heads.
+    For a target that is not a published one, heads of all targets count.
     """
     published_target = known_target(target)
     concurrency = 0
@@ -196,16 +217,23 @@ def most_published(target: str) -> tuple[int, int]:
     for head in catalogue().heads.values():
         if published_target is None or published_target.id in head.targets:
             for measured in head.acceptance:
-                concurrency = max([concurrency, *measured.speedups])
+                concurrency = max([concurrency, *measured.speedups])  # speed-ups by concurrency
                 drafts = max(drafts, measured.draft_len)
     return concurrency, drafts
 
 
 def other_model(acceptance: Acceptance, target: str) -> list[Problem]:
-    """A warning if the acceptance was measured on another model than the target."""
+    """Warns if the acceptance was measured on another model than the target.
+
+    Returns one problem, or [] if the names agree or the measured model is not known.
+    """
     measured_on = acceptance.model
-    paths = [Path(model).resolve() for model in (measured_on, engine_name(target))]
-    if not measured_on or len({path.name.casefold() for path in paths}) == 1:
+    if not measured_on:
+        return []
+    # only the last part of both names, because a server may serve a local copy
+    measured_name = Path(measured_on).resolve().name
+    target_name = Path(engine_name(target)).resolve().name
+    if measured_name.casefold() == target_name.casefold():
         return []
     message = f"the acceptance was measured on {measured_on}, and this plan is for {target}"
     return [Problem("TS-PLAN-OTHER-MODEL", "warning", "acceptance", message)]
@@ -213,10 +241,12 @@ def other_model(acceptance: Acceptance, target: str) -> list[Problem]:
 
 @dataclass(frozen=True)
 class Decay:
-    """How conditional acceptance falls with the position of the draft.
+    """The fall of conditional acceptance with the position of the draft.
 
-    `first` and `second`: the acceptance of the first two drafts. `ratio`: from each further draft
-    to the next.
+    Args:
+        first: acceptance of the first draft, between 0 and 1.
+        second: acceptance of the second draft.
+        ratio: acceptance of each further draft divided by the acceptance of the draft before.
     """
 
     first: float
@@ -224,20 +254,20 @@ class Decay:
     ratio: float
 
     def rate(self, position: int) -> float:
-        """Acceptance of draft `position`, counted from 1. Never above 1."""
+        """Conditional acceptance of the draft at `position`, counted from 1. At most 1."""
         if position == 1:
             return self.first
         return min(MAX_RATE, self.second * self.ratio ** (position - 2))
 
     def beyond(self, known: Sequence[float], drafts: int) -> list[float]:
-        """Rates of positions len(known) + 1 .. drafts of a head whose first rates are `known`.
+        """Conditional acceptance of the positions len(known) + 1 to `drafts`.
 
-        The rates of the decay are raised to one power, which fits the known positions from the
-        second on together, or the first if no other is known.
+        The rates of the decay are raised to one power that fits the known positions. The first
+        position only counts if it is the only known one.
         """
-        if min(known) <= 0:
+        if min(known) <= 0:  # after a position without acceptance no draft is reached
             return [0.0] * (drafts - len(known))
-        start = 1 if len(known) > 1 else 0
+        start = 1 if len(known) > 1 else 0  # the first rate is not part of the geometric fall
         positions = range(start + 1, len(known) + 1)
         known_logs = sum(math.log(rate) for rate in known[start:])
         decay_logs = sum(math.log(self.rate(position)) for position in positions)
@@ -245,13 +275,13 @@ class Decay:
         return [self.rate(position) ** power for position in range(len(known) + 1, drafts + 1)]
 
 
-@lru_cache(maxsize=1024)  # a plan needs the same few at every one of its points
+@lru_cache(maxsize=1024)  # because a plan needs the same few powers at each of its points
 def _power(decay: Decay, length: float, drafts: int) -> float:
-    """The power of the decay's rates that gives an acceptance length, by bisection."""
+    """Power of the decay's rates that gives an acceptance length of `length`, by bisection."""
     rates = [decay.rate(position) for position in range(1, drafts + 1)]
     low = 0.0
     high = MAX_POWER
-    for _ in range(80):
+    for _ in range(BISECTION_STEPS):
         power = (low + high) / 2
         # A larger power makes every rate smaller.
         if lengths([rate**power for rate in rates])[-1] > length:
@@ -263,12 +293,12 @@ def _power(decay: Decay, length: float, drafts: int) -> float:
 
 @cache
 def published_decay() -> Decay:
-    """The decay that published curves share."""
+    """Decay that the published acceptance of heads has in common."""
     return Decay(*load_yaml("acceptance_lengths.yaml")["published"])
 
 
 @cache
 def other_decays() -> dict[str, Decay]:
-    """The decay of each published curve, by the curve's name."""
+    """Decay of each published curve, by the name of the curve."""
     rows = load_yaml("acceptance_lengths.yaml")["decays"]
     return {name: Decay(*row) for name, row in rows.items()}

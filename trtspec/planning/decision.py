@@ -1,8 +1,9 @@
-"""From the plans of all layouts to one choice, and the `trtspec build-config` command of the best.
+"""From the plans of all layouts to one choice, and its `trtspec build-config` command.
 
 Every layout at every concurrency is ranked by tokens/s of the whole server. Plans that meet the
-user's limits rank first, and of these the plans that are not extrapolated. Nothing is recommended
-that the cache does not hold or that TensorRT-LLM refuses (`layout.refusals`).
+user's limits rank first, and among them the plans that are not extrapolated. A plan is never
+recommended if the cache does not hold its requests, or if TensorRT-LLM refuses it
+(`layout.refusals`).
 """
 
 from __future__ import annotations
@@ -25,26 +26,32 @@ from trtspec.planning.points import (
 
 
 def decide(layouts: list[Layout], setting: Setting) -> Decision:
-    """Plans each layout at each concurrency and ranks the plans."""
+    """Plans each layout at each concurrency, and ranks the plans."""
     plans = [plan_layout(layout, setting) for layout in layouts]
     rows = []
     refused = []
     for plan in plans:
-        reason = next(iter(route_refusals(plan.layout, setting)), None)
+        reason = next(iter(route_refusals(plan.layout, setting)), None)  # the first reason
         if reason:
             refused.append(reason)
         for concurrency in setting.workload.concurrency:
             point = plan.best(concurrency) if plan.points else None
             rows.append(RankedPlan(plan, concurrency, point, reason))
     rows.sort(key=_rank, reverse=True)
-    if len(refused) < len(plans):
+    if len(refused) < len(plans):  # because another layout can be served
         refused = []
     return Decision(setting, plans, rows, refused)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The ranked plans, best first. `refused`: why no layout can be served, else empty."""
+    """The ranked plans of all layouts at all concurrencies.
+
+    Args:
+        plans: plans of the layouts, in the order of the layouts.
+        rows: plans of each layout at each concurrency, best first.
+        refused: a reason for each layout if TensorRT-LLM refuses all layouts, else [].
+    """
 
     setting: Setting
     plans: list[LayoutPlan]
@@ -53,37 +60,43 @@ class Decision:
 
     @property
     def chosen(self) -> LayoutPlan:
-        """The plan of the best row. Without a best row, the plan of the first layout."""
+        """Plan of the recommended layout.
+
+        Without a recommendation, the plan of the first layout.
+        """
         best = self.best
         return best.plan if best else self.plans[0]
 
     @property
     def fits(self) -> bool:
+        """Whether a layout holds the weights and at least one request."""
         return any(plan.fits for plan in self.plans)
 
     @property
     def servable(self) -> list[RankedPlan]:
-        """The rows that could be served, best first."""
+        """Plans that could be served, best first."""
         return [row for row in self.rows if row.is_servable]
 
     @property
     def best(self) -> RankedPlan | None:
-        """The best row. None if none is servable, with a known speed within the limits."""
+        """Best plan, if its speed is known and within the user's limits. None otherwise."""
         first = next(iter(self.servable), None)
         if first and first.point and first.meets_limits:
             return first
         return None
 
     def of_concurrency(self, concurrency: int) -> RankedPlan | None:
-        """The best servable row of a concurrency."""
+        """Best servable plan at a concurrency. None if no plan is servable."""
         return next((row for row in self.servable if row.concurrency == concurrency), None)
 
 
 @dataclass(frozen=True)
 class RankedPlan:
-    """One layout at one concurrency.
+    """The plan of one layout at one concurrency.
 
-    `point` is None if no kernels were measured. `refused`: why TensorRT-LLM does not run it.
+    Args:
+        point: figures of the best draft length. None if no kernels were measured.
+        refused: reason why TensorRT-LLM does not run the layout, None if there is no reason.
     """
 
     plan: LayoutPlan
@@ -93,42 +106,46 @@ class RankedPlan:
 
     @property
     def setting(self) -> Setting:
+        """Setting that the plan is made for."""
         return self.plan.setting
 
     @property
     def layout(self) -> Layout:
+        """Layout of the ranks."""
         return self.plan.layout
 
     @property
     def max_sequences(self) -> int:
-        """Requests that the cache holds."""
+        """Number of requests of full length that the cache holds."""
         return self.plan.memory.sequences(self.setting.workload.tokens)
 
     @property
     def fits_cache(self) -> bool:
+        """Whether the cache holds as many requests of full length as run at a time."""
         return self.max_sequences >= self.concurrency
 
     @property
     def is_servable(self) -> bool:
+        """Whether the cache holds the requests, and TensorRT-LLM runs the layout."""
         return self.fits_cache and self.refused is None
 
     @property
     def stall_ms(self) -> float:
-        """How long the prompt of one request keeps all others from decoding.
+        """Time for which the prompt of one request keeps all others from decoding, in milliseconds.
 
         Ranks with attention DP prefill their prompts at once.
         """
         assert self.plan.steps is not None
-        at_once = min(self.concurrency, self.layout.caches)
-        prefill_us = self.plan.steps.prefill(self.setting.workload.isl, at_once)
-        return prefill_us / 1000 / at_once
+        prompts_at_once = min(self.concurrency, self.layout.caches)
+        prefill_us = self.plan.steps.prefill(self.setting.workload.isl, prompts_at_once)
+        return prefill_us / 1000 / prompts_at_once
 
     @property
     def tpot_ms(self) -> float | None:
-        """Mean time per output token. None if the rate is not known.
+        """Mean time per output token, in milliseconds. None if the rate is not known.
 
-        It is the decode step, and the prompts of the other requests: each stops the step once per
-        answer.
+        It is the time of decoding, and the prompts of the other requests. Each prompt stops the
+        decoding once per answer.
         """
         if self.point is None or self.point.decode_rate is None:
             return None
@@ -137,9 +154,10 @@ class RankedPlan:
 
     @property
     def ttft_ms(self) -> float | None:
-        """Mean time to the first token. None if the rate is not known.
+        """Mean time to the first token, in milliseconds. None if the rate is not known.
 
-        It is the step under way, the prompts that wait before (an M/D/1 queue), and the prompt.
+        It is the current decode step, the prompts that wait before (an M/D/1 queue), and the
+        prompt.
         """
         if self.point is None or self.tpot_ms is None or self.plan.steps is None:
             return None
@@ -152,7 +170,10 @@ class RankedPlan:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Output tokens per second of the whole server, prompts included in the time."""
+        """Output tokens per second of the whole server, with the time of the prompts.
+
+        None if the rate is not known.
+        """
         if self.ttft_ms is None or self.tpot_ms is None:
             return None
         osl = self.setting.workload.osl
@@ -161,12 +182,12 @@ class RankedPlan:
 
     @property
     def trust(self) -> str:
-        """The basis of the speed."""
+        """Basis of the speed, for the user."""
         return "memory alone" if self.point is None else self.point.trust
 
     @property
     def meets_limits(self) -> bool:
-        """Whether both times are within the user's limits."""
+        """Whether TTFT and TPOT are within the user's limits."""
         setting = self.setting
         for time, limit in ((self.ttft_ms, setting.ttft_ms), (self.tpot_ms, setting.tpot_ms)):
             if limit and (time is None or time > limit):
@@ -174,11 +195,13 @@ class RankedPlan:
         return True
 
     def to_dict(self) -> dict[str, Any]:
-        """The row for `--json`.
+        """The plan for `--json`.
 
-        Speeds are None without kernels, drafts and speed-up without acceptance.
+        Speeds are None without measured kernels. Draft length and speed-up are None without
+        acceptance.
         """
         draft_len = speedup = speedup_range = None
+        # without acceptance, a draft length of 0 would look like a recommendation
         if self.point is not None:
             if self.trust != NO_ACCEPTANCE:
                 draft_len = self.point.draft_len
@@ -208,20 +231,21 @@ class RankedPlan:
 
 
 def _rounded(value: float | None, digits: int) -> float | None:
+    """Rounded value, None for None."""
     return None if value is None else round(value, digits)
 
 
 def _rank(row: RankedPlan) -> tuple[bool, bool, bool, float, int]:
-    """Sort key: a better row has a larger key."""
+    """Sort key of a plan. A better plan has a larger key."""
     is_measured = row.trust != EXTRAPOLATED
     rate = row.tokens_per_s or 0.0
     return row.is_servable, row.meets_limits, is_measured, rate, row.concurrency
 
 
 def route_refusals(layout: Layout, setting: Setting) -> list[Problem]:
-    """Why TensorRT-LLM would not run such a server.
+    """Reasons why TensorRT-LLM would not run a server with this layout.
 
-    The target, the GPU, the layout, or a head of another target may be the reason.
+    A reason is in the target, the GPU, the layout, or a head that was trained for another target.
     """
     problems = []
     if setting.head:
@@ -239,7 +263,7 @@ def route_refusals(layout: Layout, setting: Setting) -> list[Problem]:
 
 
 def command(row: RankedPlan) -> str:
-    """The complete `trtspec build-config` command of a row."""
+    """Complete `trtspec build-config` command of a plan."""
     setting = row.setting
     layout = row.layout
     workload = setting.workload
@@ -247,7 +271,7 @@ def command(row: RankedPlan) -> str:
     drafts = None
     if row.point and setting.acceptance:
         drafts = row.point.draft_len
-    if setting.head_name and drafts != 0:
+    if setting.head_name and drafts != 0:  # without acceptance the user still decides on the head
         words += ["--head", setting.head_name]
         if drafts:
             words += ["--draft-len", str(drafts)]

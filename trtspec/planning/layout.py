@@ -1,7 +1,8 @@
 """How a model is spread over GPUs, and whether TensorRT-LLM can run it there at all.
 
-`plan` recommends nothing and `build-config` writes nothing that `refusals` names. Facts of one
-release are in releases.yaml and the schemas. The rules here hold for every known release.
+`plan` recommends no layout, and `build-config` writes no file, for which `refusals` has a reason.
+Facts of one release are in releases.yaml and the schemas. The rules of this file hold for every
+known release.
 """
 
 from __future__ import annotations
@@ -13,21 +14,24 @@ from trtspec.errors import Problem, UsageError
 from trtspec.formats import WeightFormat
 from trtspec.specs import GpuSpec, ModelSpec
 
-KV_FRACTION = 0.9  # of what is free: the engine's default
-# build-config writes it: attention DP and the exchange of tokens need memory.
+KV_FRACTION = 0.9  # share of the free memory for the KV cache: the engine's default
+# The share that build-config writes for attention DP, which needs memory to exchange tokens.
 ATTENTION_DP_KV_FRACTION = 0.75
 # The highest acceptance published for a Kimi head is 0.906 per draft token (MT-Bench math, draft
-# length 3). Even there the 17th draft token adds 2 % to the tokens of a step, and drafting it takes
-# 4 % of a plain step (B200, tensor parallel 4), its verification not counted.
+# length 3). Even at that acceptance the 17th draft token adds 2 % to the tokens of a step. Drafting
+# the token takes 4 % of a plain step (B200, tensor parallel 4), without its verification.
 LONGEST_DRAFT = 16
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How `gpus` ranks share a model.
+    """The way in which the ranks of one server share a model.
 
-    Experts are tensor parallel, or whole with `ep`. Attention is split over its heads. With
-    `attention_dp` it is copied to every rank, which then serves requests of its own.
+    Args:
+        gpus: number of ranks, one per GPU.
+        ep: whether each expert is whole on one rank, not split over all ranks.
+        attention_dp: whether every rank has the whole attention and serves requests of its own,
+            so that attention is not split over its heads.
     """
 
     gpus: int
@@ -36,34 +40,45 @@ class Layout:
 
     @property
     def attention_tp(self) -> int:
-        """Ranks that share one attention layer."""
+        """Number of ranks that share one attention layer."""
         return 1 if self.attention_dp else self.gpus
 
     @property
     def caches(self) -> int:
-        """KV caches for different requests. Ranks that share attention hold one together."""
+        """Number of KV caches for different requests.
+
+        Ranks that share attention have one together.
+        """
         return self.gpus if self.attention_dp else 1
 
     @property
     def moe(self) -> str:
-        """Name of the MoE layout in the kernel tables."""
+        """Name of the experts' layout in the kernel tables, such as "tp4" or "ep8"."""
         return f"{'ep' if self.ep else 'tp'}{self.gpus}"
 
     @property
     def short(self) -> str:
-        """TP4: attention and experts split. TEP4: experts whole. DEP4: attention DP besides."""
+        """Name for people.
+
+        TP4 splits attention and experts, TEP4 keeps experts whole, DEP4 adds attention DP.
+        """
         attention = "D" if self.attention_dp else "T"
         experts = "E" if self.ep else ""
         return f"{attention}{experts}P{self.gpus}"
 
     def sequences_per_rank(self, sequences: int) -> int:
+        """Number of sequences on the busiest rank, out of `sequences` on the server."""
         return -(-sequences // self.caches)
 
 
 def layout_of(gpus: int, tp: int | None, ep: int | None, attention_dp: bool) -> Layout:
-    """The layout of a server with `tp` of the GPUs. `tp` None: all of them.
+    """Layout of one server on a machine with `gpus` GPUs.
 
     Raises UsageError for sizes that contradict each other or that were not measured.
+
+    Args:
+        tp: number of ranks of the server. None for all GPUs.
+        ep: number of ranks that experts are spread over. None or 1 to split every expert.
     """
     tp = tp or gpus
     if tp > gpus:
@@ -90,14 +105,14 @@ def refusals(
     tokens: int | None = None,
     draft_len: int = 0,
 ) -> list[Problem]:
-    """Why a server cannot run, or why its drafts cannot pay. Every reason is an error.
+    """Reasons why a server cannot run, or why its drafts cannot pay. Every reason is an error.
 
-    Whether the model fits is not judged here, but in memory.py.
+    Whether the model fits into the memory is judged in memory.py.
 
     Args:
-        gpu: None if it is not known. Then the format is judged for any GPU.
-        ep_size: None or 1: every expert is split over all ranks.
-        tokens: the longest request, prompt and answer together.
+        gpu: GPU of the server. None if it is not known, so that the format is judged for any GPU.
+        ep_size: number of ranks that experts are spread over. None or 1 to split every expert.
+        tokens: length of the longest request, prompt and answer together. None to judge no length.
     """
     capability = None
     gpu_name = ""
@@ -126,7 +141,7 @@ def refusals(
 def layout_refusals(
     model: ModelSpec, tp_size: int, ep_size: int, attention_dp: bool
 ) -> Iterator[Problem]:
-    """Why a model does not spread over that many ranks."""
+    """Yields the reasons why a model does not divide over that many ranks."""
     heads = model.num_attention_heads
     if heads % tp_size and not attention_dp:
         message = f"the {heads} attention heads do not divide by tensor-parallel size {tp_size}"
@@ -136,9 +151,9 @@ def layout_refusals(
     experts = model.n_routed_experts
     width = model.moe_intermediate_size
     split = tp_size // ep_size  # ranks that share an expert
-    group = model.quant.group_size or 1
+    group = model.quant.group_size or 1  # weights that share a scale, which ranks cannot divide
     if tp_size % ep_size:
-        message = f"experts over {ep_size} of {tp_size} ranks"
+        message = f"experts cannot be spread evenly over {ep_size} of {tp_size} ranks"
         remedy = "give `ep_size` a divisor of `tp_size`"
     elif experts % ep_size:
         message = f"the {experts} experts do not divide by expert-parallel size {ep_size}"
@@ -173,11 +188,11 @@ HOPPER = (
 
 
 def format_refusal(model: ModelSpec, capability: str | None, name: str = "") -> Problem | None:
-    """Why weights of the model's format do not run on a GPU. None if they do.
+    """Reason why weights of the model's format do not run on a GPU. None if they run.
 
     Args:
-        capability: the GPU's compute capability, as "10.0". None: any GPU.
-        name: the GPU's name for the message.
+        capability: compute capability of the GPU, as "10.0". None for any GPU.
+        name: name of the GPU for the message, "" if it is not known.
     """
     oldest = OLDEST_CAPABILITY.get(model.quant.format)
     if oldest is None:
@@ -206,6 +221,7 @@ def format_refusal(model: ModelSpec, capability: str | None, name: str = "") -> 
 
 
 def _parse_capability(capability: str) -> tuple[int, int]:
+    """Major and minor number of a compute capability such as "10.0"."""
     major, _, minor = capability.partition(".")
     return int(major), int(minor or 0)
 
@@ -214,9 +230,9 @@ EVERY_FORMAT = frozenset(OLDEST_CAPABILITY)
 HOPPER_GPUS = ((9, 0),)
 BLACKWELL_GPUS = ((10, 0), (10, 3))
 BLACKWELL_AND_WORKSTATIONS = (*BLACKWELL_GPUS, (12, 0), (12, 1))
-# TensorRT-LLM's MoE kernels: weight formats and compute capabilities that `can_implement` takes,
-# and the source. A format that a kernel hands over to CUTLASS with a warning counts as taken
-# (create_moe.py).
+# TensorRT-LLM's MoE kernels, each with the weight formats and compute capabilities that its
+# `can_implement` accepts, and the source. A format that a kernel leaves to CUTLASS with a warning
+# counts as accepted (create_moe.py).
 EXPERT_KERNELS = {
     "TRTLLM": (EVERY_FORMAT, BLACKWELL_GPUS, "fused_moe_trtllm_gen.py"),
     "CUTEDSL": (
@@ -237,16 +253,17 @@ EXPERT_KERNELS = {
 
 
 def kernel_refusal(kernel: str, format: WeightFormat | None, capability: str | None) -> str | None:
-    """Why a MoE kernel does not run experts of this format on a GPU. None if it does.
+    """Reason why a MoE kernel does not run experts of a format on a GPU.
 
-    A `format` or `capability` of None is not known, and so not judged. An unknown kernel is not
-    judged either.
+    None if there is no reason.
+
+    A kernel, `format` or `capability` that is not known, or None, is not judged.
     """
     if kernel not in EXPERT_KERNELS:
         return None
     formats, capabilities, source = EXPERT_KERNELS[kernel]
     if format in EVERY_FORMAT and format not in formats:
-        loaded = " and ".join(sorted(formats)) or "MXFP4"
+        loaded = " and ".join(sorted(formats)) or "MXFP4"  # the only format without a WeightFormat
         return f"the {kernel} kernels load {loaded} experts; these are {format} ({source})"
     if capability and capabilities and _parse_capability(capability) not in capabilities:
         listed = ", ".join(f"{major}.{minor}" for major, minor in capabilities)

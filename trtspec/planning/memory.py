@@ -1,6 +1,6 @@
-"""Memory of one GPU in bytes: weights, head, reserve, and what is left for the KV cache.
+"""Memory of one GPU in bytes: weights, head, reserve, and the rest for the KV cache.
 
-Parameters and bytes of a Kimi model and of an Eagle3 head follow by class from their shapes and
+The parameters and bytes of a Kimi model and of an Eagle3 head follow from their shapes and
 quantization alone.
 """
 
@@ -17,14 +17,16 @@ from trtspec.formats import KV_ELEMENT_BYTES, WeightFormat
 from trtspec.planning.layout import ATTENTION_DP_KV_FRACTION, KV_FRACTION, Layout
 from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
 
-# Communicators 0.41 GB and context with libraries 3.76 GB (aiconfigurator), activations 1.2 GB and
-# MoE workspace 0.7 to 5.6 GB at 8192 tokens, the rest for CUDA graphs. With 9 to 10 GB the formula
-# gives the 715,072 KV tokens that vLLM reports for Kimi-K2-Thinking on 8 H200.
+# Bytes that neither weights nor KV cache use: communicators 0.41 GB and context with libraries
+# 3.76 GB (aiconfigurator), activations 1.2 GB and MoE workspace 0.7 to 5.6 GB at 8192 tokens, the
+# rest for CUDA graphs. With 9 to 10 GB the formula gives the 715,072 KV tokens that vLLM reports
+# for Kimi-K2-Thinking on 8 H200.
 RESERVE = 9.0e9
-RESERVE_TOKENS = 8192
+RESERVE_TOKENS = 8192  # tokens per step that RESERVE is for
 TRANSFER_BUFFERS = 2  # one to send from and one to receive into (cacheTransBuffer.cpp)
-ACTIVATION_BYTES = 2 * 10  # BF16, ten live tensors of the model's width per token
-# Roles that tensor parallelism divides.
+BF16_BYTES = 2
+ACTIVATION_BYTES = BF16_BYTES * 10  # ten live tensors of the model's width per token
+# roles of weights that tensor parallelism divides over the ranks
 SHARDED = {
     "experts",
     "shared experts",
@@ -37,7 +39,17 @@ SHARDED = {
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU. `weights`: by role. `kv_tokens` counts the whole group."""
+    """The memory of one GPU of a server, in bytes.
+
+    Args:
+        capacity: memory of the GPU.
+        weights: bytes of the target's weights, by role.
+        head: bytes of the head's weights.
+        reserve: bytes for working memory.
+        fraction: share of the free memory that the KV cache takes.
+        kv_dtype: type of a KV cache element, as in `KV_ELEMENT_BYTES`.
+        kv_bytes_per_token: bytes of one token in one cache.
+    """
 
     layout: Layout
     capacity: float
@@ -50,6 +62,7 @@ class Memory:
 
     @property
     def weights_total(self) -> float:
+        """Bytes of all weights of the target on the GPU."""
         return sum(self.weights.values())
 
     @property
@@ -59,14 +72,16 @@ class Memory:
 
     @property
     def kv(self) -> float:
+        """Bytes of the KV cache."""
         return max(0.0, self.fraction * self.free)
 
     @property
     def kv_tokens(self) -> int:
+        """Number of tokens in the KV caches of the whole group."""
         return int(self.kv / self.kv_bytes_per_token) * self.layout.caches
 
     def sequences(self, tokens: int) -> int:
-        """Whole sequences of that many tokens in the caches of the group.
+        """Number of sequences of `tokens` tokens that the KV caches of the whole group hold.
 
         With attention DP a sequence never spans two ranks.
         """
@@ -88,10 +103,11 @@ def memory(
     """Memory of one GPU of a server.
 
     Args:
-        fraction: TensorRT-LLM's free_gpu_memory_fraction, of what is free after the weights and not
-            of the whole. None: what `trtspec build-config` writes for the layout.
-        max_num_tokens: tokens that one step computes. More than RESERVE_TOKENS enlarge the reserve.
-        transfer_tokens: tokens that each transfer buffer of a disaggregated server holds.
+        fraction: TensorRT-LLM's free_gpu_memory_fraction, a share of the memory that the weights
+            leave. None for the share that `trtspec build-config` writes for the layout.
+        max_num_tokens: number of tokens that one step computes. More than RESERVE_TOKENS enlarge
+            the reserve.
+        transfer_tokens: number of tokens that each transfer buffer of a disaggregated server holds.
     """
     if fraction is None:
         fraction = ATTENTION_DP_KV_FRACTION if layout.attention_dp else KV_FRACTION
@@ -99,7 +115,7 @@ def memory(
     token_bytes = kv_elements_per_token(model, head, layout) * KV_ELEMENT_BYTES[kv_dtype]
     head_bytes = 0.0
     if head:
-        head_bytes = 2 * head_parameters(head) / layout.attention_tp
+        head_bytes = BF16_BYTES * head_parameters(head) / layout.attention_tp
     tokens_beyond = max(0, max_num_tokens - RESERVE_TOKENS)
     activations = tokens_beyond * model.hidden_size * ACTIVATION_BYTES
     transfer_buffers = TRANSFER_BUFFERS * transfer_tokens * token_bytes
@@ -116,10 +132,10 @@ def memory(
 
 
 def kv_elements_per_token(model: ModelSpec, head: HeadSpec | None, layout: Layout) -> float:
-    """Cache elements per token on one rank.
+    """Number of KV cache elements per token on one rank.
 
-    Latents have no heads to divide, so every tensor-parallel rank holds all of them, also for an
-    MLA head. Keys and values of an MHA head are divided by its heads.
+    Latents have no heads to divide, so every tensor-parallel rank holds all latents, also of an MLA
+    head. Keys and values of an MHA head are divided over the ranks by its heads.
     """
     if head is None:
         return model.kv_elements_per_token
@@ -130,11 +146,11 @@ def kv_elements_per_token(model: ModelSpec, head: HeadSpec | None, layout: Layou
 
 
 def weights_per_gpu(model: ModelSpec, layout: Layout) -> dict[str, float]:
-    """Bytes on one rank by role.
+    """Bytes of weights on one rank, by role.
 
-    Tensor parallelism divides what has heads, widths or a vocabulary. Latent projections, router,
-    norms and vision tower are copied. With attention DP only the experts divide: that the engine
-    then copies embedding, lm_head and shared experts is the careful assumption.
+    Tensor parallelism divides weights that have heads, widths or a vocabulary. Latent projections,
+    router, norms and vision tower are copied. With attention DP only the experts are divided. That
+    the engine copies embedding, lm_head and shared experts is the careful assumption.
     """
     divided = {"experts"} if layout.attention_dp else SHARDED
     sizes = {}
@@ -146,10 +162,10 @@ def weights_per_gpu(model: ModelSpec, layout: Layout) -> dict[str, float]:
 
 @functools.cache
 def weights_by_role(model: ModelSpec) -> dict[str, int]:
-    """Bytes of the checkpoint's tensors of each role, the largest first."""
+    """Bytes of the checkpoint's tensors by role, the largest role first."""
     sizes = Counter[str]()
     for stem, part in model.family.parts(model):
-        if len(part.shape) == 2:
+        if len(part.shape) == 2:  # a matrix, which may be quantized
             module = stem + part.name.format(0).removesuffix(".weight")
             stored = linear_bytes(model.quant.format_of(module, part.role), *part.shape)
         else:
@@ -162,7 +178,7 @@ def weights_by_role(model: ModelSpec) -> dict[str, int]:
 
 
 def linear_bytes(format: WeightFormat, rows: int, columns: int) -> int:
-    """Bytes of one stored [rows, columns] matrix with its scales, as published."""
+    """Bytes of one stored [rows, columns] matrix with its scales, in a published checkpoint."""
     shapes = format.part_shapes(rows, columns)
     size = 0
     for suffix, dtypes in zip(format.storage.all_parts, format.storage.dtypes, strict=True):
@@ -176,6 +192,9 @@ def checkpoint_bytes(model: ModelSpec) -> int:
 
 
 def head_parameters(head: HeadSpec) -> int:
-    """Parameters of an Eagle3 head as the engine loads it. It uses the target's embedding."""
+    """Number of parameters of an Eagle3 head as the engine loads it, without an embedding.
+
+    The engine shares the target's embedding with the head.
+    """
     shapes = expected_shapes(head)
     return sum(math.prod(shapes[name]) for name in (*tensor_names(head), "lm_head.weight"))

@@ -1,4 +1,4 @@
-"""One layout of a target: whether it fits, and what each draft length costs and gains.
+"""One layout of a target: whether it fits, and the cost and gain of each draft length.
 
 The gain follows from the user's acceptance, at each concurrency.
 """
@@ -14,46 +14,60 @@ from trtspec.planning.memory import Memory, memory
 from trtspec.planning.step import HEADS, Kernels, StepModel, kernels
 from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
 
-# What a 4 x B200 server without speculation took beyond its kernels (6.6 ms against 5.6 ms).
+# Microseconds that a step of a 4 x B200 server without speculation took beyond its kernels (6.6 ms
+# against 5.6 ms).
 HOST_US = 1000.0
-LONGEST_COMPARED = 8
+LONGEST_COMPARED = 8  # tokens of the longest draft without a measured or given length
 NO_ACCEPTANCE = "no acceptance"
 NO_DRAFTS = "no drafts"
-EXTRAPOLATED = "extrapolated"  # a speed-up is then a range
-# A loss that the kernel tables cannot show: neighbouring rows differ by a few percent of noise.
+EXTRAPOLATED = "extrapolated"  # the speed-up is only a range
+# Share of a rate that the kernel tables cannot resolve: neighbouring rows differ by a few percent
+# of noise.
 CLOSE = 0.005
-# Width, experts, expert width and experts per token of every Kimi-K2.
+# hidden size, experts, expert width and experts per token of every Kimi-K2, whose kernels were
+# measured
 MEASURED_SHAPE = (7168, 384, 2048, 8)
 
 
 @dataclass(frozen=True)
 class Workload:
+    """The load that a server is planned for.
+
+    Args:
+        isl: number of tokens of a prompt.
+        osl: number of tokens of an answer.
+        concurrency: numbers of concurrent requests to plan for.
+    """
+
     isl: int
     osl: int
     concurrency: tuple[int, ...]
 
     @property
     def tokens(self) -> int:
-        """Tokens of the cache that one request holds at its end."""
+        """Number of tokens in the cache that one request needs at its end."""
         return self.isl + self.osl
 
     @property
     def context(self) -> int:
-        """Tokens that a request holds in the middle of its answer."""
+        """Number of tokens that a request holds in the middle of its answer."""
         return self.isl + self.osl // 2
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The target, the machine and the work that a plan is made for.
+    """The target, the machine and the workload that a plan is made for.
 
     Args:
-        acceptance: None if the user gave none.
-        fraction: of the free memory for the cache, as in `memory`.
-        longest_draft: every draft length up to it is considered. None: the lengths whose acceptance
-            was measured.
-        ttft_ms: the longest time to the first token, None for no limit.
-        tpot_ms: the longest time per output token, None for no limit.
+        target: name of the target.
+        model: shapes and formats of the target.
+        head_name: name of the draft head. None for plain decoding.
+        acceptance: acceptance of the head. None if the user gave none.
+        fraction: share of the free memory for the KV cache, as in `memory`.
+        longest_draft: number of tokens of the longest draft to consider. None for the lengths whose
+            acceptance was measured.
+        ttft_ms: longest time to the first token, in milliseconds. None for no limit.
+        tpot_ms: longest time per output token, in milliseconds. None for no limit.
     """
 
     target: str
@@ -70,7 +84,7 @@ class Setting:
 
     @property
     def draft_lengths(self) -> list[int]:
-        """The draft lengths to consider. 0 is plain decoding."""
+        """Draft lengths to consider, in tokens. 0 is plain decoding."""
         if self.head is None:
             return [0]
         if self.longest_draft is None and self.acceptance is not None:
@@ -79,10 +93,10 @@ class Setting:
         return list(range(longest + 1))
 
     def trust(self, concurrency: int, drafts: int) -> str:
-        """The basis of a point's speed-up.
+        """Basis of the speed-up at one concurrency and draft length, for the user.
 
-        EXTRAPOLATED: beyond the measured draft length, the head's context, or what was published
-        for any head of the target.
+        It is EXTRAPOLATED beyond the measured draft length, the head's context, or the figures
+        published for any head of the target.
         """
         if self.head is not None and self.acceptance is None:
             return NO_ACCEPTANCE
@@ -104,15 +118,19 @@ class Setting:
 
     @property
     def has_limits(self) -> bool:
+        """Whether the user limits TTFT or TPOT."""
         return self.ttft_ms is not None or self.tpot_ms is not None
 
 
 @dataclass(frozen=True)
 class Point:
-    """One concurrency and draft length.
+    """The figures of one layout at one concurrency and draft length.
 
-    `acceptance_length`, and with it speed-up and rate, is None without acceptance. `trust`: what
-    the speed-up rests on. An extrapolated speed-up is None too: it has a range alone.
+    Args:
+        cost_ratio: time of a speculative step divided by the time of a plain step.
+        step_ms: time of a speculative step, in milliseconds.
+        acceptance_length: tokens per step of one request. None without acceptance.
+        trust: basis of the speed-up, for the user.
     """
 
     concurrency: int
@@ -124,17 +142,25 @@ class Point:
 
     @property
     def speedup(self) -> float | None:
+        """Speed-up over plain decoding. None without acceptance, and if it is extrapolated.
+
+        An extrapolated speed-up only has a range.
+        """
         if self.acceptance_length is None or self.trust == EXTRAPOLATED:
             return None
         return self.acceptance_length / self.cost_ratio
 
     @property
     def decode_rate(self) -> float | None:
-        """Tokens per second of one request while nothing is prefilled."""
+        """Tokens per second of one request while no prompt is prefilled.
+
+        None without acceptance.
+        """
         length = 1.0 if self.draft_len == 0 else self.acceptance_length
         return None if length is None else 1000 * length / self.step_ms
 
     def to_dict(self) -> dict[str, Any]:
+        """The point for `--json`, with numbers rounded to three places."""
         values = {**vars(self), "speedup": self.speedup}
         for name, value in values.items():
             if isinstance(value, float):
@@ -143,7 +169,7 @@ class Point:
 
 
 def plan_layout(layout: Layout, setting: Setting) -> LayoutPlan:
-    """The plan of one layout. If its kernels were not measured: of its memory alone."""
+    """Plans one layout. If its kernels were not measured, the plan only has its memory."""
     model = setting.model
     workload = setting.workload
     gpu_memory = memory(model, setting.head, setting.gpu, layout, fraction=setting.fraction)
@@ -169,7 +195,13 @@ def plan_layout(layout: Layout, setting: Setting) -> LayoutPlan:
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """The plan of one layout. `steps` is None and `points` is empty if no kernels were measured."""
+    """The plan of one layout.
+
+    Args:
+        memory: memory of one GPU.
+        steps: times of the server's steps. None if no kernels were measured.
+        points: figures by concurrency and draft length. Empty if no kernels were measured.
+    """
 
     setting: Setting
     memory: Memory
@@ -178,18 +210,23 @@ class LayoutPlan:
 
     @property
     def layout(self) -> Layout:
+        """Layout of the ranks."""
         return self.memory.layout
 
     @property
     def fits(self) -> bool:
-        """Whether the weights fit and the cache holds at least one request of this length."""
+        """Whether the weights fit, and the cache holds at least one request of the workload."""
         return self.memory.sequences(self.setting.workload.tokens) >= 1
 
     def at(self, concurrency: int) -> list[Point]:
+        """Points of one concurrency, shortest draft first."""
         return [point for point in self.points if point.concurrency == concurrency]
 
     def best(self, concurrency: int) -> Point:
-        """The shortest draft within CLOSE of the fastest, which is the accuracy of the tables."""
+        """Point with the shortest draft whose rate is within CLOSE of the highest rate.
+
+        CLOSE is the accuracy of the kernel tables.
+        """
         points = self.at(concurrency)
         rates = [point.decode_rate or 0 for point in points]
         close_to_best = (1 - CLOSE) * max(rates)
@@ -197,10 +234,13 @@ class LayoutPlan:
         return next(point for point, rate in pairs if rate >= close_to_best)
 
     def speedup_range(self, point: Point) -> tuple[float, float] | None:
-        """(least, largest) speed-up of a point. None without acceptance.
+        """Least and largest speed-up of a point over plain decoding.
 
-        It covers each assumption of `assumptions`, and each published decay if the acceptance is
-        extrapolated. Beyond the head's context it covers that no draft is accepted.
+        None without acceptance or kernels.
+
+        The range includes each assumption of `assumptions`. For an extrapolated acceptance it
+        includes each published decay. Beyond the head's context it includes that no draft is
+        accepted.
         """
         acceptance = self.setting.acceptance
         if self.steps is None or acceptance is None:
@@ -219,15 +259,16 @@ class LayoutPlan:
 
 
 def layouts(model: ModelSpec, gpus: int) -> list[Layout]:
-    """The layouts that a server on that many GPUs can choose from."""
+    """Layouts that a server on that many GPUs can choose from."""
     split = Layout(gpus)
+    # if the ranks do not divide the heads, TensorRT-LLM refuses the only layout with the reason
     if gpus == 1 or model.num_attention_heads % gpus:
         return [split]
     return [split, Layout(gpus, ep=True), Layout(gpus, ep=True, attention_dp=True)]
 
 
 def has_kernels(tables: Kernels, model: ModelSpec, layout: Layout) -> bool:
-    """Whether every kernel was measured, which is so for Kimi-K2's shapes only."""
+    """Whether every kernel of a layout was measured. Only kernels of Kimi-K2's shapes were."""
     shape = (
         model.hidden_size,
         model.n_routed_experts,
@@ -240,7 +281,7 @@ def has_kernels(tables: Kernels, model: ModelSpec, layout: Layout) -> bool:
 
 
 def assumptions(steps: StepModel) -> dict[str, StepModel]:
-    """The same steps under each assumption that the tables cannot settle, by name."""
+    """The same server's times under each assumption that the tables cannot decide, by its words."""
     tables = steps.kernels
     evenly = replace(tables, routing="balanced")
     unevenly = replace(tables, routing="power_law_1.2")

@@ -1,11 +1,13 @@
-"""Time of one decode step, of verifying k + 1 tokens per sequence, and of drafting them.
+"""Times of one decode step, of verifying k + 1 tokens per sequence, and of drafting them.
 
-step = layers x (attention + shared expert + router + routed experts + collectives) + dense layers +
-lm_head. Verifying k + 1 tokens runs the same kernels on (k + 1) times the tokens. More distinct
-experts are read, which is what makes it dearer than one token. The latent cache is read once for
-all of them. Not in it: norms and other element-wise kernels, sampling, the host, and overlap
-between kernels. Formula and tables: docs/plan-model.md. Latencies are measured ones of one GPU
-(data/kernels), looked up and interpolated. Nothing is fitted.
+A step is layers x (attention + shared expert + router + routed experts + collectives) + dense
+layers + lm_head. Verifying k + 1 tokens runs the same kernels on k + 1 times the tokens. It costs
+more than one token because more distinct experts are read. The latent cache is read once for all k
++ 1 tokens. Norms and other element-wise kernels, sampling, the host, and overlap between kernels
+are left out.
+
+Latencies are measured on one GPU (data/kernels), looked up and interpolated. Nothing is fitted.
+Formula and tables: docs/plan-model.md.
 """
 
 from __future__ import annotations
@@ -21,22 +23,26 @@ from trtspec.formats import KV_ELEMENT_BYTES
 from trtspec.planning.layout import Layout
 from trtspec.specs import GpuSpec, HeadSpec, ModelSpec
 
-ROUTING = "power_law_1.01"
+ROUTING = "power_law_1.01"  # how tokens choose experts in the tables
 HEADS = 64  # attention heads of every Kimi-K2; the tables are keyed by the ranks that share them
-# The first of them that was measured for a format is taken.
+# MoE kernels by preference: the first one that was measured for a format is used.
 MOE_KERNELS = ("TRTLLM", "CUTLASS", "DEEPGEMM", "MARLIN")
-BANDWIDTH_SHARE = 0.8  # of the peak, reached by streaming kernels (aiconfigurator systems/*.yaml)
-LAUNCH_US = 3.0  # least time of one kernel (same source)
+# share of the peak bandwidth that streaming kernels reach (aiconfigurator systems/*.yaml)
+BANDWIDTH_SHARE = 0.8
+LAUNCH_US = 3.0  # microseconds, the least time of one kernel (same source)
 QUERY_TILE = 128  # rows (queries x local heads) for which the attention kernel reads the cache once
 EMPTY_CONTEXT = 2  # tokens; the shortest context in the tables
 
 
 @dataclass(frozen=True)
 class StepModel:
-    """Times of a server's steps in microseconds.
+    """Times of a server's decode steps, in microseconds.
 
-    `context`: tokens that a sequence holds, on average over its answer. `host_us`: time of the host
-    in every step.
+    Args:
+        head: shapes of the draft head. None for plain decoding.
+        kernels: latencies of the GPU's kernels.
+        context: number of tokens that a sequence holds, on average over its answer.
+        host_us: time of the host in every step, in microseconds.
     """
 
     model: ModelSpec
@@ -47,22 +53,27 @@ class StepModel:
     host_us: float = 0.0
 
     def step(self, sequences: int, queries: int = 1) -> float:
-        """The target's step for `queries` tokens of each of `sequences` sequences."""
+        """Time of one target step, in microseconds, for `queries` tokens of each sequence."""
         return sum(self.times_by_kernel(sequences, queries).values())
 
     def speculative_step(self, sequences: int, length: int) -> float:
-        """Drafting `length` tokens per sequence and verifying them."""
+        """Time to draft `length` tokens per sequence and verify them, in microseconds."""
         return self.step(sequences, length + 1) + self.draft(sequences, length)
 
     def cost_ratio(self, sequences: int, length: int) -> float:
-        """(verify + draft) / plain step.
+        """Time of a speculative step divided by the time of a plain step.
 
-        At this acceptance length speculation neither wins nor loses.
+        It is also the acceptance length at which speculation neither wins nor loses.
         """
         return self.speculative_step(sequences, length) / self.step(sequences)
 
     def times_by_kernel(self, sequences: int, queries: int) -> dict[str, float]:
-        """The target's step by kernel, summed over all layers."""
+        """Times of one target step by kernel, in microseconds, each summed over all layers.
+
+        Args:
+            sequences: number of sequences on the server.
+            queries: number of tokens per sequence that the step computes.
+        """
         model = self.model
         kernels = self.kernels
         ranks = self.layout.attention_tp
@@ -92,17 +103,18 @@ class StepModel:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of one element of the KV cache."""
+        """Size of one element of the KV cache, in bytes."""
         return KV_ELEMENT_BYTES[self.model.quant.kv_cache or "bf16"]
 
     def _mlp(self, tokens: int, width: float) -> float:
+        """Time of one gated MLP of intermediate size `width` on one rank, in microseconds."""
         return self.kernels.from_hidden(tokens, 2 * width) + self.kernels.to_hidden(tokens, width)
 
     def _collectives(self, tokens: int) -> float:
-        """Two all-reduces per layer.
+        """Time of all exchanges between ranks in one target step, in microseconds.
 
-        With attention DP all tokens are exchanged before the experts and after them. Together that
-        is as dear as one all-reduce of them.
+        Each layer has two all-reduces. With attention DP all tokens are exchanged before and after
+        the experts of a layer, which takes as long as one all-reduce.
         """
         elements = tokens * self.model.hidden_size
         allreduce = self.kernels.allreduce(self.layout.gpus, elements)
@@ -112,9 +124,9 @@ class StepModel:
         return 2 * layers * allreduce
 
     def draft(self, sequences: int, length: int) -> float:
-        """Drafting `length` tokens per sequence. 0 without a head.
+        """Time to draft `length` tokens per sequence, in microseconds. 0 without a head.
 
-        The head passes over the tokens just verified, then over one token at a time.
+        The head's first pass is over the tokens just verified. Each further pass is over one token.
         """
         head = self.head
         if head is None or length == 0:
@@ -128,7 +140,10 @@ class StepModel:
         return fusion + first_pass + further_passes
 
     def _draft_pass(self, head: HeadSpec, sequences: int, tokens: int) -> float:
-        """One pass of the head over `tokens` tokens, with logits for one token per sequence."""
+        """Time of one pass of the head over `tokens` tokens of all sequences, in microseconds.
+
+        Logits are computed for one token per sequence.
+        """
         ranks = self.layout.attention_tp
         if head.is_mla:
             attention = self._mla_draft_attention(head, sequences, tokens)
@@ -136,12 +151,16 @@ class StepModel:
             attention = self._mha_draft_attention(head, sequences, tokens)
         mlp = self._mlp(tokens, head.intermediate_size / ranks)
         logits = self.kernels.from_hidden(sequences, head.draft_vocab_size / ranks)
-        # Of attention, of the MLP, and of the best token over all ranks.
+        # one after the attention, one after the MLP, one to find the best token over all ranks
         collectives = 3 * self.kernels.allreduce(ranks, tokens * head.hidden_size)
         return attention + mlp + logits + collectives
 
     def _mla_draft_attention(self, head: HeadSpec, sequences: int, tokens: int) -> float:
-        """The target's module, and its down-projection once more: its input is twice as wide."""
+        """Time of an MLA head's attention, in microseconds.
+
+        It is the target's module with a second down-projection, because the head's input is twice
+        as wide.
+        """
         latent_width = head.q_lora_rank + head.kv_lora_rank + head.qk_rope_head_dim
         down_projection = self.kernels.from_hidden(tokens, latent_width)
         module = self.kernels.attention(
@@ -150,40 +169,45 @@ class StepModel:
         return module + down_projection
 
     def _mha_draft_attention(self, head: HeadSpec, sequences: int, tokens: int) -> float:
-        """The products of the head's own widths, and its cache at the bandwidth of kernels."""
+        """Time of an MHA head's attention, in microseconds.
+
+        It is the time of the projections, and of reading the head's cache at the bandwidth of
+        kernels.
+        """
         ranks = self.layout.attention_tp
         query_width = head.num_attention_heads * head.head_dim / ranks
         key_value_width = 2 * head.num_key_value_heads * head.head_dim / ranks
-        # The input is twice as wide as the hidden size.
+        # twice, because the input is twice as wide as the hidden size
         projections = 2 * self.kernels.from_hidden(tokens, query_width + key_value_width)
         output = self.kernels.to_hidden(tokens, query_width)
         cache = sequences * self.context * key_value_width * self.cache_bytes
         return projections + output + self.kernels.stream(cache) + LAUNCH_US
 
     def prefill(self, tokens: int, prompts: int = 1) -> float:
-        """`prompts` prompts of `tokens` tokens each, computed at once, without their answers.
+        """Time to compute `prompts` prompts of `tokens` tokens each at once, in microseconds.
 
         The head's own prefill is left out. With attention DP every rank computes the attention of
-        its own prompts.
+        the prompts that it serves.
         """
         prompts_per_rank = self.layout.sequences_per_rank(prompts)
         attention = self.kernels.prefill_attention(self.layout.attention_tp, tokens)
         times = self.times_by_kernel(prompts, tokens)
         times["attention"] = self.model.num_hidden_layers * (prompts_per_rank * attention)
+        # a prompt needs logits of its last token alone, and a long step hides the host's time
         return sum(time for kernel, time in times.items() if kernel not in ("lm_head", "host"))
 
 
 class Series(NamedTuple):
-    """Measured points, both ascending in x."""
+    """Measured values `ys` at ascending quantities `xs`."""
 
     xs: tuple[float, ...]
     ys: tuple[float, ...]
 
 
 def interpolate(series: Series, x: float) -> float:
-    """Linear between measured points.
+    """Value of a series at x, linear between measured points.
 
-    Flat below the first point, and beyond the last in proportion to its slope.
+    It is constant below the first point. Beyond the last point it continues with the last slope.
     """
     xs, ys = series
     if x <= xs[0] or len(xs) == 1:
@@ -194,17 +218,18 @@ def interpolate(series: Series, x: float) -> float:
 
 
 class Grid(NamedTuple):
-    """A series for each of several ascending values of another quantity."""
+    """Measured values over two quantities: a series for each of the ascending quantities `xs`."""
 
     xs: tuple[float, ...]
     rows: tuple[Series, ...]
 
     def row(self, x: float) -> Series | None:
+        """Series measured at exactly x. None if there is no such series."""
         return self.rows[self.xs.index(x)] if x in self.xs else None
 
 
 def interpolate_twice(grid: Grid, outer: float, inner: float) -> float:
-    """Along each series first, then between the two series that enclose `outer`."""
+    """Value of a grid, along each series first, and between the two series that enclose `outer`."""
     right = min(max(1, bisect.bisect_left(grid.xs, outer)), len(grid.xs) - 1)
     enclosing = slice(right - 1, right + 1)
     values = tuple(interpolate(row, inner) for row in grid.rows[enclosing])
@@ -230,7 +255,14 @@ class KernelTables(TypedDict):
 
 @dataclass(frozen=True)
 class Kernels:
-    """Latencies in microseconds. `moe_kernel` is the engine's name of the MoE backend."""
+    """Latencies of a GPU's kernels, in microseconds.
+
+    Args:
+        tables: measured latencies of the GPU, by kernel.
+        format: weight format of the experts.
+        moe_kernel: name of the MoE backend in the engine.
+        routing: name of the distribution of tokens over experts in the tables.
+    """
 
     gpu: GpuSpec
     tables: KernelTables
@@ -240,19 +272,26 @@ class Kernels:
 
     @property
     def experts(self) -> dict[str, Any]:
-        """The tables of the MoE kernel by routing, and their `source`."""
+        """Tables of the MoE kernel by routing, with their `source`."""
         return self.tables["moe"][self.format][self.moe_kernel]
 
     @property
     def sources(self) -> list[str]:
+        """Sources of the kernel tables, and of the MoE table in particular."""
         return [self.tables["source"], f"MoE: {self.experts['source']}"]
 
     def has(self, moe_layout: str, attention_ranks: int, ranks: int) -> bool:
-        """Whether all kernels of such a layout were measured."""
+        """Whether all kernels of a layout were measured.
+
+        Args:
+            moe_layout: name of the experts' layout in the tables, such as "ep8".
+            attention_ranks: number of ranks that share one attention layer.
+            ranks: number of all ranks.
+        """
         has_moe = moe_layout in self.experts[self.routing]
         has_attention = f"tp{attention_ranks}" in self.tables["mla_decode"]
-        # The links of another GPU do not count for the exchange of tokens with attention DP, which
-        # takes other kernels between trays.
+        # With attention DP, ranks exchange tokens by other kernels between trays, so that tables of
+        # another GPU with the same links do not count.
         if attention_ranks < ranks:
             allreduce = self.tables["allreduce"].row(ranks)
         else:
@@ -261,24 +300,27 @@ class Kernels:
         return has_moe and has_attention and has_collectives
 
     def moe(self, layout: str, tokens: int) -> float:
-        """The routed experts of one layer on one rank, for `tokens` tokens of the whole group."""
+        """Time of one layer's routed experts on one rank, in microseconds.
+
+        `tokens`: number of tokens of the whole group.
+        """
         return interpolate(self.experts[self.routing][layout], tokens)
 
     def attention(
         self, ranks: int, sequences: int, tokens: int, context: int, cache_bytes: int = 1
     ) -> float:
-        """One MLA module on one rank.
+        """Time of one MLA module on one rank, in microseconds.
 
-        Projections cost what that many tokens cost at an empty cache. The cache is read once per
-        sequence for all its queries, if queries x local heads fit one tile of 128 rows, and once
-        more per further tile.
+        Projections take as long as with an empty cache. The cache is read once per sequence for all
+        queries, if queries x local heads fit one tile of 128 rows. Each further tile reads the
+        cache once more.
 
         Args:
-            ranks: ranks that share the module.
-            tokens: queries of all sequences.
-            context: tokens that each sequence holds.
-            cache_bytes: bytes of a cache element. The tables are for an FP8 cache, and a larger
-                element takes that many times as long to read.
+            ranks: number of ranks that share the module.
+            tokens: number of queries of all sequences.
+            context: number of tokens that each sequence holds.
+            cache_bytes: size of a cache element in bytes. The tables are for an FP8 cache, and a
+                larger element takes that many times as long to read.
         """
         queries_per_tile = max(1, sequences) * ranks * QUERY_TILE
         tiles = max(1, -(-tokens * HEADS // queries_per_tile))
@@ -290,9 +332,9 @@ class Kernels:
         return projections + read * tiles * cache_bytes
 
     def prefill_attention(self, ranks: int, tokens: int) -> float:
-        """One MLA module for one prompt.
+        """Time of one MLA module for one prompt of `tokens` tokens, in microseconds.
 
-        Beyond the longest measured prompt: linear and quadratic cost as in the last two.
+        Beyond the longest measured prompt it has the linear and quadratic cost of the last two.
         """
         measured = self.tables["mla_prefill"][f"tp{ranks}"]
         x0, x1 = measured.xs[-2:]
@@ -303,7 +345,10 @@ class Kernels:
         return tokens * (y1 / x1 + quadratic * (tokens - x1))
 
     def allreduce(self, ranks: int, elements: int) -> float:
-        """One all-reduce of BF16 elements. `has` tells whether it was measured."""
+        """Time of one all-reduce of BF16 elements, in microseconds.
+
+        `has` tells whether it was measured.
+        """
         if ranks == 1:
             return 0.0
         row = allreduce_row(self.tables, ranks)
@@ -311,22 +356,22 @@ class Kernels:
         return interpolate(row, elements)
 
     def from_hidden(self, tokens: int, width: float) -> float:
-        """A BF16 linear layer that reads the model's width and writes `width`."""
+        """Time of a BF16 linear layer from the model's width to `width`, in microseconds."""
         return interpolate_twice(self.tables["gemm_from_hidden"], tokens, width)
 
     def to_hidden(self, tokens: int, width: float) -> float:
-        """A BF16 linear layer that reads `width` and writes the model's width."""
+        """Time of a BF16 linear layer from `width` to the model's width, in microseconds."""
         return interpolate_twice(self.tables["gemm_to_hidden"], tokens, width)
 
     def stream(self, size: float) -> float:
-        """Time to read `size` bytes at the bandwidth that kernels reach."""
+        """Time to read `size` bytes at the bandwidth that kernels reach, in microseconds."""
         return size / (BANDWIDTH_SHARE * self.gpu.memory_bandwidth) * 1e6
 
 
 def kernels(gpu: GpuSpec, format: str) -> Kernels | None:
-    """The tables for weights of this format, with the first of MOE_KERNELS that they have.
+    """Kernel latencies of a GPU for weights of this format, with the preferred measured MoE kernel.
 
-    None if nobody measured the format on that GPU.
+    None if nobody measured the format on the GPU.
     """
     tables = read_tables(gpu.name)
     if tables is None:
@@ -340,7 +385,7 @@ def kernels(gpu: GpuSpec, format: str) -> Kernels | None:
 
 @cache
 def read_tables(gpu: str) -> KernelTables | None:
-    """The kernel tables of a GPU. None if nobody measured its kernels."""
+    """Reads the kernel tables of a GPU. None if nobody measured its kernels."""
     path = DATA / "kernels" / f"{gpu}.json"
     if not path.is_file():
         return None
@@ -349,9 +394,9 @@ def read_tables(gpu: str) -> KernelTables | None:
 
 
 def _as_table(pairs: list[tuple[str, Any]]) -> Any:
-    """A Series for a mapping from numbers to numbers, a Grid for one from numbers to Series.
+    """Makes a Series of a JSON object from numbers to numbers, or a Grid from numbers to Series.
 
-    Other mappings are dicts. tools/kernel_tables.py writes both in ascending order.
+    Any other object is a dict. tools/kernel_tables.py writes the numbers in ascending order.
     """
     if not pairs or not pairs[0][0].isdigit():
         return dict(pairs)
@@ -363,13 +408,14 @@ def _as_table(pairs: list[tuple[str, Any]]) -> Any:
 
 
 def allreduce_row(tables: KernelTables, ranks: int) -> Series | None:
-    """Latencies of one all-reduce over that many ranks.
+    """Latencies of one all-reduce over that many ranks, by number of elements.
 
-    If this GPU was not measured, the tables name a GPU with the same links. None without either.
+    If this GPU was not measured, they are of a GPU with the same links. None if neither was
+    measured.
     """
     row = tables["allreduce"].row(ranks)
     if row is None and "same_links_as" in tables:
         twin = read_tables(tables["same_links_as"])
         if twin is not None:
-            return twin["allreduce"].row(ranks)
+            row = twin["allreduce"].row(ranks)
     return row

@@ -1,4 +1,4 @@
-"""A decision as JSON, and as a ranked table, the command, and what the figures rest on."""
+"""A decision as JSON, and as a ranked table with the command and the sources of its figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trtspec.planning.points import EXTRAPOLATED, NO_ACCEPTANCE, NO_DRAFTS, Layo
 from trtspec.report import Table
 
 GB = 1e9
-# 76 columns wide as a table.
+# columns of the ranked table, which is 76 characters wide
 HEADINGS = (
     "load",
     "layout",
@@ -23,6 +23,7 @@ HEADINGS = (
     "trust",
 )
 LIMIT_HEADINGS = ("TTFT ms", "TPOT ms")
+MAX_SHOWN_DRAFT = 5  # tokens, the longest draft whose cost is shown
 UNKNOWN_SPEED = (
     "holds it, but its speed is not known: no kernels of this format, shape and layout are in the "
     "tables, which end at 8 ranks"
@@ -30,9 +31,10 @@ UNKNOWN_SPEED = (
 
 
 def to_dict(decision: Decision) -> dict[str, Any]:
-    """The JSON contract, with `layouts` for all layouts and what everything rests on.
+    """The object of `plan --json`.
 
-    Figures are of the recommended layout, else of the first.
+    Figures at the top level are of the recommended layout, or of the first layout without one.
+    `layouts` has the figures of all layouts.
     """
     setting = decision.setting
     chosen = decision.chosen
@@ -66,7 +68,10 @@ def to_dict(decision: Decision) -> dict[str, Any]:
 
 
 def plan_dict(plan: LayoutPlan) -> dict[str, Any]:
-    """Sizes in bytes on one GPU. `kv_tokens` counts the whole group."""
+    """One layout for `--json`, with sizes in bytes on one GPU.
+
+    `kv_tokens` and `max_sequences` count the caches of the whole group.
+    """
     memory = plan.memory
     per_gpu: dict[str, Any] = {
         "weights": round(memory.weights_total),
@@ -88,7 +93,7 @@ def plan_dict(plan: LayoutPlan) -> dict[str, Any]:
 
 
 def sources(plan: LayoutPlan) -> list[str]:
-    """Where the figures of the GPU and of its kernels come from."""
+    """Sources of the figures of the GPU and of its kernels."""
     result = [plan.setting.gpu.source]
     if plan.steps:
         result += plan.steps.kernels.sources
@@ -96,7 +101,7 @@ def sources(plan: LayoutPlan) -> list[str]:
 
 
 def tables_and_lines(decision: Decision) -> tuple[list[Table], list[str]]:
-    """For people: the ranked table, the memory in a line, and the command."""
+    """The decision for a person: the ranked table, and lines with the memory and the command."""
     setting = decision.setting
     chosen = decision.chosen
     rows = ranked_rows(decision)
@@ -118,9 +123,9 @@ def tables_and_lines(decision: Decision) -> tuple[list[Table], list[str]]:
 
 
 def ranked_rows(decision: Decision) -> list[RankedPlan]:
-    """The best row of each concurrency, in rank order.
+    """Best plan of each concurrency, in rank order.
 
-    Rows that TensorRT-LLM refuses are shown only if it refuses all of them.
+    Plans that TensorRT-LLM refuses are only shown if it refuses all of them.
     """
     best: dict[int, RankedPlan] = {}
     for row in decision.rows:
@@ -131,7 +136,7 @@ def ranked_rows(decision: Decision) -> list[RankedPlan]:
 
 
 def ranked_table(title: str, rows: list[RankedPlan], decision: Decision) -> Table:
-    """The ranked rows. Where the user limits TTFT or TPOT, with a column for each."""
+    """Table of the ranked plans, with columns for TTFT and TPOT if the user limits one of them."""
     columns: tuple[str, ...] = HEADINGS
     if decision.setting.has_limits:
         columns += LIMIT_HEADINGS
@@ -156,7 +161,10 @@ def ranked_table(title: str, rows: list[RankedPlan], decision: Decision) -> Tabl
 
 
 def speedup(plan: LayoutPlan, point: Point) -> str:
-    """Speed-up over plain decoding with its range. The range alone if it is extrapolated."""
+    """Speed-up over plain decoding with its range, as text. "-" if it is not known.
+
+    An extrapolated speed-up is only a range.
+    """
     limits = plan.speedup_range(point)
     if limits is None:
         return "-"
@@ -167,11 +175,12 @@ def speedup(plan: LayoutPlan, point: Point) -> str:
 
 
 def milliseconds(value: float | None) -> str:
+    """Milliseconds as text, "-" for None."""
     return "-" if value is None else f"{value:,.1f}"
 
 
 def memory_line(plan: LayoutPlan) -> str:
-    """How much memory the weights take, and how many requests the cache holds."""
+    """Line with the memory of the weights on one GPU, and the requests that the cache holds."""
     memory = plan.memory
     tokens = plan.setting.workload.tokens
     fixed = (memory.weights_total + memory.head + memory.reserve) / GB
@@ -189,7 +198,7 @@ def memory_line(plan: LayoutPlan) -> str:
 
 
 def below_table(rows: list[RankedPlan], decision: Decision) -> Iterator[str]:
-    """Yields concurrencies without a row, the source of the acceptance, and extrapolations."""
+    """Yields lines on concurrencies without a plan, the acceptance, and extrapolations."""
     setting = decision.setting
     if rows:
         yield from _missing_concurrencies(rows, decision)
@@ -208,7 +217,7 @@ def below_table(rows: list[RankedPlan], decision: Decision) -> Iterator[str]:
 
 
 def _missing_concurrencies(rows: list[RankedPlan], decision: Decision) -> Iterator[str]:
-    """A line for each concurrency without a row."""
+    """Yields a line for each concurrency that the table does not have, with the reason."""
     ranked = {row.concurrency for row in rows}
     for concurrency in decision.setting.workload.concurrency:
         if concurrency in ranked:
@@ -221,9 +230,9 @@ def _missing_concurrencies(rows: list[RankedPlan], decision: Decision) -> Iterat
 
 
 def choice_lines(decision: Decision) -> Iterator[str]:
-    """The command, and what it leaves open.
+    """Yields lines with the recommended command, and with what the user has to measure for it.
 
-    There is no command if speeds are not known, or for the reason of `no_choice`.
+    There is no command if the speed is not known, or if `no_choice` has a reason.
     """
     row = decision.best
     if row is None:
@@ -235,8 +244,9 @@ def choice_lines(decision: Decision) -> Iterator[str]:
     if decision.setting.head_name is None or row.point is None:
         return
     if decision.setting.acceptance is None:
-        points = [point for point in row.plan.at(row.concurrency) if 1 <= point.draft_len <= 5]
-        costs = ", ".join(f"{point.draft_len}: {point.cost_ratio:.2f}" for point in points)
+        points = row.plan.at(row.concurrency)
+        shown = [point for point in points if 1 <= point.draft_len <= MAX_SHOWN_DRAFT]
+        costs = ", ".join(f"{point.draft_len}: {point.cost_ratio:.2f}" for point in shown)
         yield f"Speculation wins there above this many tokens per step, by draft length: {costs}."
         yield f"A speed-up needs your acceptance, which is never assumed: {EXAMPLE}."
     elif row.point.draft_len == 0:
@@ -244,7 +254,10 @@ def choice_lines(decision: Decision) -> Iterator[str]:
 
 
 def no_choice(decision: Decision) -> CheckFailed | None:
-    """The reason why nothing is recommended. None if something is, or if its speed is not known."""
+    """Error with the reason why no layout is recommended.
+
+    None if one is recommended, or if only the speed is not known.
+    """
     setting = decision.setting
     where = f"{decision.chosen.layout.gpus} x {setting.gpu.name.upper()}"
     requests = f"requests of {setting.workload.tokens} tokens"

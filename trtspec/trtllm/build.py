@@ -1,4 +1,4 @@
-"""Writes the engine YAML of an intent for exactly one TensorRT-LLM version, and its command.
+"""Writes the engine YAML of an intent for exactly one TensorRT-LLM release, and its command.
 
 Every line of the file has its reason.
 
@@ -7,8 +7,8 @@ Throughput settings follow published ones for Kimi-K2.5-NVFP4.
   (SemiAnalysisAI/InferenceX 843c6254, in benchmarks/multi_node/srt-slurm-recipes/trtllm:
   kimi-k2.5/disagg/trtllm_dynamo/b200-fp4).
 - With an Eagle3 head: NVIDIA's GB200 recipes, April 2026 (NVIDIA/srt-slurm 0858f390, in
-  recipes/kimi2.5/trtllm_dynamo/disagg: gb200Nvfp4/ISL8K_OSL1K/MTP), and Dynamo's
-  (ai-dynamo/dynamo 1e4f6939, recipes/kimi-k2.5/trtllm).
+  recipes/kimi2.5/trtllm_dynamo/disagg: gb200Nvfp4/ISL8K_OSL1K/MTP), and Dynamo's (ai-dynamo/dynamo
+  1e4f6939, recipes/kimi-k2.5/trtllm).
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ FILES: dict[Role, str] = {
     "generation": "generation.yml",
     "front": "front.yml",
 }
-# warnings about the user's choices, not about the written file
-TOLD = ("TS-LINT-VERSION-NEWER", "TS-PAIR-")
+# beginnings of the codes of warnings about the user's choices, not about the written file
+USER_WARNINGS = ("TS-LINT-VERSION-NEWER", "TS-PAIR-")
+# keys that `set` refuses, each with the option to use in its place
 OPTION_ONLY = {
     "tensor_parallel_size": "`tp_size`",
     "moe_expert_parallel_size": "`ep_size`",
@@ -54,11 +55,13 @@ OPTION_ONLY = {
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """A written file, the command that serves it, and lint's findings.
+    """A written engine file, the command that serves it, and lint's findings.
 
     Args:
-        argv: words of trtllm-serve. The last one is the file's path.
-        findings: findings of the user's `--set` values, and at most "info" about our own settings.
+        intent: intent that the file was written for.
+        text: text of the file.
+        argv: words of the command that serves the file. The last word is the file's path.
+        findings: findings about the user's `--set` values, and notes on settings of our own.
     """
 
     intent: Intent
@@ -68,6 +71,7 @@ class EngineConfig:
 
     @property
     def values(self) -> dict[str, Any]:
+        """Values of the file, by top-level key."""
         values: dict[str, Any] = Document.parse(self.text).value
         return values
 
@@ -76,10 +80,14 @@ def build(
     intent: Intent, target: ModelSpec, head: HeadSpec | None,
     config_path: str = ENGINE_FILE, cache: str | None = None,
 ) -> EngineConfig:  # fmt: skip
-    """The file and its command. `cache`: hub cache of the machine that serves, if not this one.
+    """Writes the engine file of an intent, and its command.
 
-    Raises CheckFailed with every problem if this GPU, layout or version cannot run it, or is not
-    known to run it. Raises UsageError for sizes that contradict each other.
+    Raises CheckFailed with every problem if this GPU, layout or release cannot run the file, or is
+    not known to run it. Raises UsageError for sizes that contradict each other.
+
+    Args:
+        config_path: path of the file for the command.
+        cache: hub cache of the machine that serves. None for this machine's cache.
     """
     if intent.role == "front":
         argv = ["trtllm-serve", "disaggregated", "-c", config_path]
@@ -103,20 +111,29 @@ def build(
 def build_named(
     intent: Intent, config_path: str = ENGINE_FILE, cache: str | None = None
 ) -> EngineConfig:
-    """Builds as `build` does, from the names in the intent, looked up as the commands do."""
+    """Writes the engine file of an intent with the target and head that the intent names.
+
+    Args:
+        config_path: path of the file for the command.
+        cache: hub cache of the machine that serves. None for this machine's cache.
+    """
     head = load_head(intent.head).spec if intent.head else None
     target = find_target(intent.target, intent.like).spec
     return build(intent, target, head, config_path, cache)
 
 
 def disaggregated(intent: Intent) -> dict[str, Intent]:
-    """The three files of a disaggregated deployment by name: both servers and the front."""
+    """Intents for the three files of a disaggregated deployment, by the file's name.
+
+    The files are for the context server, the generation server, and the front.
+    """
     server = replace(intent, context_urls=(), generation_urls=())
     urls: dict[str, Any] = {
         "context_urls": intent.context_urls,
         "generation_urls": intent.generation_urls,
     }
     return {
+        # a prefill server batches whole prompts, so that it has a default batch of its own
         FILES["context"]: replace(server, role="context", max_batch_size=None),
         FILES["generation"]: replace(server, role="generation"),
         FILES["front"]: Intent(target=intent.target, version=intent.version, role="front", **urls),
@@ -126,18 +143,19 @@ def disaggregated(intent: Intent) -> dict[str, Intent]:
 def _checked_findings(
     intent: Intent, target: ModelSpec, head: HeadSpec | None, text: str, cache: str | None
 ) -> tuple[Problem, ...]:
-    """Lint's findings about the file.
+    """Returns lint's findings about the file `text`.
 
-    Raises CheckFailed for an error, for a key that no source shows, and for a warning about our own
-    settings, because nobody knows whether this release runs them. Other warnings about the user's
-    settings, and TOLD, are returned.
+    Raises CheckFailed if the file must not be written.
+
+    An error, a key that no source shows, and a warning about a setting of our own are reasons.
+    Nobody knows whether this release runs such a setting. Other warnings are returned.
     """
     deployment = judged_as(intent, target, head)
     findings = tuple(lint(Document.parse(text, "(generated)"), deployment))
     without_user = _settings(replace(intent, settings=()), target, head, cache)
-    ours = set()
+    ours = set()  # code and key of the findings that no `set` of the user causes
     for finding in lint(without_user, deployment):
-        if not finding.code.startswith(TOLD):
+        if not finding.code.startswith(USER_WARNINGS):
             ours.add((finding.code, finding.key))
     refused = []
     for finding in findings:
@@ -152,7 +170,7 @@ def _checked_findings(
 
 
 def judged_as(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> Deployment:
-    """The deployment that the file of an intent is judged for."""
+    """Deployment that the file of an intent is judged for."""
     schema = schema_for(intent.version)
     argv = intent.settings_in_argv()
     gpu = gpu_spec(intent.gpu).compute_capability if intent.gpu else None
@@ -164,41 +182,46 @@ def judged_as(intent: Intent, target: ModelSpec, head: HeadSpec | None) -> Deplo
 def engine_yaml(
     intent: Intent, target: ModelSpec, head: HeadSpec | None, cache: str | None = None
 ) -> str:
-    """The text of the engine file, not judged yet. Raises as `_settings` and `_capacity` do."""
+    """Text of the engine file, which is not judged yet.
+
+    Raises UsageError for an invalid `--set`. Raises CheckFailed if the KV cache is too small.
+    """
     settings = _settings(intent, target, head, cache)
     capacity = _capacity(intent, target, judged_as(intent, target, head), settings)
     return f"{intent.first_line()}\n{_header(intent)}{capacity}{settings}"
 
 
 def _settings(intent: Intent, target: ModelSpec, head: HeadSpec | None, cache: str | None) -> str:
-    """The file below its comments. Raises UsageError for a `--set` that is not key=value."""
+    """Settings of the engine file as YAML, without the comments above. `cache`: as in `build`.
+
+    Raises UsageError for an invalid `--set`.
+    """
     schema = schema_for(intent.version)
     settings: dict[str, EngineSetting] = {}
     for setting in engine_settings(intent, schema, target, head, cache):
         path = schema.current(setting.path)
         settings[path] = replace(setting, path=path)
     for item in intent.settings:
-        _override(settings, _asked_setting(item))
+        _override(settings, _user_setting(item))
     return _render(settings)
 
 
-def _override(settings: dict[str, EngineSetting], asked: EngineSetting) -> None:
-    """Puts a user's setting in place of ours.
-
-    Ours may have turned the whole object off (`cuda_graph_config: null`).
-    """
-    parent = asked.path.rpartition(".")[0]
+def _override(settings: dict[str, EngineSetting], user_setting: EngineSetting) -> None:
+    """Puts a user's setting among `settings` (by path), in place of ours."""
+    parent = user_setting.path.rpartition(".")[0]
+    # ours may turn the whole object off (`cuda_graph_config: null`), which excludes keys inside
     if parent in settings and settings[parent].value is None:
         del settings[parent]
-    if asked.value is None:
-        below = f"{asked.path}."
+    if user_setting.value is None:  # the user turns the object off, so our keys inside it go
+        below = f"{user_setting.path}."
         for path in [path for path in settings if path.startswith(below)]:
             del settings[path]
-    settings[asked.path] = asked
+    settings[user_setting.path] = user_setting
 
 
 def front(intent: Intent) -> str:
-    """The file of `trtllm-serve disaggregated`, which only forwards requests."""
+    """Text of the file for `trtllm-serve disaggregated`, the front that only forwards requests."""
+    # placeholders that the user replaces if the hosts are not known yet
     contexts = list(intent.context_urls or ("context-host:8001",))
     generations = list(intent.generation_urls or ("generation-host:8002",))
     target = intent.target
@@ -217,10 +240,10 @@ generation_servers:
 """
 
 
-def _asked_setting(item: str) -> EngineSetting:
-    """The setting of one `--set key=value`.
+def _user_setting(item: str) -> EngineSetting:
+    """Setting of one `--set key=value`.
 
-    Raises UsageError for a key that has an option of its own, and for text that is not key=value.
+    Raises UsageError if the key has an option of its own, or the text is not key=value.
     """
     path, separator, text = item.partition("=")
     if not separator or not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", path):
@@ -239,7 +262,7 @@ def _asked_setting(item: str) -> EngineSetting:
 
 
 def _header(intent: Intent) -> str:
-    """Comments on the use of the file."""
+    """Comments above the settings that say how the file is used."""
     lines = [
         f"# Serve with `trtspec serve {intent.target} --config <this file>`. "
         "Sizes, parallelism, host and port are",
@@ -258,22 +281,27 @@ def _header(intent: Intent) -> str:
 
 
 def _capacity(intent: Intent, target: ModelSpec, deployment: Deployment, settings: str) -> str:
-    """A comment on the requests that the cache holds, "" if the GPU is not known.
+    """Comment on the number of requests that the KV cache holds, "" if the GPU is not known.
 
-    The figure is by the memory model of `trtspec plan`. Raises CheckFailed if the cache holds no
-    request, or less than one block for each request of a batch.
+    The number is by the memory model of `trtspec plan`. Raises CheckFailed if the cache holds no
+    request, or less than one block for each request of a batch. `settings`: text of the settings.
     """
     if intent.gpu is None:
         return ""
-    held, batch = deployment.held_requests(Document.parse(settings), target, gpu_spec(intent.gpu))
+    document = Document.parse(settings)
+    held, batch = deployment.held_requests(document, target, gpu_spec(intent.gpu))
     block = deployment.schema.behaviour("transfer_in_blocks")["tokens_per_block"]
     length = intent.seq_len
     if held * length < batch * block:
-        message = f"{batch:,} requests of up to {length:,} tokens do not fit on "
-        message += f"{intent.tp_size} x {intent.gpu.upper()}: beside a step of "
-        message += f"{intent.tokens:,} tokens the KV cache holds {held:,}"
-        remedy = "use more GPUs or larger ones, fewer requests, or a smaller `max_seq_len`; "
-        remedy += "see `trtspec plan`"
+        message = (
+            f"{batch:,} requests of up to {length:,} tokens do not fit on "
+            f"{intent.tp_size} x {intent.gpu.upper()}: beside a step of "
+            f"{intent.tokens:,} tokens the KV cache holds {held:,}"
+        )
+        remedy = (
+            "use more GPUs or larger ones, fewer requests, or a smaller `max_seq_len`; "
+            "see `trtspec plan`"
+        )
         raise CheckFailed(message, remedy)
     line = f"# The cache holds {held:,} requests of {length:,} tokens (`trtspec plan`)"
     if held < batch:
@@ -282,7 +310,11 @@ def _capacity(intent: Intent, target: ModelSpec, deployment: Deployment, setting
 
 
 def _render(settings: dict[str, EngineSetting]) -> str:
-    """YAML in the order of `settings`, grouped by top-level key. A reason follows each value."""
+    """YAML of settings by path, in their order and grouped by top-level key.
+
+    Each value is followed by its reason as a comment. Raises UsageError if a setting is below
+    another setting's value.
+    """
     tree: dict[str, Any] = {}
     for setting in settings.values():
         *parents, name = setting.path.split(".")
@@ -297,6 +329,10 @@ def _render(settings: dict[str, EngineSetting]) -> str:
 
 
 def _lines(tree: dict[str, Any], depth: int) -> list[str]:
+    """Lines of YAML for a tree of settings, indented by `depth` levels.
+
+    `tree`: by key, a setting or the tree of a mapping.
+    """
     indent = "  " * depth
     written = []
     for name, item in tree.items():
@@ -308,12 +344,17 @@ def _lines(tree: dict[str, Any], depth: int) -> list[str]:
 
 
 BLOCK = "kv_cache_config.tokens_per_block"
-WIDE = 8  # ranks
+WIDE = 8  # ranks; a server with more is `wide` in settings.yaml
 
 
 @dataclass(frozen=True)
 class EngineSetting:
-    """One line of the file. `path`: dotted. `reason`: why the value is not left at its default."""
+    """One setting of the engine file.
+
+    Args:
+        path: dotted path of the key.
+        reason: reason why the value differs from the engine's default.
+    """
 
     path: str
     value: Any
@@ -327,19 +368,23 @@ def engine_settings(
     head: HeadSpec | None,
     cache: str | None = None,
 ) -> list[EngineSetting]:
-    """The rows of settings.yaml that apply, in their order."""
+    """Settings of settings.yaml that apply to an intent, in the order of settings.yaml.
+
+    The first entry of a path that applies counts. `cache`: as in `build`.
+    """
     known, computed = _facts(intent, schema, target, head, cache)
     settings: dict[str, EngineSetting] = {}
     for row in read_beside("settings.yaml"):
         path = row["path"]
         if path not in settings and _applies(row["when"], known):
+            # `$name` means a computed value
             value = computed.get(str(row["value"]).removeprefix("$"), row["value"])
             settings[path] = EngineSetting(path, value, row["reason"].format(**computed))
     return list(settings.values())
 
 
 def _applies(conditions: dict[str, Any], known: dict[str, Any]) -> bool:
-    """Whether each fact has the wanted value, or one of a list of values."""
+    """Whether each fact in `conditions` has the wanted value, or one of a list of values."""
     for name, wanted in conditions.items():
         values = wanted if isinstance(wanted, list) else [wanted]
         if known[name] not in values:
@@ -350,13 +395,13 @@ def _applies(conditions: dict[str, Any], known: dict[str, Any]) -> bool:
 def _facts(
     intent: Intent, schema: Schema, target: ModelSpec, head: HeadSpec | None, cache: str | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(facts that the rows of settings.yaml ask, values that they name with $)."""
+    """Returns facts for the conditions of settings.yaml, and computed values for its `$` names."""
     block = schema.behaviour("transfer_in_blocks")["tokens_per_block"]
-    for setting in map(_asked_setting, intent.settings):
+    for setting in map(_user_setting, intent.settings):
         if setting.path == BLOCK and isinstance(setting.value, int):
             block = setting.value
-    block = max(block, 1)
-    buffer = -(-intent.seq_len // block) * block
+    block = max(block, 1)  # lint reports a size of 0 or less
+    buffer = -(-intent.seq_len // block) * block  # tokens, rounded up to whole blocks
     default = target.default_aux_layers
     layers = default
     if head is not None and head.aux_layers:

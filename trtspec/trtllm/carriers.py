@@ -1,10 +1,10 @@
-"""Engine files inside their carriers: values of a chart, manifests, Slurm recipes and scripts.
+"""Engine files inside their carriers: Helm values, manifests, Slurm recipes and shell scripts.
 
-`carried` finds each file with its lines in the carrier, so that a finding names a line of the
-original and a correction is written there.
+`carried` finds each engine file with its lines in the carrier. So a finding names a line of the
+original, and a correction is written into the original.
 
-It walks over the carrier once. Every text or mapping with an engine's keys is an engine file, at
-any depth and in any quoting. A command gives its options, the target, the engine file that it
+The carrier is read once. Every text or mapping with an engine's keys is an engine file, at any
+depth and in any quoting. A serving command gives its options, the target, the engine file that it
 names, the role and the release. The environment gives its variables.
 """
 
@@ -44,10 +44,11 @@ from trtspec.trtllm.shell import (
 )
 
 IMAGE = re.compile(r"(?P<name>tensorrt-?llm[\w./-]*):(?P<tag>\w[\w.-]*)")
-VARIANT = re.compile(r"-(efa|cuda)[\w-]*$")  # of an image's tag, with the same engine
+VARIANT = re.compile(r"-(efa|cuda)[\w-]*$")  # suffix of an image's tag: the engine is the same
 DYNAMO = "dynamo.trtllm"
 VLLM = "vllm"
 PROGRAMS = ("trtllm-serve", DYNAMO, VLLM)
+# words of a command that names one of PROGRAMS and starts no server of an engine
 NOT_SERVING = {
     "disaggregated", "mm_embedding_serve", "--help", "-h", "which", "pkill", "pgrep", "grep", "rm",
 }  # fmt: skip
@@ -58,10 +59,11 @@ CONFIG = ("--config", "--extra_llm_api_options")
 OVERRIDES = "--override-engine-args"
 SCRIPT_KEYS = {"command", "args", "entrypoint"}
 VARIABLE = re.compile(r"(?:-e|--env=)?(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
-UNKNOWN = re.compile(rf"\$|\{{\{{|^\{{\w+\}}$|{MASK}")  # of the shell or of a template
+UNKNOWN = re.compile(rf"\$|\{{\{{|^\{{\w+\}}$|{MASK}")  # an expansion of a shell or template
 TEXT_KEY = re.compile(r"(?m)^[ \t]*[\"']?(\w+)[\"']?:(?=\s|$)")
 FRONT_KEYS = {"context_servers", "generation_servers"}
-MAX_COMPARED = 20  # keys of a file that are compared with those of an engine by their spelling
+MAX_COMPARED = 20  # unknown keys of a file whose spelling is compared with the engine's keys
+MISSPELLED = 0.8  # likeness (difflib) from which an unknown key is a misspelled key of the engine
 GENERIC = {"model", "backend"}  # keys that any recipe has
 UNKNOWN_FLAG = "the worker is not known to have this option (`python3 -m dynamo.trtllm --help`)"
 UNKNOWN_IMAGE = "this image is not known to carry a release that can be judged"
@@ -70,12 +72,12 @@ DATA_FILE = re.compile(r"\.(ya?ml|json)$")
 
 @dataclass(frozen=True)
 class Origin:
-    """The lines of a text in the file that carries it.
+    """Lines of a text in the file that carries it.
 
     Args:
-        first: counts from 0.
-        lines: how many.
-        indent: spaces before each line.
+        first: number of the first line, from 0.
+        lines: number of lines.
+        indent: number of spaces before each line.
         exact: false if the text is quoted or folded, so that the file has other lines and columns.
     """
 
@@ -85,29 +87,32 @@ class Origin:
     exact: bool = True
 
     def line(self, number: int) -> int:
-        """The line of the file for a line of the text, both counted from 0."""
+        """Number of the file's line for line `number` of the text, both counted from 0."""
         last = max(self.lines - 1, 0)
         return self.first + min(number, last)
 
     def column(self, number: int) -> int | None:
+        """Column of the file for column `number` of the text, from 0. None if not `exact`."""
         return number + self.indent if self.exact else None
 
     def inner(self, first: int, text: str) -> Origin:
-        """The origin of a text that begins at line `first` of this one."""
+        """Origin in the file of a text that begins at line `first` of this text."""
         lines = text.count("\n") if self.exact else self.lines
         return Origin(self.line(first), lines, self.indent + _indent(text), self.exact)
 
 
 @dataclass
 class Command:
-    """The command that serves.
+    """A command that starts the server of an engine, as the carrier has it.
 
     Args:
-        engine: its program, "" if there is no command.
-        words: options of trtllm-serve.
-        option_lines: the line of each option, from 0.
-        partial: the shell adds more options.
-        config: the engine file that it names.
+        engine: name of the program, "" if there is no command.
+        line: number of the command's line in the file, from 0.
+        words: options of trtllm-serve with their values.
+        option_lines: number of each option's line, from 0.
+        partial: whether the shell adds options that the carrier does not show.
+        target: name of the checkpoint, "" if the command has none.
+        config: name of the engine file, "" if the command names none.
     """
 
     engine: str = ""
@@ -122,14 +127,15 @@ class Command:
 
 @dataclass(frozen=True)
 class Carried:
-    """An engine file and the command that serves it.
+    """An engine file in a carrier, and the command that serves it.
 
     Args:
         location: dotted path, line, option or file in the carrier, "" for the carrier itself.
-        text: the engine file, "" if only a command is here.
-        name: the file's own name, as the carrier gives it.
-        environ: the lines of the server's variables, from 1.
-        unread: why something was not read.
+        text: text of the engine file, "" if the carrier only has a command.
+        origin: lines of the text in the carrier.
+        name: name of the engine file in the carrier, "" if it has none.
+        environ: lines of the server's variables by name, from 1.
+        unread: reason why a part of the carrier was not read, else "".
     """
 
     location: str
@@ -146,13 +152,16 @@ class Carried:
 
     @property
     def line(self) -> int:
-        """The first line of the file, else the line of the command, from 0."""
+        """Number of the engine file's first line, from 0, or of the command's without a file."""
         if self.command.engine and not self.text:
             return self.command.line
         return self.origin.first
 
     def written_into(self, original: str, text: str) -> str:
-        """The original with `text` in place of this engine file, if its text there is the same."""
+        """Returns the carrier's text `original` with `text` in place of this engine file.
+
+        Returns `original` unchanged if its lines are not the text of this engine file.
+        """
         lines = original.splitlines(keepends=True)
         first = self.origin.first
         end = first + self.origin.lines
@@ -166,7 +175,7 @@ class Carried:
 
 @functools.cache
 def _engine_keys() -> tuple[frozenset[str], frozenset[str]]:
-    """(keys of the top level of an engine file, keys of any level)."""
+    """Returns the keys of the newest release: names at the top level, and names at any level."""
     fields = schema_for(str(releases()[-1])).fields
     names: set[str] = set()
     for key in fields:
@@ -175,36 +184,48 @@ def _engine_keys() -> tuple[frozenset[str], frozenset[str]]:
 
 
 def is_engine_file(keys: Iterable[str]) -> bool:
-    """Whether the keys of a mapping are an engine's.
+    """Whether the keys of a mapping are settings of an engine.
 
-    They are if one is an object of the engine, or if at least two and half of them are settings.
+    True if one key is an object of the engine, or if two or more keys and half of all are settings.
     """
     keys = set(keys)
     top_keys, _ = _engine_keys()
-    known = (keys & top_keys) - GENERIC
-    objects = [key for key in known if key.endswith("_config")]
-    return bool(objects) or len(keys) <= 2 * len(known) > 2
+    settings = top_keys - GENERIC
+    has_object = any(key.endswith("_config") for key in keys & settings)
+    return has_object or _are_mostly(keys, settings)
+
+
+def _are_mostly(names: set[str], known: frozenset[str]) -> bool:
+    """Whether two or more of the names are known, and at least half of them."""
+    known_count = len(names & known)
+    return known_count >= 2 and len(names) <= 2 * known_count
 
 
 def is_foreign(keys: Iterable[str]) -> bool:
-    """Whether the keys of a mapping are another tool's.
+    """Whether the keys of a mapping are settings of another tool.
 
-    True if a key is unknown to every engine and front, no unknown key is spelled like a known one,
-    and the known keys are GENERIC.
+    True if a key is unknown to every engine and front, and no unknown key is spelled like a known
+    one. All known keys must be GENERIC.
     """
     keys = set(keys)
     _, known = _engine_keys()
-    others = keys - known
-    if not others or not keys.isdisjoint(known - GENERIC | FRONT_KEYS):
+    unknown = keys - known
+    telling = known - GENERIC | FRONT_KEYS
+    if not unknown or keys & telling:
         return False
-    compared = sorted(others)[:MAX_COMPARED]
-    return not any(difflib.get_close_matches(key, known, n=1, cutoff=0.8) for key in compared)
+    for key in sorted(unknown)[:MAX_COMPARED]:
+        if difflib.get_close_matches(key, known, n=1, cutoff=MISSPELLED):
+            return False
+    return True
 
 
 def carried(text: str) -> list[Carried]:
-    """Every engine file and command in a text, by line. [] for an engine file itself."""
+    """Finds every engine file and serving command in a carrier's text, in the order of their lines.
+
+    Returns [] if the text is an engine file itself.
+    """
     carrier = _Carrier(text)
-    first = 0
+    first = 0  # line of the file, from 0
     for document in re.split(r"^(?=---\s)", text, flags=re.MULTILINE):
         lines = document.count("\n")
         carrier.read_document(document, Origin(first, lines + 1))
@@ -213,16 +234,20 @@ def carried(text: str) -> list[Carried]:
 
 
 def role_in(*names: str) -> Role | None:
-    """The role in the words of a path, a name or a flag. None for no role or several."""
+    """Role in a disaggregated deployment that the words of paths, names or flags contain.
+
+    None if they contain no role, or several roles.
+    """
     words = re.split(r"[^a-z]+", " ".join(names).lower())
     roles = {ROLES[word] for word in words if word in ROLES}
     return roles.pop() if len(roles) == 1 else None
 
 
 def release_in(text: str) -> tuple[str | None, str]:
-    """(the engine's release by the tag of the only image in a text, an unknown image of Dynamo).
+    """Returns the engine's release, and the unknown image, of the only container image in a text.
 
-    None for no image, for several, for a digest and for a very old release.
+    The release is None for no image, several images, a digest, and a release that is not known. The
+    unknown image is `name:tag` if Dynamo's image is not among the known ones, else "".
     """
     images = set(IMAGE.findall(text))
     if len(images) != 1:
@@ -232,19 +257,19 @@ def release_in(text: str) -> tuple[str | None, str]:
         engine = dynamo_releases().get(VARIANT.sub("", tag))
         unknown = "" if engine else f"{name}:{tag}"
         return engine, unknown
-    with suppress(UsageError):
+    with suppress(UsageError):  # because a tag such as `latest` is not a release
         return str(parse_version(tag)), ""
     return None, ""
 
 
 class _Carrier:
-    """The engine files and commands of one file, as it is read."""
+    """Reads one carrier and collects its engine files, serving commands and variables."""
 
     def __init__(self, text: str) -> None:
         self.version, unknown_image = release_in(text)
         self.files: list[Carried] = []
         self.commands: list[Command] = []
-        self.others: list[Carried] = []  # texts that are engine files only if a command names them
+        self.others: list[Carried] = []  # data files, engine files only if a command names them
         self.notes: list[Carried] = []
         if unknown_image:
             self.notes.append(Carried(unknown_image, unread=UNKNOWN_IMAGE))
@@ -252,13 +277,16 @@ class _Carrier:
         self.target = ""
         self.head = ""
         self.whole = False  # whether the text is an engine file itself
-        # mappings of the top level that are no engine file: of a front, or around everything else,
-        # which is a mistake
+        # keys of the top level whose mapping is not an engine file: the servers of a front, or a
+        # single key around the whole file, which is a mistake that lint reports
         self.settings = FRONT_KEYS
 
     def read_document(self, text: str, origin: Origin) -> None:
-        """Reads a document of the file: a script, or a tree with engine files and commands."""
-        before = len(self.files) + len(self.commands)
+        """Reads one YAML document or script, and collects its engine files and commands.
+
+        `origin`: lines of the document in the file.
+        """
+        count_before = len(self.files) + len(self.commands)
         hidden = masked(text)
         root = None
         fault = None
@@ -270,19 +298,26 @@ class _Carrier:
             self._read_tree(root, hidden, origin)
             return
         self._read_script(Carried("", text, origin))
-        if fault and before == len(self.files) + len(self.commands):
+        # because a script is rarely YAML, the syntax error matters only if nothing was found
+        if fault and count_before == len(self.files) + len(self.commands):
             unread = f"this document is not YAML: {fault.message}"
             line = origin.line(fault.line - 1)
             self.notes.append(Carried(f"line {line + 1}", origin=Origin(line), unread=unread))
 
     def _read_tree(self, root: Node, text: str, origin: Origin) -> None:
-        """Reads every text and mapping below `root`. `text`: of the document, masked."""
+        """Reads every text and mapping below `root`.
+
+        Args:
+            text: masked text of the document.
+            origin: lines of the document in the file.
+        """
         keys = _keys(root)
         self.whole |= is_engine_file(keys)
         values = root.value
         model = values.get("model")
         image = values.get("image")
-        if isinstance(model, dict) and isinstance(image, dict):  # values of our chart
+        if isinstance(model, dict) and isinstance(image, dict):
+            # only the values of our Helm chart have these two mappings
             self.version = str(image.get("tag") or "") or None
             self.target = model.get("target") or ""
             self.head = model.get("head") or ""
@@ -291,20 +326,28 @@ class _Carrier:
             self.settings = set(keys)
         for path, node in _walk(root, ()):
             part = Carried(
-                ".".join(path), name="".join(path[-1:]), role=role_in(*path),
+                ".".join(path), name=path[-1], role=role_in(*path),
                 origin=_origin(node, text, origin),
             )  # fmt: skip
             if node.kind == "scalar":
                 written = node.text
-                commands = not SCRIPT_KEYS.isdisjoint(path[-2:]) or "\n" in written.strip()
+                # the key of a text in a list is one level above, so two names are compared
+                in_script = not SCRIPT_KEYS.isdisjoint(path[-2:])
+                may_launch = in_script or "\n" in written.strip()
                 if is_secret:
                     written = _decoded(written)
-                self._read_text(replace(part, text=written), commands)
+                self._read_text(replace(part, text=written), may_launch)
             else:
                 self._read_collection(part, node, text, origin)
 
     def _read_collection(self, part: Carried, node: Node, text: str, origin: Origin) -> None:
-        """Reads variables, an engine file and a command in a mapping or sequence."""
+        """Reads the variables, the engine file and the command in one mapping or sequence.
+
+        Args:
+            part: path and lines of the node.
+            text: masked text of the document.
+            origin: lines of the document in the file.
+        """
         if part.name == "env" or part.name.endswith("environment"):
             for name, value, line in _environment(node):
                 self.variables.append((name, unmasked(value), origin.line(line)))
@@ -317,14 +360,15 @@ class _Carrier:
         words = []
         for item in (*_scalars(node, "command"), *_scalars(node, "args")):
             words.append(ShellWord(unmasked(item.text), origin.line(item.line)))
+        # because _read_tree reads a script in `command` as a text, this reads plain words only
         if not any("\n" in word.text or word.text == "-c" for word in words):
             self._read_command(words, part)
 
     def _read_script(self, part: Carried) -> None:
-        """Reads the commands of a script, and the texts that it writes into files."""
+        """Reads the commands of a script, and the texts that the script writes into files."""
 
         def read_body(heredoc: re.Match[str]) -> str:
-            """Reads a here-document, and leaves its lines empty."""
+            """Reads a here-document. Returns as many empty lines."""
             script = part.text
             body = heredoc["body"]
             start = heredoc.start("body")
@@ -338,100 +382,129 @@ class _Carrier:
 
         without_bodies = HEREDOC.sub(read_body, part.text)
         for words in statements(without_bodies, part.origin.line):
+            # two more words, so that a statement without a redirection also has an end and a file
             texts = [*(word.text for word in words), REDIRECTED, ""]
             end = texts.index(REDIRECTED)
             file = texts[end + 1]
-            prints = texts[0] in PRINTS
+            is_printed = texts[0] in PRINTS
             for word in words[:end]:
-                self._read_word(word, part, file, not prints)
-            if not prints:
+                self._read_word(word, part, file, not is_printed)
+            if not is_printed:
                 self._read_command(words[:end], part)
 
-    def _read_word(self, word: ShellWord, part: Carried, file: str, commands: bool) -> None:
-        """Reads a variable of the script, and a text inside a word, which goes into `file`."""
+    def _read_word(self, word: ShellWord, part: Carried, file: str, may_launch: bool) -> None:
+        """Reads a variable of the script, or a text inside one word.
+
+        Args:
+            part: script that has the word.
+            file: name of the file that the text is written to, or "".
+            may_launch: whether the text may have commands that serve.
+        """
         text = word.text
         variable = VARIABLE.fullmatch(text)
         if variable:
             text = variable["value"]
             self.variables.append((variable["name"], text, word.line))
         text = text.removeprefix("$(")
+        # because a word that is the whole script would be read without end, it must be shorter
         if NESTED.search(text) and len(text) < len(part.text):
             origin = Origin(word.line, word.text.count("\n") + 1, exact=False)
             text = masked(text.replace("\\n", "\n"))
-            self._read_inside(part, file, text, origin, commands)
+            self._read_inside(part, file, text, origin, may_launch)
 
     def _read_inside(
-        self, part: Carried, file: str, text: str, origin: Origin, commands: bool
+        self, part: Carried, file: str, text: str, origin: Origin, may_launch: bool
     ) -> None:
-        """Reads a text inside a script, which goes into `file`."""
+        """Reads a masked text inside the script `part`.
+
+        Args:
+            file: name of the file that the script writes the text to, or "".
+            origin: lines of the text.
+        """
         location = file or f"line {origin.first + 1}"
         inside = replace(
             part, location=location, name=file, role=role_in(file), text=text, origin=origin
         )
-        self._read_text(inside, commands)
+        self._read_text(inside, may_launch)
 
-    def _read_text(self, part: Carried, commands: bool) -> None:
-        """Reads an engine file, or a script if the text may have `commands`."""
+    def _read_text(self, part: Carried, may_launch: bool) -> None:
+        """Collects a text that is an engine file, or reads a script if it may launch a server."""
         text = part.text
         shown = unmasked(text)
         if _is_engine_text(text):
             count = text.count(OMITTED)
             unread = f"{count} lines that only the shell or the template knows" if count else ""
             self.files.append(replace(part, unread=unread))
-        elif commands and LAUNCH.search(shown):
+        elif may_launch and LAUNCH.search(shown):
             self._read_script(replace(part, text=shown))
         elif DATA_FILE.search(part.name):
             self.others.append(part)
 
     def _read_command(self, words: list[ShellWord], part: Carried) -> None:
-        """Reads the command in a statement, if it serves."""
+        """Collects the command in a statement's words, if it starts the server of an engine.
+
+        `part`: the script or mapping that has the statement.
+        """
         names = [PurePath(word.text).name for word in words]
-        start = next((index for index, name in enumerate(names) if name in PROGRAMS), len(names))
-        engine, following, *_ = [*names[start:], "", ""]
-        serves = following == "serve"
-        if not engine or not NOT_SERVING.isdisjoint(names) or (engine == VLLM and not serves):
+        programs = [index for index, name in enumerate(names) if name in PROGRAMS]
+        if not programs or not NOT_SERVING.isdisjoint(names):
             return
+        start = programs[0]
+        engine = names[start]
         command = Command(engine, words[start].line, part.role)
+        words = words[start + 1 :]
+        if words and PurePath(words[0].text).name == "serve":
+            words.pop(0)
+        elif engine == VLLM:  # another subcommand, such as `vllm bench`
+            return
         self.commands.append(command)
-        words = words[start + 1 + serves :]
         command.partial = any("@" in word.text for word in words)  # an array of the shell
+        # a first word that is neither an option nor an array is the target
         if words and not re.match(r"-|.*@", words[0].text):
             command.target = words.pop(0).text
         for flag, values, line in _options(words):
             self._read_option(command, flag, values, line)
 
     def _read_option(self, command: Command, flag: str, values: list[str], line: int) -> None:
+        """Adds one option to `command`, as its engine file, target, role or words.
+
+        Args:
+            values: words after the option.
+            line: number of the option's line in the file, from 0.
+        """
         value = " ".join(values)
         # a variable after a value, or after an option that takes none, has further options
-        free = values if flag == "--trust_remote_code" else [flag, *values[1:]]
-        command.partial |= any(text.startswith("$") for text in free)
+        beyond_value = values if flag == "--trust_remote_code" else [flag, *values[1:]]
+        command.partial |= any(text.startswith("$") for text in beyond_value)
         is_dynamo = command.engine == DYNAMO
         if is_dynamo:
             options = dynamo_options()
             known = {*options, *read_beside("dynamo.yaml")["others"]}
             if flag.replace("--no-", "--") not in known:
                 self.notes.append(Carried(flag, origin=Origin(line), unread=UNKNOWN_FLAG))
-            flag = options.get(flag, "")
+            flag = options.get(flag, "")  # trtllm-serve's option, "" without one
         if value.startswith("{") and flag in (*CONFIG, OVERRIDES):
             self.files.append(Carried(flag, masked(value), Origin(line, exact=False), values[0]))
         if flag == "--server_role":
             command.role = role_in(value) or command.role
             if is_dynamo:
                 return  # Dynamo has words of its own for the roles
+        # because only the shell knows an expansion, an option with one in its value is not judged
+        judged = value if flag in option_names() else flag
         if flag in CONFIG:
             command.config = "".join(values[:1])
         elif flag == OVERRIDES and '"trust_remote_code": true' in value:
             command.words.append("--trust_remote_code")
         elif flag == "--model":
             command.target = value
-        elif flag and not UNKNOWN.search(value if flag in option_names() else flag):
+        elif flag and not UNKNOWN.search(judged):
             command.words += [flag, *values]
             command.option_lines[flag] = line
 
     def joined(self) -> Iterator[Carried]:
-        """Yields each engine file with the command that names it, then each command without a file.
+        """Yields each engine file with each command that names it, then commands without a file.
 
-        Notes come last. Yields nothing if the text is an engine file itself.
+        Yields notes on unread parts last. Yields nothing if the text is an engine file itself.
         """
         if self.whole:
             return
@@ -440,11 +513,14 @@ class _Carrier:
         ]
         served = {name for _, name in commands}
         files = self.files + [part for part in self.others if part.name in served]
-        single = len(files) == len(commands) == 1
+        single = len(files) == 1 and len(commands) == 1
         without_file = self.commands
         for part in files:
             name = self._file_name(part.name, part.line)
-            serving = [each for each, wanted in commands if single or (name and wanted == name)]
+            # the only command serves the only file, also if it names the file by a variable
+            serving = [
+                command for command, config in commands if single or (name and config == name)
+            ]
             without_file = [command for command in without_file if command not in serving]
             for command in serving or [Command()]:
                 yield self._served(part, command)
@@ -454,10 +530,14 @@ class _Carrier:
             yield from self.notes
 
     def _file_name(self, text: str, line: int) -> str:
+        """Name of a file without its folder. A variable has its value nearest to `line`."""
         return PurePath(self._value(text, line)).name
 
     def _value(self, text: str, line: int) -> str:
-        """The text, or the value that the carrier gives to a variable nearest to this line."""
+        """Value that the carrier gives to the variable `text`, nearest to this line (from 0).
+
+        Returns `text` itself if it is not a variable of the carrier.
+        """
         values = [
             (abs(line - set_at), value)
             for name, value, set_at in self.variables
@@ -467,8 +547,9 @@ class _Carrier:
         return nearest
 
     def _served(self, part: Carried, command: Command) -> Carried:
+        """Returns an engine file with its command, and the facts of the carrier for all files."""
         target = self.target or self._value(command.target, command.line)
-        if UNKNOWN.search(target):
+        if UNKNOWN.search(target):  # a name that only the shell or a template knows
             target = ""
         environ = {name: line + 1 for name, value, line in self.variables if value}
         role = part.role or command.role
@@ -479,21 +560,27 @@ class _Carrier:
 
 
 def _is_engine_text(text: str) -> bool:
-    """Whether a text is an engine file, which may have an error in its syntax."""
+    """Whether a text is an engine file, also one with a syntax error."""
+    if ":" not in text:  # no mapping, so that most words of a script need no parser
+        return False
     try:
-        root, _ = compose(text if ":" in text else "")
+        root, _ = compose(text)
     except YamlError:
-        names = set(TEXT_KEY.findall(text))
-        return len(names) <= 2 * len(names & _engine_keys()[1]) > 2
+        _, known = _engine_keys()
+        return _are_mostly(set(TEXT_KEY.findall(text)), known)
     return root is not None and is_engine_file(_keys(root))
 
 
 def _keys(node: Node) -> list[str]:
+    """Texts of a mapping's keys, in order. [] for any other node."""
     return [pair.key_node.text for pair in node.pairs]
 
 
 def _walk(node: Node, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Node]]:
-    """Yields every node with its path, but none below an engine file."""
+    """Yields the path and the node of every value below `node`, but of none inside an engine file.
+
+    `path`: the keys and list indices that lead to `node`.
+    """
     if path:
         yield path, node
         if is_engine_file(_keys(node)):
@@ -506,7 +593,7 @@ def _walk(node: Node, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
 
 
 def _scalars(node: Node, name: str) -> list[Node]:
-    """The scalar at a key, or the scalars in its list."""
+    """Scalar nodes at the key `name` of a mapping: the value, or the items of its list."""
     values = [pair.value_node for pair in node.pairs if pair.key_node.text == name]
     nodes = [*values]
     for value in values:
@@ -516,7 +603,7 @@ def _scalars(node: Node, name: str) -> list[Node]:
 
 
 def _options(words: list[ShellWord]) -> Iterator[tuple[str, list[str], int]]:
-    """Yields (option, values, line) of `--flag value` and `--flag=value`."""
+    """Yields (option, values, line) for each `--flag value` and `--flag=value`. Empties `words`."""
     while words:
         word = words.pop(0)
         flag, equals, value = word.text.partition("=")
@@ -527,11 +614,16 @@ def _options(words: list[ShellWord]) -> Iterator[tuple[str, list[str], int]]:
 
 
 def _origin(node: Node, text: str, around: Origin) -> Origin:
-    """The lines of a node in the file. `text`: of its document. `around`: the document's lines."""
+    """Lines of a node in the file.
+
+    Args:
+        text: masked text of the node's document.
+        around: lines of the document in the file.
+    """
     first = around.first + node.line
     indent = node.column
     lines = text.count("\n", node.start, node.end)
-    if node.style in BLOCK:  # its text begins on the next line
+    if node.style in BLOCK:  # the text of a block scalar begins on the line after its key
         first += 1
         block = text[node.start : node.end]
         indent = _indent(block.partition("\n")[2])
@@ -542,9 +634,9 @@ def _origin(node: Node, text: str, around: Origin) -> Origin:
 
 
 def _environment(node: Node) -> Iterator[tuple[str, str, int]]:
-    """Yields (name, value, line) of each variable.
+    """Yields (name, value, line from 0 in the document) of each variable.
 
-    `node`: a mapping, a list of names with values, or a list of texts.
+    `node`: a mapping, a list of mappings with `name` and `value`, or a list of `NAME=value`.
     """
     for pair in node.pairs:
         yield pair.key_node.text, pair.value_node.text, pair.key_node.line
@@ -559,13 +651,13 @@ def _environment(node: Node) -> Iterator[tuple[str, str, int]]:
 
 
 def _decoded(text: str) -> str:
-    """The value of a Secret, or the text itself if it is not in base64."""
+    """Value of a Secret, decoded from base64. Any other text is returned unchanged."""
     with suppress(ValueError):
         return base64.b64decode(text, validate=True).decode()
     return text
 
 
 def _indent(text: str) -> int:
-    """The indentation of the first line that is not empty, in spaces."""
+    """Number of spaces before the first line that is not empty."""
     line = re.search(r"^( *)\S", text, re.MULTILINE)
     return len(line[1]) if line else 0

@@ -1,6 +1,6 @@
-"""The deployment that a file is judged for: the version, the target, the head and the GPU.
+"""The deployment that an engine file is judged for: the release, the target, the head and the GPU.
 
-Their names come from the user or from the file itself. Nothing is downloaded for it.
+Names of checkpoints come from the user or from the file itself, and nothing is downloaded for them.
 speculation.yaml lists the methods of speculation, their needs, and how a file names them.
 """
 
@@ -24,6 +24,7 @@ from trtspec.specs import GpuSpec, HeadSpec, ModelSpec, gpu_spec
 from trtspec.trtllm.document import Document, Edit
 from trtspec.trtllm.intent import Intent, Role, parse_intent
 from trtspec.trtllm.schema import (
+    KeySupport,
     Schema,
     default_release,
     known_issues,
@@ -36,7 +37,7 @@ SPEC = "speculative_config"
 ASSUMED = "assumed: the newest release on the package index"
 MODEL_KEYS = (f"{SPEC}.speculative_model_dir", f"{SPEC}.speculative_model")
 LENGTH = f"{SPEC}.max_draft_len"
-# words of files, flags and paths, and the half of a disaggregated deployment that each means
+# words in files, flags and paths, each with the role in a disaggregated deployment that it names
 ROLES: dict[str, Role] = {
     **dict.fromkeys(("prefill", "context", "ctx"), "context"),
     **dict.fromkeys(("decode", "generation", "gen"), "generation"),
@@ -44,7 +45,10 @@ ROLES: dict[str, Role] = {
 
 
 def installed_version() -> str | None:
-    """Version of the tensorrt_llm package of this environment, without importing it."""
+    """Version of the tensorrt_llm package in this environment, read without importing the package.
+
+    None if the package is not installed.
+    """
     from importlib import metadata
 
     try:
@@ -54,10 +58,16 @@ def installed_version() -> str | None:
 
 
 def choose_version(asked: str | None, written: Intent | None = None) -> tuple[str, str]:
-    """(the version to write or judge for, the reason).
+    """Chooses the version to write or judge for.
 
-    The version is the one asked for, else in the file's first line, else installed, else the
-    default.
+    Returns the version, and the reason for it in words.
+
+    The user's version comes first. Next come the version in the file's first line, the installed
+    version, and the default release.
+
+    Args:
+        asked: version that the user asked for, None if the user gave none.
+        written: intent on the file's first line.
     """
     if asked:
         return asked, "asked for"
@@ -70,14 +80,19 @@ def choose_version(asked: str | None, written: Intent | None = None) -> tuple[st
 
 
 def assumed_release(reason: str | None, document: Document | None) -> list[Problem]:
-    """Notes on a release that nobody asked for: its unread classes in the file and known issues.
+    """Notes on a release that nobody chose: what was not read of it, and its known issues.
 
-    Returns one problem, or [] if somebody asked for the release or there is no file.
+    Returns one problem, or [] if the release was chosen or there is no file.
+
+    Args:
+        reason: reason for the release, as `choose_version` returns it.
+        document: engine file.
     """
     if reason != ASSUMED or document is None:
         return []
     release = default_release()
     parents = dict.fromkeys(owner.partition(":")[0] for owner in schema_for(release).unread)
+    # a class matters only if the file has its mapping
     unread = [name or "the top level" for name in parents if not name or document.has(name)]
     parts = [
         f"TensorRT-LLM {release} is {ASSUMED}",
@@ -90,16 +105,20 @@ def assumed_release(reason: str | None, document: Document | None) -> list[Probl
 
 @dataclass(frozen=True)
 class Deployment:
-    """The deployment that a file is judged against.
+    """The deployment that an engine file is judged for.
 
     Args:
-        argv: settings passed as options, by YAML path.
-        options: options of trtllm-serve by name. None if the command line is not known.
-        gpu: compute capability such as "10.0".
+        schema: keys, behaviours and rules of the release.
+        target: shapes and formats of the target model. None if the target is not known.
+        target_name: name of the target as the user or a file gives it, "" if unknown.
+        head: shapes of the Eagle3 head. None without a known head.
+        argv: settings passed as options of the command, by YAML path.
+        options: values of trtllm-serve's options by name. None if the command line is not known.
+        gpu: compute capability such as "10.0". None if the GPU is not known.
         gpu_name: name of a GPU with known memory, else "".
-        environ: variables that the server will see.
-        here: the engine runs on this machine, not elsewhere in a pod.
-        role: half of a disaggregated deployment, if a carrier or the file's first line has it.
+        environ: variables that the server will see, by name.
+        here: whether the engine runs on this machine, not elsewhere in a pod.
+        role: role in a disaggregated deployment. None if no carrier and no first line names it.
     """
 
     schema: Schema
@@ -118,7 +137,7 @@ class Deployment:
     def served_on(
         self, gpu: str | None, environ: Mapping[str, object], role: Role | None
     ) -> Deployment:
-        """The deployment on a GPU, with a server's variables. `role` None: its own role.
+        """Returns the deployment on a GPU, with a server's variables. `role` None: its own role.
 
         Raises UsageError for an unknown GPU.
         """
@@ -132,36 +151,39 @@ class Deployment:
 
     @property
     def version(self) -> str:
+        """Release that the file is judged for, as text."""
         return str(self.schema.version)
 
     def setting(self, document: Document, path: str, default: Any = None) -> Any:
-        """The value that the engine will see: from the option if there is one, else the file."""
+        """Value of a key that the engine will see: the option's value, else the file's."""
         return self.argv.get(path, document.get(path, default))
 
     def role_of(self, document: Document) -> Role | None:
-        """The known role. Else "generation" if there is a transceiver and steps hold few tokens.
+        """Role of the server in a disaggregated deployment. None if it is not known.
 
-        Steps of at most two full decode batches cannot be meant for prompts.
+        The command or the carrier names the role. Otherwise it is "generation" if the file has a
+        transceiver and a step holds too few tokens for prompts: at most two full decode batches.
         """
         option = str((self.options or {}).get("server_role") or "").lower()
         known = ROLES.get(option, self.role)
         chunked = self.setting(document, "enable_chunked_prefill")
+        # chunked prefill splits prompts over steps, so that a step's size tells nothing
         if known or chunked or not document.get("cache_transceiver_config.backend"):
             return known
-        batch = self.size(document, "max_batch_size", 2048)
-        step = batch * step_tokens(document)
-        if self.size(document, "max_num_tokens", 8192) <= 2 * step:
+        batch = self.size(document, "max_batch_size", 2048)  # the engine's default, as 8192 is
+        tokens_per_step = batch * step_tokens(document)
+        if self.size(document, "max_num_tokens", 8192) <= 2 * tokens_per_step:
             return "generation"
         return None
 
     def memory(self, document: Document, target: ModelSpec, gpu: GpuSpec) -> Memory:
-        """Memory by the model of `trtspec plan`, with the buffers that hand caches over."""
-        spread = self.setting(document, "enable_attention_dp") is True
+        """Memory of one GPU by the model of `trtspec plan`, with a transceiver's buffers."""
+        attention_dp = self.setting(document, "enable_attention_dp") is True
         whole_experts = self.size(document, "moe_expert_parallel_size", 1) > 1
         fraction = self.setting(document, "kv_cache_config.free_gpu_memory_fraction")
-        if not isinstance(fraction, float):
+        if not isinstance(fraction, float):  # absent, or a value that the engine refuses
             fraction = KV_FRACTION
-        layout = Layout(self.size(document, "tensor_parallel_size", 1), whole_experts, spread)
+        layout = Layout(self.size(document, "tensor_parallel_size", 1), whole_experts, attention_dp)
         return memory(
             target, self.head, gpu, layout,
             fraction=fraction,
@@ -170,16 +192,17 @@ class Deployment:
         )  # fmt: skip
 
     def held_requests(self, document: Document, target: ModelSpec, gpu: GpuSpec) -> tuple[int, int]:
-        """(requests of full length that the cache holds, requests of a full batch).
+        """Returns two numbers of requests: how many the KV cache holds, and a full batch has.
 
-        The batch is over every rank that has a cache of its own.
+        Requests have the full length `max_seq_len`. Both numbers count all ranks that have a cache
+        of their own.
         """
         estimate = self.memory(document, target, gpu)
         batch = self.size(document, "max_batch_size") * estimate.layout.caches
         return estimate.sequences(self.size(document, "max_seq_len")), batch
 
     def size(self, document: Document, path: str, default: int = 0) -> int:
-        """The setting if it is a whole number above 0, else `default`."""
+        """Value of the setting at `path` if it is a whole number above 0, else `default`."""
         value = self.setting(document, path)
         return value if isinstance(value, int) and value > 0 else default
 
@@ -189,12 +212,12 @@ def deployment_of(
     head: str | None = None, named: tuple[str, str] = ("", ""), passed: list[str] | None = None,
     here: bool = False,
 ) -> tuple[Deployment, str, list[Problem]]:  # fmt: skip
-    """(the deployment, the reason for its version, problems of `passed` and of names).
+    """Returns the deployment, the reason for its version, and problems of options and names.
 
     A target or head that only the file or its carrier names is used if it can be found.
 
     Args:
-        named: (target, head) by the carrier.
+        named: names of the target and the head in the carrier, "" for no name.
         passed: options of trtllm-serve. None if they are not known.
     """
     intent = parse_intent(document.text)
@@ -241,75 +264,104 @@ VALUE = "TS-SERVE-OPTION-VALUE"
 
 
 def parse_passed(schema: Schema, words: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
-    """(values of the options after `--` by name, problems), by the sources of the release.
+    """Reads the words after `--` as options of trtllm-serve.
+
+    Returns their values by name, and problems.
 
     Takes `--flag value`, `--flag=value` and flags without a value. An option that only one source
-    refuses, or that no source has read, is a warning.
+    around the release refuses, or that no source shows, is a warning.
     """
     options: dict[str, Any] = {}
     problems: list[Problem] = []
     unread = list(words)
-    flags: list[str] = []
-    for option in schema.options.values():
-        flags += option.flags
-
-    def refuse(code: str, message: str, remedy: str = "", sure: bool = True) -> None:
-        severity: Severity = "error"
-        if not sure:
-            code = "TS-SERVE-OPTION-UNCERTAIN"
-            severity = "warning"
-            message = f"not known for TensorRT-LLM {schema.version}: {message} ({known.releases})"
-            remedy = "try `trtllm-serve --help`"
-        problems.append(Problem(code, severity, flag, message, remedy))
-
     while unread:
         word = unread.pop(0)
         flag, has_value, text = word.partition("=")
-        known = schema.option(flag)
-        if not known.takes:
-            message = f"trtllm-serve {schema.version} has no option {flag}"
-            sure = known.settled and not known.taken
-            refuse("TS-SERVE-UNKNOWN-OPTION", message, did_you_mean(flag, flags, ""), sure)
-        if not known.taken:
+        support = schema.option(flag)
+        if not support.takes:
+            problems.append(_unknown_option(schema, flag, support))
+        if not support.taken:
+            # words up to the next option are values of this unknown one
             while unread and not unread[0].startswith("-"):
                 unread.pop(0)
             continue
-        option = known.taken[0]
+        option = support.taken[0]
         value: Any = not flag.startswith("--no-")
         if option.path in options and not option.multiple:
-            refuse("TS-SERVE-OPTION-REPEATED", f"{flag} is given more than once")
+            message = f"{flag} is given more than once"
+            problems.append(Problem("TS-SERVE-OPTION-REPEATED", "error", flag, message))
         if option.is_flag and has_value:
             message = f"{flag} takes no value; trtllm-serve stops at {word}"
-            refuse(VALUE, message, f"write {flag} alone")
+            problems.append(Problem(VALUE, "error", flag, message, f"write {flag} alone"))
         elif not option.is_flag and not has_value and not unread:
-            refuse(VALUE, f"{flag} needs a value", f"write {flag} VALUE")
+            message = f"{flag} needs a value"
+            problems.append(Problem(VALUE, "error", flag, message, f"write {flag} VALUE"))
         elif not option.is_flag:
             value = text if has_value else unread.pop(0)
-            convert = {"int": int, "float": float}.get(option.type, str)
-            try:
-                value = convert(value)
-            except ValueError:
-                message = f"{flag} takes {option.type}, not {value!r}"
-                refuse(VALUE, message, f"write {flag} and a number")
-            lacking = [each for each in known.taken if each.choices and value not in each.choices]
-            if lacking:
-                sure = known.settled and len(lacking) == len(known.taken)
-                choices = ", ".join(lacking[-1].choices)
-                message = f"{flag} takes one of {choices}, not {value!r}"
-                refuse(VALUE, message, "choose one of them", sure)
+            value, value_problems = _option_value(schema, flag, support, value)
+            problems += value_problems
         options[option.path] = value
     return options, problems
 
 
+def _unknown_option(schema: Schema, flag: str, support: KeySupport) -> Problem:
+    """Problem of an option that a source around the release refuses, or that no source shows."""
+    flags: list[str] = []
+    for option in schema.options.values():
+        flags += option.flags
+    message = f"trtllm-serve {schema.version} has no option {flag}"
+    remedy = did_you_mean(flag, flags, "")
+    problem = Problem("TS-SERVE-UNKNOWN-OPTION", "error", flag, message, remedy)
+    if support.is_certain and not support.taken:
+        return problem
+    return _uncertain(schema, support, problem)
+
+
+def _option_value(
+    schema: Schema, flag: str, support: KeySupport, text: str
+) -> tuple[Any, list[Problem]]:
+    """Returns the value of an option, converted to its type if possible, and its problems."""
+    problems: list[Problem] = []
+    value: Any = text
+    value_type = support.taken[0].type
+    convert = {"int": int, "float": float}.get(value_type, str)
+    try:
+        value = convert(text)
+    except ValueError:
+        message = f"{flag} takes {value_type}, not {text!r}"
+        problems.append(Problem(VALUE, "error", flag, message, f"write {flag} and a number"))
+    refusing = [
+        option for option in support.taken if option.choices and value not in option.choices
+    ]
+    if refusing:
+        choices = ", ".join(refusing[-1].choices)
+        message = f"{flag} takes one of {choices}, not {value!r}"
+        problem = Problem(VALUE, "error", flag, message, "choose one of them")
+        if not support.is_certain or len(refusing) < len(support.taken):
+            problem = _uncertain(schema, support, problem)
+        problems.append(problem)
+    return value, problems
+
+
+def _uncertain(schema: Schema, support: KeySupport, problem: Problem) -> Problem:
+    """Returns the problem as a warning, because the sources around the release do not decide it."""
+    message = f"not known for TensorRT-LLM {schema.version}: {problem.message}"
+    return replace(
+        problem, code="TS-SERVE-OPTION-UNCERTAIN", severity="warning",
+        message=f"{message} ({support.releases})", remedy="try `trtllm-serve --help`",
+    )  # fmt: skip
+
+
+# a name that the author of a file left for its user to fill in, or no name of a checkpoint at all
 PLACEHOLDER = re.compile(
     r"(?i)[<>{}$\s]|\.\.\.|path/to/|://|\\|\.safetensors$|^(~|TODO|FIXME|CHANGEME|YOUR)"
 )
 
 
 def name_problem(name: str, here: bool = False) -> Problem | None:
-    """The problem of a checkpoint's name in a file. None if the checkpoint can be found.
+    """Judges the name of a checkpoint in a file. None if the checkpoint can be found.
 
-    `here`: the engine runs on this machine, so a missing directory is an error.
+    `here`: whether the engine runs on this machine, so that a missing directory is an error.
     """
     try:
         if findable(name):
@@ -335,7 +387,7 @@ def name_problem(name: str, here: bool = False) -> Problem | None:
 
 
 def compute_capability(gpu: str) -> str:
-    """The compute capability of a GPU: "10.0" for b200 and for sm100.
+    """Compute capability of a GPU, as "10.0" for b200 and for sm100.
 
     Raises UsageError if the GPU is not known.
     """
@@ -351,13 +403,13 @@ def compute_capability(gpu: str) -> str:
 
 
 def dynamo_options() -> dict[str, str]:
-    """The option of trtllm-serve with the same meaning, by option of Dynamo's worker."""
+    """Options of trtllm-serve by the option of Dynamo's worker with the same meaning."""
     options: dict[str, str] = read_beside("dynamo.yaml")["options"]
     return options
 
 
 def dynamo_releases() -> dict[str, str]:
-    """The engine version in the image of each release of Dynamo, newest release first."""
+    """Engine version in the image of each Dynamo release, by Dynamo's release, newest first."""
     engines: dict[str, str] = {}
     for engine, listed in read_beside("releases.yaml")["dynamo"]["releases"].items():
         engines |= dict.fromkeys(listed.split(), engine)
@@ -366,7 +418,24 @@ def dynamo_releases() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class SpeculationMethod:
-    """One row of speculation.yaml, which explains each column. Keys: below `speculative_config`."""
+    """A method of speculation, as speculation.yaml describes it.
+
+    Args:
+        key: name in speculation.yaml.
+        spellings: values of `decoding_type`. build-config writes the first.
+        name: name in messages.
+        draft: what drafts: a head on the target's hidden states, another model, layers of the
+            target's checkpoint, or nothing.
+        tokens_per_step: tokens of one request in one step: "1", "2k" or "k + 1" for k drafts.
+        kimi: `runs` (yes, no or unknown with a Kimi target), and the reason `why`.
+        draft_required: whether the engine refuses a file without a draft.
+        length_required: whether the engine refuses a file without a draft length.
+        capture: key below `speculative_config` with the captured layers. None without such a key.
+        capture_from_draft: whether the engine reads the captured layers from the draft's config.
+        pytorch: whether the PyTorch backend has the method.
+        own_cache: whether the draft has a KV cache.
+        one_model: whether one engine has draft and target, and samples for both.
+    """
 
     key: str
     spellings: Sequence[str]
@@ -385,11 +454,11 @@ class SpeculationMethod:
 
     @property
     def reads_target(self) -> bool:
-        """Whether the draft was trained on certain layers of the target that the file must name."""
+        """Whether the draft was trained on layers of the target that the engine file must name."""
         return self.draft == "head" and self.capture is not None and not self.capture_from_draft
 
     def step_tokens(self, length: int) -> int:
-        """Tokens of one request in one step with this draft length."""
+        """Number of tokens of one request in one decode step with draft length `length`."""
         if self.tokens_per_step == "1":
             return 1
         if self.tokens_per_step == "2k":
@@ -399,35 +468,40 @@ class SpeculationMethod:
 
 @functools.cache
 def methods() -> dict[str, SpeculationMethod]:
+    """Methods of speculation by their name in speculation.yaml."""
     rows = read_beside("speculation.yaml")["methods"]
     return {key: SpeculationMethod(key, **row) for key, row in rows.items()}
 
 
 def eagle3() -> SpeculationMethod:
-    """The row of the heads that this project makes."""
+    """Method of speculation for the heads that this project trains and converts."""
     return methods()["eagle3"]
 
 
 def decoding_type(document: Document) -> str | None:
+    """Text of the file's `decoding_type`. None if the key is absent or not text."""
     value = document.get(f"{SPEC}.decoding_type")
     return value if isinstance(value, str) else None
 
 
 def method_of(document: Document) -> SpeculationMethod | None:
-    """The file's method of speculation. None if it has none, or one without a row."""
+    """Method of speculation in a file.
+
+    None if the file has none, or a method that is not known here.
+    """
     written = decoding_type(document)
     return next((method for method in methods().values() if written in method.spellings), None)
 
 
 def draft_length(document: Document) -> int:
-    """Draft tokens per step in the file, 0 without speculation."""
+    """Number of draft tokens per decode step in the file, 0 without speculation."""
     value = document.get(LENGTH)
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    is_integer = isinstance(value, int) and not isinstance(value, bool)  # true is an int too
     return value if is_integer and decoding_type(document) else 0
 
 
 def step_tokens(document: Document) -> int:
-    """Tokens of one request in one decode step."""
+    """Number of tokens of one request in one decode step, drafts included."""
     length = draft_length(document)
     method = method_of(document)
     if method is not None and length:
@@ -436,6 +510,6 @@ def step_tokens(document: Document) -> int:
 
 
 def head_in(document: Document) -> str | None:
-    """The draft that a file names, None if it names none."""
+    """Name of the draft checkpoint in a file, None if the file names none."""
     drafts = [str(document.get(key)) for key in MODEL_KEYS if document.get(key)]
     return next(iter(drafts), None)

@@ -1,8 +1,8 @@
 """An engine YAML as text with positions: values by dotted path, and edits that keep the rest.
 
-Edits splice the text at the positions of its nodes, because a round-trip library would attach a
+Edits replace the text at the positions of its nodes, because a round-trip library would attach a
 comment to the key before it and lose it with that key. Each edit also gives the value that the new
-text must have, so that its user can compare.
+text must have, so that the caller can compare.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ HIDDEN = re.compile(MASK)
 
 
 class CannotEdit(Exception):
-    """The text cannot be edited like this without a change to something else."""
+    """An edit that would also change something else in the text."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One key with its value.
+    """One key of a document with its value.
 
-    `keys`: the keys that lead to it, as YAML reads them.
+    Args:
+        path: dotted path of the key.
+        keys: keys from the top level to this key, as YAML reads them.
+        value: value as YAML reads it.
     """
 
     path: str
@@ -46,15 +49,17 @@ class Entry:
 
     @property
     def line(self) -> int:
+        """Number of the key's line, from 1."""
         return self.key_node.line + 1
 
     @property
     def name(self) -> str:
+        """Text of the key, without its path."""
         return self.key_node.text
 
     @property
     def parent(self) -> str:
-        """Path of the mapping that contains it."""
+        """Path of the mapping that contains the key, "" for the top level."""
         return self.path[: -len(segment(self.key_node))].removesuffix(".")
 
 
@@ -63,12 +68,14 @@ class Document:
     """A parsed file.
 
     Args:
-        value: None if the text is not YAML.
-        entries: keys by path. A parent comes before its children.
+        text: text of the file.
+        value: value of the whole file. None if the text is not YAML.
+        entries: keys by path. A mapping comes before the keys inside.
         duplicates: keys that come again later in the same mapping, with the value of the first.
-        error: why the text is not YAML.
-        name: the file's name for the user.
-        scalars: offsets (start, end) in which a `#` begins no comment.
+        error: reason why the text is not YAML.
+        name: name of the file for the user.
+        root: node of the whole file. None for an empty text.
+        scalars: offsets (start, end) in which a `#` does not begin a comment.
     """
 
     text: str
@@ -93,6 +100,7 @@ class Document:
 
     @staticmethod
     def parse(text: str, name: str = "") -> Document:
+        """Parses a text. Text that is not YAML is a document with an `error`."""
         try:
             root, scalars = compose(text)
         except YamlError as error:
@@ -106,20 +114,22 @@ class Document:
 
     @property
     def mapping(self) -> dict[Any, Any]:
-        """The value, or {} if the file is not a mapping."""
+        """Value of the whole file, or {} if the file is not a mapping."""
         return self.value if isinstance(self.value, dict) else {}
 
     def get(self, path: str, default: Any = None) -> Any:
+        """Value of the key at a path, `default` if the file does not have the key."""
         entry = self.entries.get(path)
         return default if entry is None else entry.value
 
     def has(self, path: str) -> bool:
+        """Whether the file has the key at a path, also with the value null."""
         return path in self.entries
 
     def placed(self, problem: Problem) -> Problem:
-        """The problem at the line of its key, or of the nearest parent in the file.
+        """Returns a problem with the file's name and the line of its key, or of a key around it.
 
-        A problem with its own key there also gets the column of the key or value.
+        A problem whose key is in the file also gets the column and width of the key or value.
         """
         entry = self.entries.get(problem.key)
         path = problem.key
@@ -133,13 +143,15 @@ class Document:
         node = entry.key_node
         if problem.on_value and entry.value_node.line == node.line:
             node = entry.value_node
+        # at least one column, so that an empty value is marked too
         width = max(node.end - node.start, 1)
         return replace(problem, column=node.column + 1, width=width)
 
     def converted(self, convert: Callable[[str, Any], Any]) -> Document:
-        """The same text with other values.
+        """Returns the same text with other values.
 
-        `convert`: gets the path and the value of each key, inner keys first.
+        `convert`: returns the new value for the path and the value of a key. Inner keys are
+            converted first.
         """
         entries = dict(self.entries)
         for path in reversed(self.entries):  # parents come before their children
@@ -147,6 +159,7 @@ class Document:
             value = entry.value
             pairs = entry.value_node.pairs
             if isinstance(value, dict) and pairs:
+                # the keys inside are converted already, so that the mapping takes their new values
                 paths = {pair.key: f"{path}.{segment(pair.key_node)}" for pair in pairs}
                 value = {key: entries[paths[key]].value for key in value}
             entries[path] = replace(entry, value=convert(path, value))
@@ -156,8 +169,9 @@ class Document:
     def comments(self) -> tuple[tuple[int, int], ...]:
         """Offsets (start, end) of the comments."""
         comments = []
-        at = 0
+        at = 0  # offset up to which the text has been searched
         length = len(self.text)
+        # a `#` between two scalars begins a comment, and the end of the text counts as a scalar
         for begin, end in [*self.scalars, (length, length)]:
             while at < begin:
                 start = self.text.find("#", at, begin)
@@ -169,9 +183,9 @@ class Document:
         return tuple(comments)
 
     def hides(self, paths: Iterable[str], about_keys: bool) -> bool:
-        """Whether only a shell or a template knows one of these keys or a part of its value.
+        """Whether one of these keys, or a part of its value, is only known to a shell or template.
 
-        `about_keys`: looks at the keys alone.
+        `about_keys`: whether to look at the keys alone.
         """
         texts = [*paths]
         if not about_keys:
@@ -181,12 +195,13 @@ class Document:
 
     @cached_property
     def comment_texts(self) -> Counter[str]:
+        """Number of comments by text."""
         return Counter(self.text[start:end].strip() for start, end in self.comments)
 
 
 def segment(key_node: Node) -> str:
-    """A key as a segment of a path. It is in quotes if it has a dot itself or is empty."""
-    text = key_node.text if key_node.kind == "scalar" else "?"
+    """Key as a segment of a dotted path. It is in quotes if it is empty or has a dot itself."""
+    text = key_node.text if key_node.kind == "scalar" else "?"  # a list or mapping is an error
     if "." in text or not text:
         text = f'"{text}"'
     return text
@@ -196,7 +211,12 @@ def _collect(
     node: Node, prefix: str, keys: tuple[Any, ...],
     entries: dict[str, Entry], duplicates: list[Entry],
 ) -> None:  # fmt: skip
-    """Adds every key below a node to `entries`, and to `duplicates` if its path is taken."""
+    """Adds every key below `node` to `entries`, and to `duplicates` if its path is already written.
+
+    Args:
+        prefix: path of the node with a dot at its end, "" for the top level.
+        keys: keys that lead to the node, as YAML reads them.
+    """
     written: set[str] = set()
     for pair in node.pairs:
         path = f"{prefix}{segment(pair.key_node)}"
@@ -204,7 +224,7 @@ def _collect(
         entry = Entry(path, (*keys, pair.key), value_node.value, pair.key_node, value_node)
         if path in written:
             duplicates.append(replace(entry, value=entries[path].value))
-        if not pair.merged:
+        if not pair.merged:  # because a key may replace a merged one, which is no duplicate
             written.add(path)
         if path in entries:
             _forget(entries[path].value_node, f"{path}.", entries)
@@ -213,7 +233,7 @@ def _collect(
 
 
 def _forget(node: Node, prefix: str, entries: dict[str, Entry]) -> None:
-    """Removes the keys below a value that a later key of the same name replaces."""
+    """Removes the keys below `node`, the value that a later key of the same name replaces."""
     for pair in node.pairs:
         path = f"{prefix}{segment(pair.key_node)}"
         entries.pop(path, None)
@@ -224,11 +244,12 @@ class YamlDumper(yaml.SafeDumper):
     """Writes every value in full, without aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
+        """Whether PyYAML writes a repeated value in full: always."""
         return True
 
 
 def scalar(value: Any) -> str:
-    """One value as it is written on one line of YAML."""
+    """Any value as one line of YAML, without a line break."""
     text = yaml.dump(
         value, Dumper=YamlDumper, default_flow_style=True, width=10**6, allow_unicode=True
     )
@@ -236,18 +257,22 @@ def scalar(value: Any) -> str:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether YAML writes both the same. Types count: true is not 1, and NaN is NaN."""
+    """Whether YAML writes both values the same. Types count: true is not 1, and NaN equals NaN."""
     return scalar(left) == scalar(right)
 
 
-# --- edits
-
-REMOVED = object()
+REMOVED = object()  # in place of a value: the key is removed
 
 
 @dataclass(frozen=True)
 class Edit:
-    """`text`: the edited file. `value`: what it must parse to. `added`: the path of a new key."""
+    """A change of a document's text.
+
+    Args:
+        text: text of the edited file.
+        value: value that the edited file must have.
+        added: path of the key that the edit adds, None if it adds no key.
+    """
 
     text: str
     value: Any
@@ -255,30 +280,34 @@ class Edit:
 
 
 def set_value(document: Document, path: str, value: Any) -> Edit:
+    """Replaces the value of a key. Raises CannotEdit if the key is not in the file."""
     entry = _entry(document, path)
     text = _spliced(document.text, entry.value_node, scalar(value))
     return Edit(text, _changed(document, entry.keys, value))
 
 
 def delete_key(document: Document, path: str) -> Edit:
-    """Removes the key with its value. Its comments stay, on lines of their own."""
+    """Removes a key with its value. Its comments stay, each on a line of its own.
+
+    Raises CannotEdit if the key is not in the file.
+    """
     entry = _entry(document, path)
     owner = document.entries.get(entry.parent)
     mapping = owner.value_node if owner is not None else document.root
     assert mapping is not None  # it has this key
-    meaning = _changed(document, entry.keys, REMOVED)
+    expected = _changed(document, entry.keys, REMOVED)
     text = document.text
     begin = entry.key_node.start
-    end = max(entry.value_node.end, entry.key_node.end + 1)
+    end = max(entry.value_node.end, entry.key_node.end + 1)  # an empty value ends behind the colon
     if len(mapping.items) == 1 and owner is not None:  # a block mapping without keys would be null
-        return Edit(_spliced(text, mapping, "{}"), meaning)
+        return Edit(_spliced(text, mapping, "{}"), expected)
     if mapping.style == "flow":
         later = [key.start for key, _ in mapping.items if key.start > begin]
         earlier = [value.end for key, value in mapping.items if key.start < begin]
         if later:
-            return Edit(text[:begin] + text[later[0] :], meaning)
+            return Edit(text[:begin] + text[later[0] :], expected)
         last_end = max(earlier, default=begin)
-        return Edit(text[:last_end] + text[end:], meaning)
+        return Edit(text[:last_end] + text[end:], expected)
     line_start = text.rfind("\n", 0, begin) + 1
     line_end = _line_end(text, end)
     indent = text[line_start:begin]
@@ -288,83 +317,90 @@ def delete_key(document: Document, path: str) -> Edit:
         if begin <= comment_start < line_end:
             edited += f"{indent}{text[comment_start:comment_end]}{newline}"
     behind = text[line_end:].removeprefix("\r").removeprefix("\n")
-    return Edit(edited + behind, meaning)
+    return Edit(edited + behind, expected)
 
 
 def add_key(document: Document, path: str, value: Any) -> Edit:
-    """Adds `path` behind the last key of its mapping, with every parent that is missing.
+    """Adds a key behind the last key of its mapping, with every missing mapping around it.
 
-    Raises CannotEdit if the path is there.
+    Raises CannotEdit if the file already has the path.
     """
     names = path.split(".")
     depth = len(names) - 1
     parent = ".".join(names[:depth])
-    while depth and not document.has(parent):
+    while depth and not document.has(parent):  # up to the innermost mapping that the file has
         depth -= 1
         parent = ".".join(names[:depth])
     owner = document.entries.get(parent)
     mapping = owner.value_node if owner is not None else document.root
     if document.has(path):
         raise CannotEdit(f"{path} is there")
-    meaning = _changed(document, names, value)
+    expected = _changed(document, names, value)
     for name in reversed(names[depth + 1 :]):
         value = {name: value}
     text = document.text
     newline = _newline(text)
     written = scalar({names[depth]: value})
-    pair = written[1:-1]
+    pair = written[1:-1]  # without the brackets of the mapping
     if mapping is None:
-        return Edit(f"{text}{pair}{newline}", meaning, path)
+        return Edit(f"{text}{pair}{newline}", expected, path)
     if not mapping.items:
-        return Edit(_spliced(text, mapping, written), meaning, path)
+        return Edit(_spliced(text, mapping, written), expected, path)
     key_node, last = mapping.items[-1]
     end = max(last.end, key_node.end + 1)
     if mapping.style == "flow":
-        return Edit(f"{text[:end]}, {pair}{text[end:]}", meaning, path)
+        return Edit(f"{text[:end]}, {pair}{text[end:]}", expected, path)
     end = _line_end(text, end)
     indent = " " * key_node.column
-    return Edit(f"{text[:end]}{newline}{indent}{pair}{text[end:]}", meaning, path)
+    return Edit(f"{text[:end]}{newline}{indent}{pair}{text[end:]}", expected, path)
 
 
 def move_key(document: Document, path: str, to: str) -> Edit:
-    """Renames the key in place if its parent stays, else deletes it and adds it at `to`."""
+    """Moves a key with its value to the path `to`. In the same mapping it only renames the key.
+
+    Raises CannotEdit if the key is not in the file, or if the file already has `to`.
+    """
     entry = _entry(document, path)
     parent, _, name = to.rpartition(".")
     emptied = replace(document, value=_changed(document, entry.keys, REMOVED))
-    meaning = _changed(emptied, to.split("."), entry.value)
+    expected = _changed(emptied, to.split("."), entry.value)
     if entry.parent != parent:
         without_key = Document.parse(delete_key(document, path).text)
         added = add_key(without_key, to, entry.value)
-        return Edit(added.text, meaning)
-    return Edit(_spliced(document.text, entry.key_node, scalar(name)), meaning)
+        return Edit(added.text, expected)
+    return Edit(_spliced(document.text, entry.key_node, scalar(name)), expected)
 
 
 def _entry(document: Document, path: str) -> Entry:
+    """Entry at a path. Raises CannotEdit if the file does not have the path."""
     if not document.has(path):
         raise CannotEdit(f"{path} is not there")
     return document.entries[path]
 
 
 def _changed(document: Document, keys: Iterable[Any], value: Any) -> Any:
-    """The document's value with one key set or REMOVED."""
+    """Value of the whole document after one key is set to `value`, or removed for REMOVED.
+
+    `keys`: keys from the top level. Raises CannotEdit if a value around the key is not a mapping.
+    """
     *parents, last = keys
-    meaning = copy.deepcopy(document.mapping)
-    mapping = meaning
+    changed = copy.deepcopy(document.mapping)
+    mapping = changed
     for key in parents:
         if isinstance(mapping, dict):
             mapping = mapping.setdefault(key, {})
-    if not isinstance(mapping, dict):  # null turns some of them off
+    if not isinstance(mapping, dict):  # such as null, which turns some objects off
         raise CannotEdit(f"what holds {last} is no mapping")
     if value is REMOVED:
         del mapping[last]
     else:
         mapping[last] = value
-    return meaning
+    return changed
 
 
 def _spliced(text: str, node: Node, written: str) -> str:
-    """The text with `written` in place of a node, or after the key if the node is empty."""
-    gap = " " * (node.start == node.end)
+    """Text with `written` in place of a node, or after a key with an empty value."""
+    gap = " " if node.start == node.end else ""
     return f"{text[: node.start]}{gap}{written}{text[node.end :]}"
 
 
@@ -375,4 +411,5 @@ def _line_end(text: str, offset: int) -> int:
 
 
 def _newline(text: str) -> str:
+    """Line break that the text uses."""
     return "\r\n" if "\r\n" in text else "\n"

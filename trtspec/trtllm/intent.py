@@ -1,8 +1,8 @@
-"""The user's intent for one server, before it is written for one engine version.
+"""The user's intent for one server, independent of the engine's release.
 
-One record makes the options of `trtspec build-config`, its variables, and the first line of every
-file that it writes. The line is the command that writes the file again. `parse_intent` reads
-it.
+`Intent` defines the options of `trtspec build-config`, their environment variables, and the first
+line of every file that the command writes. The first line is the command that writes the file
+again. `parse_intent` reads it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ Goal = Literal["latency", "throughput"]
 Role = Literal["context", "generation", "front"]
 Form = Literal["yaml", "helm-values", "dynamo", "vllm"]
 PREFIX = "# TensorRT-LLM "
-ENGINE_FILE = "extra-llm-api-config.yml"  # its usual name
+ENGINE_FILE = "extra-llm-api-config.yml"  # usual name of an engine file
 COMMAND = "trtspec build-config"
-# ranks: below, replicating attention weights costs more KV cache than it saves
+# Smallest number of ranks with attention data parallelism. With fewer ranks, the copies of the
+# attention weights take more KV cache than they save.
 ATTENTION_DP_FROM = 8
-# ranks of InferenceX's context servers of Kimi-K2.5: a prompt is long, and its cache leaves at once
+# The same on a context server, where a prompt is long and its cache leaves at once. InferenceX's
+# context servers of Kimi-K2.5 have 4 ranks.
 CONTEXT_ATTENTION_DP_FROM = 4
 CONTEXT_BATCH = 4  # prompts at a time on a prefill server, as in Dynamo's recipe
-SPARE_TOKENS = 128  # of a generation server beside its full batch, for requests that arrive
+SPARE_TOKENS = 128  # tokens of a generation server's step for requests that arrive
 NOT_FRONT = Excludes("role=front")
 OF_A_FRONT = Needs("role=front", "disaggregated")  # `disaggregated` is an option of the command
+DEFAULT_TOKENS = 8192  # tokens per step, and tokens of a sequence
 VLLM: Form = "vllm"
-WEIGHTS = "/model-cache"  # where Dynamo's workers mount the claim that HF_HOME names
-# hub caches of the pods that a form is written for
+WEIGHTS = "/model-cache"  # directory of the claim that Dynamo's workers mount and HF_HOME names
+# hub cache in the pods that a format is written for
 CACHES: dict[Form, str] = {"helm-values": "/models/hub", "dynamo": f"{WEIGHTS}/hub"}
 # options without a counterpart in vLLM's file
 NOT_OF_VLLM = (
@@ -48,10 +51,11 @@ FRONT_IS_YAML = Excludes("format=helm-values", "format=dynamo")
 
 @dataclass(frozen=True, kw_only=True)
 class Intent:
-    """One server. A field that is None, or an empty version, was not chosen.
+    """The user's choices for one server. A field that is None, or an empty version, was not chosen.
 
-    Sizes follow the workload, else the goal: the file has `batch`, `tokens`, `seq_len`, `ep_size`
-    and `attention_dp`. The fields are in the order of the words of the first line.
+    The written file has the properties `batch`, `tokens`, `seq_len`, `ep_size` and `attention_dp`.
+    Sizes that were not chosen follow from the workload, or from the goal without a workload. The
+    fields are in the order of the words on the first line.
     """
 
     target: TargetArgument
@@ -225,15 +229,17 @@ class Intent:
 
     @property
     def gpus_per_node(self) -> int:
+        """Number of ranks on each node."""
         return self.tp_size // self.nodes
 
     @property
     def nvlink_joins_nodes(self) -> bool:
-        """Whether NVLink joins the server's nodes. Then a cluster must keep them together."""
+        """Whether NVLink joins the nodes, so that a cluster must keep them together."""
         return self.nodes > 1 and self.gpu is not None and gpu_spec(self.gpu).nvlink_joins_nodes
 
     @property
     def attention_dp(self) -> bool:
+        """Whether the server uses attention data parallelism, by choice or by goal and ranks."""
         if self.spread_attention is not None:
             return self.spread_attention
         least = CONTEXT_ATTENTION_DP_FROM if self.role == "context" else ATTENTION_DP_FROM
@@ -241,9 +247,9 @@ class Intent:
 
     @property
     def ep_size(self) -> int | None:
-        """Ranks that experts are spread over, all of them for throughput.
+        """Number of ranks that experts are spread over. None leaves the choice to the engine.
 
-        None leaves the choice to the engine.
+        For throughput and with attention data parallelism it is all ranks.
         """
         if self.experts_over is not None:
             return self.experts_over
@@ -253,11 +259,11 @@ class Intent:
 
     @property
     def batch(self) -> int:
-        """Requests per step and rank, by the workload if there is one.
+        """Number of requests per step and rank, as chosen or by the workload.
 
-        Without a workload: 32 for latency, as on the model cards. For throughput 128 with attention
-        DP, as in the curated Kimi recipe, else 64: four B200 hold 96 sequences of 8k in the FP8
-        cache.
+        Without a workload it is 32 for latency, as on the model cards. For throughput it is 128
+        with attention DP, as in the curated Kimi recipe. Otherwise it is 64, because four B200 hold
+        96 sequences of 8k in the FP8 cache.
         """
         if self.max_batch_size is not None:
             return self.max_batch_size
@@ -265,26 +271,27 @@ class Intent:
             return CONTEXT_BATCH
         if self.concurrency is not None:
             ranks = self.tp_size if self.attention_dp else 1
-            return -(-self.concurrency // ranks)
+            return -(-self.concurrency // ranks)  # rounded up
         if self.goal == "latency":
             return 32
         return 128 if self.attention_dp else 64
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of one decode step of a full batch."""
+        """Number of tokens in one decode step of a full batch, drafts included."""
         if self.head:
             return self.batch * (self.draft_len + 1)
         return self.batch
 
     @property
     def tokens(self) -> int:
-        """Tokens per step."""
+        """Number of tokens that one step may have, prompts included."""
         if self.max_num_tokens is not None:
             return self.max_num_tokens
         if self.role == "generation":
-            return -(-(self.step_tokens + SPARE_TOKENS) // SPARE_TOKENS) * SPARE_TOKENS
-        return max(8192, self.step_tokens)
+            with_spare = self.step_tokens + SPARE_TOKENS
+            return -(-with_spare // SPARE_TOKENS) * SPARE_TOKENS  # a round number
+        return max(DEFAULT_TOKENS, self.step_tokens)
 
     @property
     def seq_len(self) -> int:
@@ -293,19 +300,22 @@ class Intent:
             return self.max_seq_len
         if self.isl is not None and self.osl is not None:
             return self.isl + self.osl
-        return 8192
+        return DEFAULT_TOKENS
 
     @property
     def published_as(self) -> str:
-        """The target's published name. It is the name of `like` while the target is not there."""
+        """Published name of the target, or of `like` for a target that a later job will create."""
         name = self.like or self.target
         hub_id = parse_hub_id(name)
         return name if hub_id is None else hub_id.name
 
     def fitted(self, positions: int) -> Intent:
-        """The intent with a length of at most the model's `positions`. A length asked for stays."""
-        asked = self.max_seq_len is not None or self.isl is not None
-        return self if asked else replace(self, max_seq_len=min(self.seq_len, positions))
+        """Returns the intent with a default length of at most `positions` tokens of the model.
+
+        A length that the user chose stays.
+        """
+        is_chosen = self.max_seq_len is not None or self.isl is not None
+        return self if is_chosen else replace(self, max_seq_len=min(self.seq_len, positions))
 
     def checked(self) -> Intent:
         """Returns itself. Raises UsageError for sizes that contradict each other."""
@@ -314,12 +324,14 @@ class Intent:
             even = -(-self.tp_size // self.nodes) * self.nodes
             raise UsageError(message, f"use `tp_size` {even}")
         if self.gpu:
-            most = gpu_spec(self.gpu).gpus_per_node
+            gpus_of_node = gpu_spec(self.gpu).gpus_per_node
             ranks = self.gpus_per_node
-            if ranks > most:
-                message = f"{ranks} ranks on one node, but a node of {self.gpu.upper()} "
-                message += f"has {most} GPUs"
-                raise UsageError(message, f"use `nodes` {-(-self.tp_size // most)}")
+            if ranks > gpus_of_node:
+                message = (
+                    f"{ranks} ranks on one node, but a node of {self.gpu.upper()} "
+                    f"has {gpus_of_node} GPUs"
+                )
+                raise UsageError(message, f"use `nodes` {-(-self.tp_size // gpus_of_node)}")
         if (self.isl is None) != (self.osl is None):
             raise UsageError("`isl` and `osl` make the sequence length together", "give both")
         request = (self.isl or 0) + (self.osl or 0)
@@ -328,17 +340,18 @@ class Intent:
                 f"`max_seq_len` {self.seq_len} does not hold `isl` and `osl`, {request} tokens"
             )
             raise UsageError(message, f"use `max_seq_len` {request}, or leave it out")
-        step = self.step_tokens
-        if self.tokens < step:
-            message = f"`max_num_tokens` {self.tokens} does not hold "
-            message += f"one step of {self.batch} requests"
+        step_tokens = self.step_tokens
+        if self.tokens < step_tokens:
+            message = (
+                f"`max_num_tokens` {self.tokens} does not hold one step of {self.batch} requests"
+            )
             if self.head:
                 message += f" with {self.draft_len} draft tokens each"
-            raise UsageError(message, f"use at least {step}, or a smaller `max_batch_size`")
+            raise UsageError(message, f"use at least {step_tokens}, or a smaller `max_batch_size`")
         return self
 
     def command(self) -> str:
-        """The command that writes the same file again, with every derived size spelled out."""
+        """Command that writes the same file again, with every derived size spelled out."""
         if self.role == "front":
             return f"{COMMAND} {shlex.join(words(self))}"
         sized = replace(
@@ -350,7 +363,7 @@ class Intent:
         return f"{COMMAND} {shlex.join(words(sized, always))}"
 
     def settings_in_argv(self) -> dict[str, Any]:
-        """The settings that are options of trtllm-serve, by YAML path."""
+        """Settings that are options of trtllm-serve and not in the file, by YAML path."""
         settings: dict[str, Any] = {
             "max_batch_size": self.batch,
             "max_num_tokens": self.tokens,
@@ -364,13 +377,14 @@ class Intent:
         return settings
 
     def first_line(self) -> str:
+        """First line of a written file: a comment with the release and the command."""
         return f"{PREFIX}{Version(self.version)}: {self.command()}"
 
 
 def parse_intent(text: str) -> Intent | None:
-    """The intent on the first line of a file that build-config wrote, None for any other file.
+    """Reads the intent on the first line of a file. None if build-config did not write the file.
 
-    Raises UsageError if build-config does not take the line.
+    Raises UsageError if build-config does not accept the line.
     """
     first_line = text.partition("\n")[0]
     if not first_line.startswith(PREFIX) or f": {COMMAND} " not in first_line:

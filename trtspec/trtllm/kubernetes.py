@@ -1,7 +1,7 @@
 """An engine configuration for a cluster: values of our Helm chart, or a Dynamo deployment.
 
-Both carry the engine's YAML as text, byte for byte as `--format yaml` writes it, and the sizes as
-options beside it. The objects of a Dynamo deployment follow ai-dynamo/dynamo 1e4f6939,
+Both formats have the engine's YAML as text, byte for byte as `--format yaml` writes it, and the
+sizes as options. The objects of a Dynamo deployment follow ai-dynamo/dynamo 1e4f6939,
 recipes/kimi-k2.5/trtllm. The options of its worker follow aiconfigurator.
 """
 
@@ -28,11 +28,13 @@ from trtspec.trtllm.schema import read_beside
 IMAGE = "nvcr.io/nvidia/ai-dynamo/tensorrtllm-runtime"
 CONFIG = "/config"
 CHANNEL = "compute-domain-channel"
+BF16_BYTES = 2
+# Dynamo's words for a whole server and for the roles of a disaggregated one
 PARTS: dict[Role | None, str] = {None: "agg", "context": "prefill", "generation": "decode"}
 
 
 class _Text(str):
-    """Text in a literal block, so that the engine's YAML keeps its comments and stays readable."""
+    """Text that YAML writes as a literal block, so that the engine's YAML keeps its comments."""
 
 
 YamlDumper.add_representer(
@@ -41,17 +43,22 @@ YamlDumper.add_representer(
 
 
 def _dump(value: dict[str, Any]) -> str:
+    """YAML of a mapping, with keys in their order and literal blocks for `_Text`."""
     return yaml.dump(value, Dumper=YamlDumper, sort_keys=False, width=10**6)
 
 
 def helm_values(*configs: EngineConfig, quantize_from: str | None = None) -> str:
-    """The keys of docker/helm/trtspec for a whole server, or for context and generation servers.
+    """Values of the chart docker/helm/trtspec for a whole server, or for disaggregated servers.
 
     Files of one server each go together: `helm -f context.yaml -f generation.yaml`. Sizes and trust
     in the target's code are on the first line of each engine file, where `trtspec serve` reads
-    them. Raises UsageError for a front.
+    them.
 
-    `quantize_from`: the checkpoint that a Job of the chart quantizes into the target's directory.
+    Raises UsageError for a front.
+
+    Args:
+        configs: engine files of the servers.
+        quantize_from: checkpoint that a Job of the chart quantizes into the target's directory.
     """
     intent = replace(configs[-1].intent, format="helm-values", quantize_from=quantize_from)
     if intent.role == "front":
@@ -66,17 +73,18 @@ def helm_values(*configs: EngineConfig, quantize_from: str | None = None) -> str
         values["gpuProduct"] = intent.gpu.upper()
     if any(config.intent.nvlink_joins_nodes for config in configs):
         values["computeDomain"] = {"enabled": True}
-    if intent.role is None:
+    if intent.role is None:  # one whole server
         values |= _server(configs[0])
     else:
         values["disaggregated"] = {str(config.intent.role): _server(config) for config in configs}
     first_line = intent.first_line()
-    if len(configs) > 1:
+    if len(configs) > 1:  # one command writes the values of all servers
         first_line = f"{replace(intent, role=None).first_line()} --disaggregated ."
     return f"{first_line}\n{_dump(values)}"
 
 
 def _server(config: EngineConfig) -> dict[str, Any]:
+    """Chart values of one server: its nodes, GPUs and engine file."""
     intent = config.intent
     return {
         "nodes": intent.nodes,
@@ -86,10 +94,14 @@ def _server(config: EngineConfig) -> dict[str, Any]:
 
 
 def _quantize(source: str, target_gib: int) -> dict[str, Any]:
-    """The Job's values, and a claim that holds source and result with a tenth to spare."""
+    """Chart values of the Job that quantizes `source`, and of a volume for source and result.
+
+    `target_gib`: size of the result in GiB. The volume is a tenth larger than both checkpoints.
+    """
     source_bytes = checkpoint_bytes(find_target(source).spec)
     source_gib = -(-source_bytes // 2**30)
-    claim_gib = -(-(source_gib + target_gib) * 11 // 10)
+    both_gib = source_gib + target_gib
+    claim_gib = -(-both_gib * 11 // 10)  # a tenth more, rounded up
     return {
         "quantize": {"enabled": True, "source": source, "sourceGiB": source_gib},
         "cache": {"size": f"{claim_gib}Gi"},
@@ -97,24 +109,26 @@ def _quantize(source: str, target_gib: int) -> dict[str, Any]:
 
 
 def checkpoint_gib(intent: Intent) -> int:
-    """GiB of both checkpoints, rounded up, from the shapes. The head's embedding counts too."""
+    """Size of the target and head checkpoints together, in GiB rounded up, from their shapes."""
     total = checkpoint_bytes(find_target(intent.target, intent.like).spec)
     if intent.head is not None:
         spec = load_head(intent.head).spec
-        embedding = spec.vocab_size * spec.hidden_size
-        total += 2 * head_parameters(spec) + 2 * embedding
+        # the file may have an embedding of its own, which head_parameters leaves out
+        parameters = head_parameters(spec) + spec.vocab_size * spec.hidden_size
+        total += BF16_BYTES * parameters
     return -(-total // 2**30)
 
 
 def dynamo(configs: list[EngineConfig], image: str | None = None) -> str:
-    """The YAML of a ConfigMap, of ComputeDomains and of the DynamoGraphDeployment.
+    """YAML of a Dynamo deployment: a ConfigMap, ComputeDomains, and the DynamoGraphDeployment.
 
     The ConfigMap has the engine YAML of each server. A server has a ComputeDomain if ranks of
-    several trays share NVLink. The weights lie on the claim `model-cache`, as in Dynamo's recipes.
-    Raises UsageError for an engine version that no Dynamo release carries, unless an image is
-    named.
+    several trays share NVLink. The weights are on the claim `model-cache`, as in Dynamo's recipes.
+
+    Raises UsageError for a checkpoint outside the claim. Raises UsageError for an engine version
+    that no known Dynamo release has, if no `image` is named.
     """
-    split = len(configs) > 1
+    is_disaggregated = len(configs) > 1
     whole = replace(configs[-1].intent, role=None, format="dynamo", image=image)
     for checkpoint in filter(None, (whole.target, whole.head)):
         is_path = checkpoint.startswith(("/", ".", "~"))
@@ -137,7 +151,7 @@ def dynamo(configs: list[EngineConfig], image: str | None = None) -> str:
     spec = {"backendFramework": "trtllm", "services": services}
     graph = _object("nvidia.com/v1alpha1", "DynamoGraphDeployment", name, {"spec": spec})
     lines = [whole.first_line(), *NOTES]
-    if split:
+    if is_disaggregated:
         lines[0] += " --disaggregated ."
         lines.append(SPLIT)
     comments = "\n".join(lines)
@@ -160,7 +174,7 @@ SPLIT = (
 
 
 def _image(version: str) -> str:
-    """The newest image that carries the engine. Raises UsageError if none is known."""
+    """Newest image of Dynamo that has an engine version. Raises UsageError if no image is known."""
     carried = dynamo_releases()
     for name, engine in carried.items():
         if Version(engine) == Version(version):
@@ -172,9 +186,9 @@ def _image(version: str) -> str:
 
 
 def default_image(version: str) -> tuple[str, list[Problem]]:
-    """(the image for a release that nobody asked for, problems).
+    """Returns the image of Dynamo for a release that the user did not choose, and problems.
 
-    The newest image, with a warning, if none is known to carry the release.
+    If no image is known to have the release, returns the newest image and a warning.
     """
     newest, *_ = dynamo_releases()
     try:
@@ -186,24 +200,26 @@ def default_image(version: str) -> tuple[str, list[Problem]]:
 
 
 def _name(intent: Intent) -> str:
-    """A name that Kubernetes takes, with the target and whether a head speculates."""
+    """Name of the deployment for Kubernetes, with the target and whether a head speculates."""
     target = intent.published_as.rpartition("/")[2].lower()
     label = re.sub(r"[^a-z0-9]+", "-", target).strip("-")
     suffix = "eagle" if intent.head else "plain"
-    return f"{label[:40].strip('-')}-{suffix}"
+    return f"{label[:40].strip('-')}-{suffix}"  # with suffixes, at most Kubernetes' 63 characters
 
 
 def _object(version: str, type_name: str, name: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Kubernetes object. `version`: its API version. `body`: its fields beside the name."""
     return {"apiVersion": version, "kind": type_name, "metadata": {"name": name}, **body}
 
 
 def _template(name: str) -> dict[str, Any]:
+    """Copy of a template in dynamo.yaml."""
     template: dict[str, Any] = copy.deepcopy(read_beside("dynamo.yaml")[name])
     return template
 
 
 def _compute_domain(name: str) -> dict[str, Any]:
-    """A ComputeDomain that nodes join when their pods ask for its channel (numNodes 0)."""
+    """ComputeDomain that nodes join when their pods ask for its channel (numNodes 0)."""
     domain = _template("compute_domain")
     domain["metadata"]["name"] = name
     domain["spec"]["channel"]["resourceClaimTemplate"]["name"] = f"{name}-channel"
@@ -211,6 +227,13 @@ def _compute_domain(name: str) -> dict[str, Any]:
 
 
 def _worker(config: EngineConfig, config_map: str, image: str, name: str) -> dict[str, Any]:
+    """Dynamo's service that runs one server.
+
+    Args:
+        config: engine file of the server.
+        config_map: name of the ConfigMap with the engine file.
+        name: name of the server, which its ComputeDomain has.
+    """
     intent = config.intent
     part = PARTS[intent.role]
     service = _template("worker")
@@ -219,7 +242,7 @@ def _worker(config: EngineConfig, config_map: str, image: str, name: str) -> dic
     container["image"] = image
     container["args"] = _arguments(config, f"{CONFIG}/{part}.yaml")
     pod["volumes"][1]["configMap"]["name"] = config_map
-    # as in our chart: loading passes through it
+    # as in our chart, because loading passes through the shared memory
     shared_gib = checkpoint_gib(intent) * 7 // 6
     service["sharedMemory"]["size"] = f"{shared_gib}Gi"
     service["resources"]["limits"]["gpu"] = str(intent.gpus_per_node)
@@ -234,7 +257,7 @@ def _worker(config: EngineConfig, config_map: str, image: str, name: str) -> dic
 
 
 def _arguments(config: EngineConfig, path: str) -> list[str]:
-    """Options of `dynamo.trtllm`. Trust in the target's code overrides an engine argument."""
+    """Options of `dynamo.trtllm` for one server. `path`: path of its engine file in the pod."""
     intent = config.intent
     words = config.argv
     settings = intent.settings_in_argv()
@@ -243,6 +266,7 @@ def _arguments(config: EngineConfig, path: str) -> list[str]:
         "--served-model-name": intent.published_as,
         "--extra-engine-args": path,
     }
+    # options of trtllm-serve's command by Dynamo's names, which do not replace the three above
     for flag, engine_flag in dynamo_options().items():
         value = words[words.index(engine_flag) + 1] if engine_flag in words else None
         options.setdefault(flag, settings.get(engine_flag.removeprefix("--"), value))
@@ -250,7 +274,7 @@ def _arguments(config: EngineConfig, path: str) -> list[str]:
         options["--gpus-per-node"] = intent.gpus_per_node
     if intent.role is not None:
         options["--disaggregation-mode"] = PARTS[intent.role]
-    if intent.trust_remote_code:
+    if intent.trust_remote_code:  # the worker has no option for it
         options["--override-engine-args"] = json.dumps({"trust_remote_code": True})
     arguments = []
     for flag, value in options.items():

@@ -1,6 +1,6 @@
-"""All problems of an engine YAML for one version, its corrected text, and the engine's verdict.
+"""Judges an engine YAML for one release, corrects its text, and asks the installed engine.
 
-The verdict is by the installed engine's pydantic classes, run in a process of their own.
+The installed engine judges with its own pydantic classes, in a separate process.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.document import CannotEdit, Document, same
 from trtspec.trtllm.rules import engine_settings, model, speculation
 from trtspec.trtllm.rules.from_data import check_rows
-from trtspec.trtllm.rules.keys import VALUE_CODES, as_engine, check_keys, check_value, targets
+from trtspec.trtllm.rules.keys import VALUE_CODES, as_engine, check_keys, check_value, intended_keys
 from trtspec.trtllm.schema import Schema, releases, renames
 
 RULES = (*speculation.RULES, *model.RULES, *engine_settings.RULES, check_rows)
-# a file with such a key may have under that name a setting that a rule misses, so no key is added
-UNSETTLED = {
+# Findings about keys that the release may refuse. Such a key can hold a setting under another name,
+# so a rule that misses the setting adds no key to the file.
+DOUBTFUL_KEY = {
     "TS-LINT-UNKNOWN-KEY",
     "TS-LINT-KEY-UNCERTAIN",
     "TS-LINT-RENAMED-KEY",
@@ -36,26 +37,40 @@ UNSETTLED = {
     "TS-LINT-DOTTED-KEY",
 }
 REFUSED_VALUE = {*VALUE_CODES.values()}
-ABOUT_KEYS = {*UNSETTLED, *REFUSED_VALUE, "TS-LINT-MISSING-KEY", "TS-LINT-WRONG-VARIANT"}
+# findings by the class of the engine, which do not hold for AutoDeploy
+BY_CLASS = {*DOUBTFUL_KEY, *REFUSED_VALUE, "TS-LINT-MISSING-KEY", "TS-LINT-WRONG-VARIANT"}
 
 
 def lint(document: Document | str, deployment: Deployment) -> list[Problem]:
-    """Every finding about a file, errors first, then by line."""
+    """Judges an engine file. Returns every finding, errors first, in the order of their lines.
+
+    `document`: the file or its text.
+    """
     if isinstance(document, str):
         document = Document.parse(document)
     problem = _unjudged(document)
     if problem is not None:
         return [document.placed(problem)]
+
+    def rank(finding: Problem) -> tuple[int, int, str, str]:
+        """Sort key: severity first, next the line."""
+        severity = SEVERITIES.index(finding.severity)
+        return severity, finding.line or 0, finding.key, finding.code
+
     placed = []
     for finding in _findings(document, deployment):
         keys = (finding.key, *finding.beside)
-        if not document.hides(keys, about_keys=finding.code in UNSETTLED):
+        # a value that only the shell or a template knows cannot be judged
+        if not document.hides(keys, about_keys=finding.code in DOUBTFUL_KEY):
             placed.append(document.placed(finding))
-    return sorted(placed, key=lambda f: (SEVERITIES.index(f.severity), f.line or 0, f.key, f.code))
+    return sorted(placed, key=rank)
 
 
 def _unjudged(document: Document) -> Problem | None:
-    """The only problem of a document that is no engine file, None for an engine file."""
+    """Returns the only problem of a document that is not an engine file.
+
+    None for an engine file.
+    """
     error = document.error
     if error:
         code = "TS-LINT-LIMIT" if error.beyond else "TS-LINT-SYNTAX"
@@ -65,27 +80,30 @@ def _unjudged(document: Document) -> Problem | None:
         remedy = "write `key: value` lines"
         return Problem("TS-LINT-SYNTAX", "error", "", message, remedy, line=1)
     if set(document.mapping) >= FRONT_KEYS:
-        message = "this is the front of disaggregated servers, "
-        message += "which has no engine settings to judge"
+        message = (
+            "this is the front of disaggregated servers, which has no engine settings to judge"
+        )
         return Problem("TS-LINT-FRONT-FILE", "info", "", message)
     return None
 
 
 def _findings(document: Document, deployment: Deployment) -> list[Problem]:
-    """Judges keys and values as they are written, then the values as the engine converts them.
+    """Judges the keys and values as they are written, and the values as the engine converts them.
 
-    No rule judges a key whose value the engine refuses, nor keys directly below it.
+    No rule judges a key whose value the engine refuses, nor the keys directly below it.
     """
     schema = deployment.schema
     seen = as_the_engine_sees_it(document, schema)
     findings = [*check_keys(document, schema)]
     newest = releases()[-1]
     if schema.version > newest:
-        message = f"TensorRT-LLM {schema.version} is newer than "
-        message += f"the newest version known here, {newest}"
+        message = (
+            f"TensorRT-LLM {schema.version} is newer than the newest version known here, {newest}"
+        )
         findings.append(Problem("TS-LINT-VERSION-NEWER", "warning", "", message))
     refused = {finding.key for finding in findings if finding.code in REFUSED_VALUE}
-    refused.update(targets(document, schema).values())
+    # a refused key's finding already covers the key that was intended
+    refused.update(intended_keys(document, schema).values())
     for rule in RULES:
         for finding in rule(seen, deployment):
             current = _current(finding, schema)
@@ -96,41 +114,43 @@ def _findings(document: Document, deployment: Deployment) -> list[Problem]:
         return findings
     message = "AutoDeploy reads the file by a class of its own, so keys and values are not judged"
     autodeploy = Problem("TS-LINT-AUTODEPLOY", "info", "backend", message)
-    return [autodeploy, *(finding for finding in findings if finding.code not in ABOUT_KEYS)]
+    return [autodeploy, *(finding for finding in findings if finding.code not in BY_CLASS)]
 
 
 def as_the_engine_sees_it(document: Document, schema: Schema) -> Document:
-    """The document with every value as the engine converts it.
+    """Returns the document with every value as the engine converts it.
 
-    A value that the engine refuses stays as written. It is None if its type is wrong, because no
-    rule could compute with it. A key that a release renamed is also there under its old name,
-    which rules know. A refused key is also there under the name that it means.
+    A value that the engine refuses stays as written, or is None if its type is wrong, because no
+    rule could compute with it. A key that a release renamed is also listed under its old name,
+    which rules use. A refused key is also listed under the name that was intended.
     """
 
     def convert(path: str, value: Any) -> Any:
+        """Value of one key as the engine converts it."""
         field = schema.fields.get(path)
         if field is None:
             return value
         try:
             return as_engine(field, value)
         except ValidationError:
-            refused, *_ = check_value(field, value) or ("",)
-            return None if refused == "type" else value
+            refusal = check_value(field, value)
+            return None if refusal is not None and refusal[0] == "type" else value
 
     seen = document.converted(convert)
     names = {old: schema.current(old) for old in renames()}
-    names |= {path: written for written, path in targets(document, schema).items()}
+    names |= {intended: written for written, intended in intended_keys(document, schema).items()}
     entries = {}
     for path, name in names.items():
         for written, entry in seen.entries.items():
             if written == name or written.startswith(f"{name}."):
                 inner = written[len(name) :]
                 entries[f"{path}{inner}"] = entry
+    # a key that the file has itself comes before the same name of a renamed key
     return replace(seen, entries={**entries, **seen.entries})
 
 
 def _current(finding: Problem, schema: Schema) -> Problem:
-    """A rule's finding and its fix with the names of keys in this release."""
+    """Returns a rule's finding with this release's names of keys, in the finding and in its fix."""
     fix = finding.fix
     if isinstance(fix, partial) and "path" in fix.keywords:
         path = schema.current(fix.keywords["path"])
@@ -141,13 +161,13 @@ def _current(finding: Problem, schema: Schema) -> Problem:
 def fix(
     document: Document, deployment: Deployment, findings: list[Problem]
 ) -> tuple[Document, list[Problem]]:
-    """(the corrected document, the findings that were corrected, in order).
+    """Returns the corrected document, and the findings that were corrected, in order.
 
     Applies only fixes that make the file better and change nothing else. A second run is a no-op.
-    `findings`: from `lint`.
+    `findings`: the findings of `lint` about the document.
     """
     corrected: list[Problem] = []
-    while True:
+    while True:  # because a fix can move or remove other findings, one is applied at a time
         for finding in findings:
             better = _corrected(document, findings, finding, deployment)
             if better is not None:
@@ -161,16 +181,21 @@ def fix(
 def _corrected(
     document: Document, findings: list[Problem], finding: Problem, deployment: Deployment
 ) -> tuple[Document, list[Problem]] | None:
-    """(the document after one fix, its findings). None if there is no fix or no improvement."""
+    """Returns the document after one finding's fix, with its findings.
+
+    None if the finding has no fix, or if the fix does not improve the file or changes anything
+    else.
+    """
     if finding.fix is None or finding.severity == "info":
         return None
     try:
         edit = finding.fix(document)
     except CannotEdit:
         return None
-    if edit.added is not None and any(item.code in UNSETTLED for item in findings):
+    if edit.added is not None and any(item.code in DOUBTFUL_KEY for item in findings):
         return None
     after = Document.parse(edit.text, document.name)
+    # the edit of the text must give the values that were intended, and lose no comment
     if after.error or not same(after.mapping, edit.value):
         return None
     if document.comment_texts - after.comment_texts:
@@ -182,10 +207,10 @@ def _corrected(
 
 
 def _better(before: list[Problem], after: list[Problem]) -> bool:
-    """Whether errors were removed and none added. If the errors are the same, warnings decide."""
+    """Whether a fix removed errors and added none. If the errors are the same, warnings decide."""
     for severity in ("error", "warning"):
-        old = Counter((f.code, f.key) for f in before if f.severity == severity)
-        new = Counter((f.code, f.key) for f in after if f.severity == severity)
+        old = _counts(before, severity)
+        new = _counts(after, severity)
         if new - old:
             return False
         if old - new:
@@ -193,9 +218,17 @@ def _better(before: list[Problem], after: list[Problem]) -> bool:
     return False
 
 
+def _counts(findings: list[Problem], severity: str) -> Counter[tuple[str, str]]:
+    """Number of findings of one severity, by code and key."""
+    chosen = [finding for finding in findings if finding.severity == severity]
+    return Counter((finding.code, finding.key) for finding in chosen)
+
+
 PACKAGE = "tensorrt_llm"
-MARK = "trtspec-verdict:"  # the engine prints on stdout while it is imported
-# Like trtllm-serve, it removes some keys before the class sees them. It loads no tokenizer.
+# begins the line of the verdict, because the engine prints on stdout while it is imported
+MARK = "trtspec-verdict:"
+# Program that judges the engine YAML on its stdin. Like trtllm-serve, it removes some keys before
+# the engine's class sees them. It loads no tokenizer.
 JUDGE = """
 import importlib, json, sys
 text = sys.stdin.read()
@@ -228,35 +261,44 @@ print(MARK + json.dumps({"version": tensorrt_llm.__version__, "errors": errors})
 
 @dataclass(frozen=True)
 class EngineVerdict:
-    """The verdict of the engine of `version`. Its classes take a file without findings."""
+    """The verdict of the installed engine about a file.
+
+    Args:
+        version: version of the engine.
+        findings: problems that the engine's classes found, [] if they take the file.
+    """
 
     version: str
     findings: list[Problem]
 
 
 def engine_importable() -> bool:
+    """Whether this interpreter finds the engine's package. Does not import it."""
     return importlib.util.find_spec(PACKAGE) is not None
 
 
 def engine_python() -> str:
-    """The interpreter that has the engine's own libraries.
+    """Path of the Python interpreter that has the engine and the engine's own libraries.
 
-    It is the base's if this environment only sees the base's packages (`--system-site-packages`),
-    because it may have other versions of the libraries that the engine imports.
+    An environment made with `--system-site-packages` sees the base's packages, but may have other
+    versions of the libraries that the engine imports. In that case the path is the base
+    interpreter's.
     """
     spec = importlib.util.find_spec(PACKAGE)
     origin = Path(sys.prefix)
     if spec is not None and spec.origin is not None:
         origin = Path(spec.origin)
-    inherited = origin.is_relative_to(sys.base_prefix) and not origin.is_relative_to(sys.prefix)
-    base = getattr(sys, "_base_executable", None)  # as venv itself finds it
-    return base if inherited and base else sys.executable
+    in_environment = origin.is_relative_to(sys.prefix)
+    is_inherited = origin.is_relative_to(sys.base_prefix) and not in_environment
+    base = getattr(sys, "_base_executable", None)  # as venv itself finds the base interpreter
+    return base if is_inherited and base else sys.executable
 
 
 def judge(document: Document, timeout: float = 600.0) -> EngineVerdict:
-    """The verdict of the installed engine's classes. `timeout`: seconds.
+    """Runs the installed engine's classes on a file and returns their verdict. `timeout`: seconds.
 
-    Raises MissingDependency if the engine is not importable, TrtspecError if it does not answer.
+    Raises MissingDependency if the engine is not importable. Raises TrtspecError if the engine
+    fails or does not answer in time.
     """
     if not engine_importable():
         message = f"{PACKAGE} is not importable here, so its own classes cannot judge the file"
@@ -264,7 +306,7 @@ def judge(document: Document, timeout: float = 600.0) -> EngineVerdict:
         raise MissingDependency(message, remedy)
     remedy = "leave `installed` out"
     command = [engine_python(), "-c", JUDGE.replace("MARK", repr(MARK))]
-    text = "" if document.error else document.text
+    text = "" if document.error else document.text  # lint itself reports a syntax error
     try:
         done = subprocess.run(
             command, input=text, capture_output=True, text=True, timeout=timeout, check=False
@@ -288,9 +330,9 @@ def judge(document: Document, timeout: float = 600.0) -> EngineVerdict:
 
 
 def engine_problems(document: Document) -> list[Problem]:
-    """The findings of the engine's own classes before a launch.
+    """Returns the findings of the installed engine's classes before a launch.
 
-    [] if this interpreter cannot import the engine.
+    Returns [] if this interpreter cannot import the engine, and a warning if the engine fails.
     """
     if not engine_importable():
         return []
@@ -301,7 +343,11 @@ def engine_problems(document: Document) -> list[Problem]:
 
 
 def _written_key(document: Document, parts: list[str]) -> str:
-    """The dotted path of a pydantic location, which also names union members and list indices."""
+    """Dotted path of the key in the file that a pydantic location leads to.
+
+    `parts`: the location, which also names union members and list indices. A location without a key
+        in the file is returned as a path.
+    """
     path = ""
     for part in parts:
         longer = f"{path}.{part}" if path else part

@@ -1,6 +1,6 @@
 """YAML as nodes with positions and the values that `yaml.safe_load` would give.
 
-Size, depth and the number of values with aliases written out are bounded on the parser's events,
+Size, depth and the number of values with aliases written out are limited on the parser's events,
 before anything is built from them. Composing a deep file would overflow the C stack. A few aliases
 of aliases expand beyond any memory.
 """
@@ -17,11 +17,11 @@ import yaml
 FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # Characters. Shorter texts use the engine's own parser, which differs from the fast one in corners.
 EXACT_UP_TO = 16_384
-# with every alias written out; an inline expert placement of 61 layers has 25,000
+# Values of a file with every alias written out. An inline expert placement of 61 layers has 25,000.
 MAX_VALUES = 30_000
 MAX_LEVELS = 64
 MAX_KEY = 1000  # characters of one key
-MAX_DIGITS = 400  # of one number; more than any float has
+MAX_DIGITS = 400  # characters of one number, more than any float has
 MAX_SHOWN = 200  # characters of a message that quotes the file
 BLOCK = ("|", ">")
 STRING = "tag:yaml.org,2002:str"
@@ -32,7 +32,13 @@ COLLECTIONS = {"mapping": "tag:yaml.org,2002:map", "sequence": "tag:yaml.org,200
 
 
 class YamlError(Exception):
-    """Text that is not YAML, or is `beyond` the limits. `line` and `column` count from 1."""
+    """A text that is not YAML, or that exceeds a limit.
+
+    Args:
+        line: number of the line, from 1.
+        column: number of the column, from 1.
+        beyond: whether the text exceeds a limit.
+    """
 
     def __init__(self, message: str, line: int, column: int = 1, beyond: bool = False) -> None:
         super().__init__(message)
@@ -46,17 +52,19 @@ class YamlError(Exception):
 
 @dataclass(slots=True)
 class Node:
-    """One value of the text.
+    """One value of a YAML text, with its position.
 
     Args:
-        start: offset of its first character. `end`: offset behind its last character.
-        line: counts from 0, as `column` does.
-        style: the quote, `|` or `>` of a scalar, "flow" for a collection in brackets, else "".
-        text: the text of a scalar.
+        start: offset of the first character, in characters.
+        end: offset after the last character.
+        line: number of the line, from 0.
+        column: number of the column, from 0.
+        style: quote, `|` or `>` of a scalar, "flow" for a collection in brackets, else "".
+        text: text of a scalar.
         items: nodes of a sequence, or (key, value) nodes of a mapping.
-        alias: whether the value is written elsewhere. It has the items of the original.
-        value: as `yaml.safe_load` gives it.
-        pairs: keys of a mapping.
+        alias: whether the value is written elsewhere. An alias has the items of the original.
+        value: value as `yaml.safe_load` gives it.
+        pairs: keys of a mapping with their values, merged ones included.
     """
 
     kind: Literal["scalar", "sequence", "mapping"]  # YAML's own word
@@ -75,7 +83,12 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One key of a mapping. A `merged` one comes from another mapping, through `<<`."""
+    """One key of a mapping with its value.
+
+    Args:
+        key: key as `yaml.safe_load` gives it.
+        merged: whether the key comes from another mapping, through `<<`.
+    """
 
     key: Any
     key_node: Node
@@ -84,16 +97,17 @@ class Pair:
 
 
 def load_text(text: str) -> Any:
-    """The value of a YAML text. Raises YamlError."""
+    """Value of a YAML text, None for an empty text. Raises YamlError if the text is not YAML."""
     root, _ = compose(text)
     return None if root is None else root.value
 
 
-@functools.lru_cache(maxsize=1)  # a file is composed to see what it carries, and as itself
+@functools.lru_cache(maxsize=1)  # one file is composed first as a carrier, again as an engine file
 def compose(text: str) -> tuple[Node | None, list[tuple[int, int]]]:
-    """(the root of one YAML document, offsets (start, end) in which a `#` begins no comment).
+    """Parses one YAML document. Returns its root node, and the offsets (start, end) of its scalars.
 
-    None for an empty text. Each node has its value as `yaml.safe_load` gives it. Raises YamlError.
+    The root is None for an empty text. In a scalar a `#` does not begin a comment. Raises YamlError
+    if the text is not YAML or exceeds a limit.
     """
     loader = yaml.SafeLoader
     if len(text) > EXACT_UP_TO:
@@ -110,6 +124,7 @@ def compose(text: str) -> tuple[Node | None, list[tuple[int, int]]]:
 
 
 def _syntax_error(text: str, error: Exception) -> YamlError:
+    """The parser's error with its line and column in the text."""
     if isinstance(error, yaml.reader.ReaderError):
         line = text.count("\n", 0, int(error.position))
         return YamlError(str(error.reason), line + 1)
@@ -117,12 +132,16 @@ def _syntax_error(text: str, error: Exception) -> YamlError:
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return YamlError(reason, 1)
-    last_line = text.count("\n")
+    last_line = text.count("\n")  # the mark of an unexpected end can be below it
     return YamlError(reason, min(mark.line, last_line) + 1, mark.column + 1)
 
 
 class _Composer(yaml.composer.Composer):
-    """PyYAML's nodes, within the limits. An alias is a copy of its value, with its own marks."""
+    """Composes PyYAML's nodes within the limits.
+
+    An alias becomes a copy of its value that has the positions of the alias. `count` is the number
+    of values with aliases written out.
+    """
 
     def __init__(self, loader: Any) -> None:
         super().__init__()
@@ -131,9 +150,11 @@ class _Composer(yaml.composer.Composer):
         self.count = 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)  # events and tags
+        """Methods for events and tags, which the loader has."""
+        return getattr(self.loader, name)
 
     def get_document(self) -> Any:
+        """Root of the only document, as PyYAML's node. None for an empty text."""
         self.get_event()  # the stream begins
         if self.check_event(yaml.StreamEndEvent):
             return None
@@ -145,12 +166,13 @@ class _Composer(yaml.composer.Composer):
         return root
 
     def compose_node(self, parent: Any, index: Any) -> Any:
+        """Composes the node at the next event. Raises YamlError beyond a limit."""
         event = self.peek_event()
         before = self.count
         if isinstance(event, yaml.AliasEvent):
             original = super().compose_node(parent, index)
             node: Any = copy.copy(original)
-            if not hasattr(node, "count"):
+            if not hasattr(node, "count"):  # the original is still being composed
                 message = f"the alias {event.anchor!r} is inside its own value"
                 raise _error_at(event.start_mark, message)
             self._add(event, node.count)
@@ -172,7 +194,10 @@ class _Composer(yaml.composer.Composer):
         return node
 
     def _add(self, event: Any, count: int) -> None:
-        """Counts the values of the whole document with its aliases written out."""
+        """Counts `count` more values.
+
+        Raises YamlError at the event if the document has too many.
+        """
         self.count += count
         if self.count > MAX_VALUES:
             message = f"more than {MAX_VALUES:,} values, with aliases written out"
@@ -180,9 +205,9 @@ class _Composer(yaml.composer.Composer):
 
 
 class _Reader:
-    """PyYAML's nodes as `Node`s with their values.
+    """Makes each node of PyYAML a `Node` with its value.
 
-    `scalars`: offsets (start, end) in which a `#` begins no comment.
+    scalars: offsets (start, end) in which a `#` does not begin a comment.
     """
 
     def __init__(self, text: str) -> None:
@@ -191,6 +216,7 @@ class _Reader:
         self.scalars: list[tuple[int, int]] = []
 
     def node(self, composed: Any, is_key: bool = False) -> Node:
+        """Node with values for PyYAML's node `composed`, and for all nodes inside it."""
         first = composed.start_mark
         last = composed.end_mark
         is_alias = hasattr(composed, "alias")
@@ -202,6 +228,7 @@ class _Reader:
             node.text = composed.value
             node.style = composed.style or ""
             node.value = node.text
+            # the keys `<<` and `=` have no value of their own
             if not is_key or node.tag not in (MERGE, VALUE):
                 node.value = self._value(node)
         elif node.tag != COLLECTIONS[node.kind]:
@@ -222,7 +249,10 @@ class _Reader:
         return node
 
     def _correct_end(self, node: Node) -> None:
-        """Corrects the end of a node in block style. Notes the offsets of a scalar."""
+        """Corrects the end of a node in block style.
+
+        Adds the offsets of a scalar or alias to `scalars`.
+        """
         begin = node.start
         if node.alias:
             self.scalars.append((begin, node.end))
@@ -239,6 +269,7 @@ class _Reader:
             node.end = last.end
 
     def _value(self, node: Node) -> Any:
+        """Value of a scalar by its tag. Raises YamlError if its text is not a value of the tag."""
         if any("\ud800" <= character <= "\udfff" for character in node.text):
             raise _error_at(node, "half a character (a lone surrogate), which no text can hold")
         if node.tag == STRING:
@@ -259,9 +290,12 @@ class _Reader:
 
 
 def _pairs(node: Node) -> list[Pair]:
-    """The pairs of a mapping, merged ones first, because the last of equal keys counts.
+    """Keys of a mapping with their values.
 
-    An earlier mapping of `<<` has precedence over a later one.
+    Merged keys come first, because the last equal key counts.
+
+    An earlier mapping of `<<` has precedence over a later one. Raises YamlError for a key that is
+    not a scalar or too long, and for an invalid `<<`.
     """
     merged: list[Pair] = []
     written: list[Pair] = []
@@ -285,5 +319,5 @@ def _pairs(node: Node) -> list[Pair]:
 
 
 def _error_at(mark: Any, message: str, beyond: bool = False) -> YamlError:
-    """An error at the line and column of a mark or node."""
+    """Error at the line and column of a mark or node."""
     return YamlError(message, mark.line + 1, mark.column + 1, beyond)

@@ -26,7 +26,7 @@ TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-REDIRECTED = ">"
+REDIRECTED = ">"  # the word in place of any redirection
 QUOTED_TEXT = re.compile(QUOTED, re.DOTALL)
 ESCAPED = re.compile(r"\\([$`\"\\\n])")
 HEREDOC = re.compile(
@@ -35,24 +35,30 @@ HEREDOC = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 INTO = re.compile(r"(?:(?<![2&])>>?|\btee(?: -a)?)\s*[\"']?([^\s\"'|;&<>()]+)")
+# Each ASCII character of an expansion, and the private-use character that hides it from YAML.
 HIDDEN = {code: 0xE000 + code for code in range(128) if code != ord("\n")}
 SHOWN = {hidden: code for code, hidden in HIDDEN.items()}
 MASK = "[\ue000-\ue07f]"
-OMITTED = "#\ue0ff"  # before a line that is nothing but an expansion
+OMITTED = "#\ue0ff"  # begins a line that is only an expansion, so that YAML reads a comment
 
 
 @dataclass(frozen=True)
 class ShellWord:
-    """A word without its quotation marks. `line`: its line in the file, from 0."""
+    """A word of a script, without its quotation marks.
+
+    Args:
+        line: number of the word's line in the file, from 0.
+    """
 
     text: str
     line: int
 
 
 def statements(text: str, line_of: Callable[[int], int]) -> list[list[ShellWord]]:
-    """The words of each command, then of each array. A redirection is the word REDIRECTED.
+    """Splits a script into statements: the words of each command, then of each array.
 
-    `line_of`: returns the line of the file for a line of the script.
+    A redirection is the word REDIRECTED. `line_of`: returns the line of the file for a line of the
+    script, both from 0.
     """
     words: list[ShellWord] = []
     commands = [words]
@@ -68,6 +74,7 @@ def statements(text: str, line_of: Callable[[int], int]) -> list[list[ShellWord]
             words.append(ShellWord(unquoted, line_of(line)))
         elif token["redirect"]:
             words.append(ShellWord(REDIRECTED, line_of(line)))
+        # a separator ends a command, but in an array only the closing bracket ends it
         elif not token["blank"] and (token[0] == ")" or not in_array):
             words = []
             in_array = False
@@ -77,15 +84,17 @@ def statements(text: str, line_of: Callable[[int], int]) -> list[list[ShellWord]
 
 
 def _without_quotes(quoted: re.Match[str]) -> str:
+    """Text of a quoted string or of an escaped character, as the shell reads it."""
     single = quoted["single"]
     double = ESCAPED.sub(r"\1", quoted["double"] or "")
     return single or double or quoted["escaped"] or ""
 
 
 def masked(text: str) -> str:
-    """The text with each expansion as a plain scalar of the same length.
+    """Hides each shell or template expansion of a text from a YAML parser.
 
-    A line that is only an expansion becomes a comment.
+    Each character is replaced by one private-use character, so that positions stay the same. A line
+    that is only an expansion becomes a comment.
     """
     hidden = re.sub(f"{TEMPLATE}|{EXPANSION}", lambda match: match[0].translate(HIDDEN), text)
     own_line = rf"(?m)^([ \t]*)(?={MASK}+[ \t\r]*$)"
@@ -93,4 +102,5 @@ def masked(text: str) -> str:
 
 
 def unmasked(text: str) -> str:
+    """Returns a masked text with its expansions as they were written."""
     return text.replace(OMITTED, "").translate(SHOWN)

@@ -23,12 +23,12 @@ from trtspec.trtllm.deployment import (
 )
 from trtspec.trtllm.document import Document, add_key, set_value
 
-ENGINE = "trtllm"  # of the parsers of a family
+ENGINE = "trtllm"  # the engine's name in a family's table of parsers
 CAPTURE = f"{SPEC}.{eagle3().capture}"
 
 
 def names(document: Document, deployment: Deployment) -> Iterator[Problem]:
-    """Checks the names of checkpoints in the file."""
+    """Yields a problem for each checkpoint name in the file that cannot be found."""
     for key in (*MODEL_KEYS, "model"):
         name = document.get(key)
         if isinstance(name, str) and name:
@@ -37,11 +37,12 @@ def names(document: Document, deployment: Deployment) -> Iterator[Problem]:
                 yield replace(problem, key=key)
 
 
+# YAML keys of the engine by the option of build-config that sets the same size
 LAYOUT = {"tp_size": "tensor_parallel_size", "ep_size": "moe_expert_parallel_size"}
 
 
 def layout(document: Document, deployment: Deployment) -> Iterator[Problem]:
-    """Checks that the target spreads over the parallel sizes, as build-config does."""
+    """Checks that the target divides over the file's parallel sizes, as build-config does."""
     ranks = deployment.size(document, LAYOUT["tp_size"])
     target = deployment.target
     if not ranks or target is None:
@@ -53,7 +54,7 @@ def layout(document: Document, deployment: Deployment) -> Iterator[Problem]:
 
 
 def weight_format(document: Document, deployment: Deployment) -> Iterator[Problem]:
-    """Checks that TensorRT-LLM loads the target's weights on this GPU."""
+    """Checks that TensorRT-LLM runs weights of the target's format on this GPU."""
     if deployment.target is None:
         return
     refusal = format_refusal(deployment.target, deployment.gpu)
@@ -62,20 +63,22 @@ def weight_format(document: Document, deployment: Deployment) -> Iterator[Proble
 
 
 def reasoning_parser(document: Document, deployment: Deployment) -> Iterator[Problem]:
-    """Checks that the reasoning parser is the target's."""
+    """Checks that the file's or the option's reasoning parser is the target's."""
     key = "reasoning_parser"
     target = deployment.target
     written = deployment.setting(document, key)
     if target is None or written in (None, "auto"):
         return
-    right = published.reasoning_parser(target.family, deployment.target_name, ENGINE)
-    if written == (right or target.family.reasoning_parsers[ENGINE]):
+    expected = published.reasoning_parser(target.family, deployment.target_name, ENGINE)
+    if written == (expected or target.family.reasoning_parsers[ENGINE]):
         return
-    message = f"reasoning_parser {written} with {target.model_type}: "
-    message += "reasoning lands in the answer, or the answer in the reasoning, without an error"
+    message = (
+        f"reasoning_parser {written} with {target.model_type}: "
+        "reasoning lands in the answer, or the answer in the reasoning, without an error"
+    )
     fix = None
-    if document.has(key) and right is not None:
-        fix = partial(set_value, path=key, value=right)
+    if document.has(key) and expected is not None:  # without a file's key, lint has nothing to edit
+        fix = partial(set_value, path=key, value=expected)
     yield Problem("TS-LINT-WRONG-PARSER", "error", key, message, fix=fix)
 
 
@@ -86,30 +89,33 @@ def tool_parser(document: Document, deployment: Deployment) -> Iterator[Problem]
     written = (deployment.options or {}).get("tool_parser")
     if target is None:
         return
-    right = target.family.tool_parser
-    if written in (None, "auto", right):
+    expected = target.family.tool_parser
+    if written in (None, "auto", expected):
         return
     message = f"{key} {written}: tool calls of this model stay in the text, without an error"
-    yield Problem("TS-LINT-WRONG-TOOL-PARSER", "error", key, message, f"pass {key} {right}")
+    yield Problem("TS-LINT-WRONG-TOOL-PARSER", "error", key, message, f"pass {key} {expected}")
 
 
 def head_use(document: Document, deployment: Deployment) -> Iterator[Problem]:
     """Checks that the file and the command name the same head."""
     written = head_in(document)
-    given = deployment.head_name
+    passed = deployment.head_name
     if (
         written
-        and given
+        and passed
         and decoding_type(document)
-        and canonical_id(written) != canonical_id(given)
+        and canonical_id(written) != canonical_id(passed)
     ):
         key = next(key for key in MODEL_KEYS if document.has(key))
-        message = f"the file names the head {written}, the command {given}"
+        message = f"the file names the head {written}, the command {passed}"
         yield Problem("TS-LINT-HEAD-DIFFERS", "warning", key, message)
 
 
 def capture_layers(document: Document, deployment: Deployment) -> Iterator[Problem]:
-    """Checks that the engine captures the layers on which the head was trained."""
+    """Checks that the engine captures the layers on which the head was trained.
+
+    The engine takes its default layers of the target unless the file lists others.
+    """
     head = deployment.head
     target = deployment.target
     method = method_of(document)
@@ -121,17 +127,20 @@ def capture_layers(document: Document, deployment: Deployment) -> Iterator[Probl
     trained = ", ".join(map(str, wanted))
     if written is None and sorted(wanted) != sorted(default):
         captured = ", ".join(map(str, default))
-        message = f"the head was trained on layers {trained}; "
-        message += f"the engine does not read that from the head and takes {captured}: "
-        message += "acceptance near 0 on a healthy server"
+        message = (
+            f"the head was trained on layers {trained}; "
+            f"the engine does not read that from the head and takes {captured}: "
+            "acceptance near 0 on a healthy server"
+        )
         remedy = f"add `eagle3_layers_to_capture: [{trained}]`"
         fix = partial(add_key, path=CAPTURE, value=list(wanted))
         yield Problem("TS-LINT-CAPTURE-LAYERS-MISSING", "error", CAPTURE, message, remedy, fix)
     elif isinstance(written, list) and sorted(written) != sorted(wanted):
-        message = f"eagle3_layers_to_capture {written} is not what the head was trained on "
-        message += f"({trained})"
-        inputs = [layer + 1 for layer in wanted]
-        if sorted(written) == sorted(inputs):
+        message = (
+            f"eagle3_layers_to_capture {written} is not what the head was trained on ({trained})"
+        )
+        layer_inputs = [layer + 1 for layer in wanted]
+        if sorted(written) == sorted(layer_inputs):
             message += "; these are layer inputs as vLLM counts them, "
             message += "one above the outputs that this engine counts"
         remedy = f"write [{trained}]"
@@ -140,10 +149,11 @@ def capture_layers(document: Document, deployment: Deployment) -> Iterator[Probl
 
 
 def pair(document: Document, deployment: Deployment) -> Iterator[Problem]:
-    """Checks the head against the target as `trtspec inspect` does, for this parallelism."""
+    """Checks the head against the target like `trtspec inspect`, for the file's parallel sizes."""
     if deployment.head is None or deployment.target is None:
         return
     attention_dp = deployment.setting(document, "enable_attention_dp") is True
+    # with attention DP every rank has the whole attention, so that no head is divided
     ranks = 1 if attention_dp else deployment.size(document, "tensor_parallel_size", 1)
     ids = {"head_id": deployment.head_name or None, "target_id": deployment.target_name or None}
     for problem in pair_problems(deployment.head, deployment.target, tp_size=ranks, **ids):

@@ -1,8 +1,8 @@
 """The command line that starts the engine, and the checks before its launch.
 
-`trtllm-serve` gets our options and the user's checked options, and none that is in the YAML too.
-Over the pods of a LeaderWorkerSet mpirun starts it. The checks are the engine's version, the
-driver, and whether the deployment fits.
+`trtllm-serve` gets our options and the user's checked options, but no option that is in the YAML
+too. In the pods of a LeaderWorkerSet mpirun starts it. The checks are the engine's version, the
+driver, and whether the deployment fits into the GPUs' memory.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ def build_command(
     address: ServerAddress = ServerAddress("0.0.0.0", 8000),
     sizes: Mapping[str, Any] | None = None, passed: Sequence[str] = (), cache: str | None = None,
 ) -> list[str]:  # fmt: skip
-    """The words of trtllm-serve, with the intent's sizes that the file does not have.
+    """Words of trtllm-serve's command, with the intent's sizes that the file does not have.
 
     The name of `document` is the path that the engine reads.
 
     Raises UsageError if the revision is given twice.
 
     Args:
-        sizes: by YAML path. They are options even if the file has them, and lint reports both.
+        sizes: sizes by YAML path. Each is an option even if the file has it, and lint reports both.
         passed: words for trtllm-serve itself.
-        cache: hub cache of the machine that serves, if not this one.
+        cache: hub cache of the machine that serves. None for this machine's cache.
     """
     sizes = sizes or {}
     schema = schema_for(intent.version)
     chosen, _ = parse_passed(schema, passed)
 
     def decided(name: str) -> bool:
+        """Whether the user or the file already sets an option."""
         return name in chosen or document.has(name)
 
     takes_revision = schema.option("--revision").takes
@@ -92,9 +93,11 @@ def _takes(schema: Schema, name: str, value: str) -> bool:
 
 
 RANK_WRAPPER = "trtllm-llmapi-launch"
-# trtllm-llmapi-launch expands its command unquoted: the shell would split or glob these
+# Characters at which the shell would split or glob a word, because the wrapper expands its command
+# unquoted.
 SPLIT_BY_WRAPPER = frozenset(" \t\n*?[")
-# compilers' caches; on a home directory that nodes share, their ranks overwrite each other's files
+# Variables of the compilers' caches, with a directory on the rank's own node. In a home directory
+# that nodes share, ranks would overwrite each other's files.
 NODE_LOCAL = {
     "TRITON_CACHE_DIR": "/tmp/trtspec/triton",
     "FLASHINFER_WORKSPACE_BASE": "/tmp/trtspec/flashinfer",
@@ -103,7 +106,13 @@ NODE_LOCAL = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes and GPUs of a start, with one rank per GPU. `args`: more words for mpirun."""
+    """The nodes and GPUs that a server starts on, with one rank per GPU.
+
+    Args:
+        launcher: "direct" for trtllm-serve itself, "lws" for mpirun in a LeaderWorkerSet.
+        nodes: number of nodes.
+        args: more words for mpirun.
+    """
 
     launcher: Literal["direct", "lws"] = "direct"
     nodes: int = 1
@@ -112,16 +121,20 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
+        """Number of ranks on all nodes."""
         return self.nodes * self.gpus_per_node
 
 
 def with_launcher(
     argv: list[str], env: dict[str, str], cluster: Cluster, environ: Mapping[str, str]
 ) -> list[str]:
-    """The words that start `argv` on the cluster: `argv` itself, or mpirun with launcher lws.
+    """Words that start the command `argv` on a cluster: mpirun's for launcher "lws", else `argv`.
 
-    mpirun starts `argv` once per GPU of every node, with the variables `env`. `environ` has the
-    addresses of the pods.
+    mpirun starts `argv` once per GPU of every node.
+
+    Args:
+        env: variables that mpirun passes to the ranks.
+        environ: environment of the pod, with the addresses of the pods.
     """
     if cluster.launcher == "direct":
         return argv
@@ -129,14 +142,14 @@ def with_launcher(
     hosts = ",".join(f"{host}:{gpus}" for host in lws_hosts(environ))
     words = ["mpirun", "-np", str(cluster.ranks), "-N", gpus, "--host", hosts]
     for name in env:
-        words += ["-x", name]  # Open MPI hands on only its own variables
+        words += ["-x", name]  # Open MPI passes on only its own variables
     return [*words, *cluster.args, RANK_WRAPPER, *argv]
 
 
 def cluster_environment(cluster: Cluster, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables with the caches of ranks on several nodes, {} for one node.
+    """Variables with the directories of caches for ranks on several nodes. {} for one node.
 
-    A cache is as the user has set it, else on the rank's own node.
+    A directory is the user's in `environ`, or a directory on the rank's own node.
     """
     if cluster.nodes == 1:
         return {}
@@ -146,8 +159,9 @@ def cluster_environment(cluster: Cluster, environ: Mapping[str, str]) -> dict[st
 def lws_hosts(environ: Mapping[str, str]) -> list[str]:
     """Addresses of the pods of a LeaderWorkerSet group, leader first.
 
-    They are `<leader>` and `<leader>-<i>` in one service.
+    They are `<leader>` and `<leader>-<index>` in one service. `environ`: environment of a pod.
     """
+    # outside a pod a dry run shows the variable's name, and check_cluster reports the mistake
     address = environ.get("LWS_LEADER_ADDRESS", "LWS_LEADER_ADDRESS")
     leader, dot, domain = address.partition(".")
     size = environ.get("LWS_GROUP_SIZE", "")
@@ -159,15 +173,22 @@ def check_cluster(
     cluster: Cluster, argv: list[str], world: int, ours: bool,
     environ: Mapping[str, str], launching: bool,
 ) -> Iterator[Problem]:  # fmt: skip
-    """Checks the ranks, the launcher and the leader pod. A dry run only warns of this machine.
+    """Checks the ranks, the launcher and the leader pod.
+
+    In a dry run this machine only causes warnings.
 
     Args:
-        world: ranks that the engine's parallel sizes multiply to.
-        ours: the configuration is written for this start, into a directory of this node.
+        argv: words of the engine's command.
+        world: number of ranks that the engine's parallel sizes multiply to.
+        ours: whether the configuration is written for this start, into a directory of this node.
+        environ: environment of the leader pod.
+        launching: false for a dry run.
     """
     if cluster.ranks != world:
-        message = f"{cluster.nodes} nodes of {cluster.gpus_per_node} GPUs are {cluster.ranks} "
-        message += f"ranks; the engine's parallel sizes make {world}"
+        message = (
+            f"{cluster.nodes} nodes of {cluster.gpus_per_node} GPUs are {cluster.ranks} "
+            f"ranks; the engine's parallel sizes make {world}"
+        )
         yield Problem("TS-SERVE-WORLD", "error", "`nodes`", message)
     if cluster.launcher == "direct":
         if cluster.nodes > 1:
@@ -176,32 +197,32 @@ def check_cluster(
         return
     for word in argv:
         if SPLIT_BY_WRAPPER & set(word):
-            message = f"{RANK_WRAPPER} hands {word!r} on unquoted, in pieces"
+            message = f"{RANK_WRAPPER} passes {word!r} on unquoted, so that the shell splits it"
             yield Problem("TS-SERVE-SPLIT-WORD", "error", word, message)
     severity: Severity = "error" if launching else "warning"
     for message, remedy in _missing_of_leader(cluster, environ):
         yield Problem("TS-SERVE-LAUNCHER", severity, cluster.launcher, message, remedy)
     if ours:
-        message = "a configuration written for this start lies on this node alone"
+        message = "a configuration written for this start is only on this node"
         remedy = "write it with `trtspec build-config` where every node sees it, and pass `config`"
         yield Problem("TS-SERVE-LAUNCHER", severity, "`config`", message, remedy)
 
 
 def _missing_of_leader(cluster: Cluster, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(message, remedy) for each thing that a leader pod of a LeaderWorkerSet has, if missing."""
+    """Yields (message, remedy) for each thing that a LeaderWorkerSet's leader pod lacks."""
     if shutil.which("mpirun") is None:
         yield "mpirun is not on PATH", "start in NVIDIA's TensorRT-LLM release image"
     size = environ.get("LWS_GROUP_SIZE")
     if "LWS_LEADER_ADDRESS" not in environ:
-        message = "LWS_LEADER_ADDRESS is not set: this is no pod of a LeaderWorkerSet"
+        message = "LWS_LEADER_ADDRESS is not set: this is not a pod of a LeaderWorkerSet"
         yield message, "start in its leader pod"
     elif size != str(cluster.nodes):
         message = f"LWS_GROUP_SIZE is {size}, not {cluster.nodes}"
-        yield message, "size of the LeaderWorkerSet = `nodes`"
+        yield message, "set the size of the LeaderWorkerSet to `nodes`"
 
 
 IMAGE = "run in NVIDIA's TensorRT-LLM release image"
-# the engine's log shows a phase when it begins, not when a buffer is full
+# so that the engine's log shows a phase when it begins, not when a buffer is full
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
 PATTERNS = Path(__file__).with_name("log_patterns.yaml")
 PROGRAM = EngineProgram("trtllm-serve", "tensorrt_llm", "TensorRT-LLM", IMAGE, "trtllm_version")
@@ -209,7 +230,7 @@ GIB = 2**30
 
 
 def engine_version() -> str | None:
-    """The version of the package that this interpreter imports, else of the executable on PATH.
+    """Version of the engine that this interpreter imports, or of the executable on PATH.
 
     None if no engine is installed.
     """
@@ -220,7 +241,12 @@ def check_hardware(
     gpus: Sequence[InstalledGpu], deployment: Deployment, document: Document,
     environ: Mapping[str, str],
 ) -> Iterator[Problem]:  # fmt: skip
-    """Checks that the driver is new enough and the deployment fits, on the GPUs of nvidia-smi."""
+    """Checks that the visible GPUs have a new enough driver, and enough memory.
+
+    Args:
+        gpus: GPUs as nvidia-smi reports them.
+        environ: environment of the engine, with CUDA_VISIBLE_DEVICES.
+    """
     visible = visible_gpus(gpus, environ)
     if visible:
         yield from check_driver(visible[0].driver, deployment.schema.version)
@@ -228,38 +254,45 @@ def check_hardware(
 
 
 def check_driver(driver: str, version: Version) -> Iterator[Problem]:
-    """Warns of an old driver.
+    """Yields a warning if the driver is older than the engine is built for.
 
-    It is no error because NVIDIA's images bring libraries that run on some older drivers of
+    It is not an error, because NVIDIA's images have libraries that run on some older drivers of
     data-centre GPUs.
     """
     row = read_beside("releases.yaml")["driver"]
     needed = row["oldest"]
     major = driver.partition(".")[0]
     if major.isdigit() and int(major) < needed:
-        message = f"driver {driver} is older than {needed}, "
-        message += f"which TensorRT-LLM {version} is built for ({row['source']})"
+        message = (
+            f"driver {driver} is older than {needed}, "
+            f"which TensorRT-LLM {version} is built for ({row['source']})"
+        )
         yield Problem("TS-SERVE-DRIVER", "warning", "driver", message)
 
 
 def check_fit(
     gpus: Sequence[InstalledGpu], deployment: Deployment, document: Document
 ) -> Iterator[Problem]:
-    """Checks the fit by the memory model of `trtspec plan`, on the smallest GPU here."""
+    """Checks that weights, working memory and one request fit into the smallest GPU here.
+
+    The memory is by the model of `trtspec plan`.
+    """
     smallest = min(gpu.memory_bytes for gpu in gpus)
     if not smallest or deployment.target is None:
-        return  # nvidia-smi does not say it
+        return  # because nvidia-smi does not show the memory, or no target is known
+    # only the memory matters, so that the other figures may be of any GPU
     gpu = replace(gpu_spec("b200"), memory_bytes=smallest)
     memory = deployment.memory(document, deployment.target, gpu)
     hardware = f"{memory.layout.gpus} x {gpus[0].name} of {smallest / GIB:.0f} GiB"
     if memory.free <= 0:
         needed_gib = (memory.capacity - memory.free) / GIB
-        message = "weights and working memory need "
-        message += f"{needed_gib:.0f} GiB on each of {hardware}"
+        message = f"weights and working memory need {needed_gib:.0f} GiB on each of {hardware}"
         yield Problem("TS-SERVE-NO-FIT", "error", "memory", message)
         return
     length = deployment.size(document, "max_seq_len")
     if length > memory.kv_tokens:
-        message = f"the KV cache of {hardware} holds about {memory.kv_tokens} tokens, "
-        message += f"and max_seq_len is {length}"
+        message = (
+            f"the KV cache of {hardware} holds about {memory.kv_tokens} tokens, "
+            f"and max_seq_len is {length}"
+        )
         yield Problem("TS-SERVE-SMALL-CACHE", "warning", "memory", message)

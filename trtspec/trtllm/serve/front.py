@@ -1,6 +1,6 @@
 """The front of a disaggregated deployment, `trtllm-serve disaggregated`.
 
-It reads the front's file and checks its servers. Their own commands start them.
+Reads the front's file and checks its servers, which their own commands start.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from trtspec.launch.server_launch import LogPatterns, ServerAddress
 from trtspec.trtllm.nodes import YamlError, load_text
 from trtspec.trtllm.serve.command import ENVIRONMENT, PATTERNS, PROGRAM, engine_version
 
-# seconds that the front waits for one answer; upstream's 180 cut long thoughts off
+# Seconds that the front waits for one answer. TensorRT-LLM's own 180 cut long reasoning off.
 REQUEST_TIMEOUT = 3600.0
+MODELS_TIMEOUT = 2.0  # seconds for /v1/models of a server
 BUILD_FRONT = "write it with `trtspec build-config`"
 ADDRESS = re.compile(r"(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:]+\]):(\d{1,5})")
 
 
 def host_and_port(url: str) -> str:
+    """Returns `url` itself if it is host:port. Raises ValueError for any other text."""
     match = ADDRESS.fullmatch(url)
     if match is None or not 0 < int(match[1]) < 65536:
         raise ValueError(f"{url!r} is not host:port, without http://")
@@ -37,11 +39,19 @@ def host_and_port(url: str) -> str:
 
 
 class Servers(BaseModel):
+    """The servers of one role, as the front's file lists them.
+
+    Args:
+        num_instances: number of servers. None if the file has no number.
+        urls: addresses as host:port.
+    """
+
     num_instances: int | None = None
     urls: Annotated[list[Annotated[str, AfterValidator(host_and_port)]], Field(min_length=1)]
 
     @model_validator(mode="after")
     def _are_counted(self) -> Servers:
+        """Returns itself. Raises ValueError if `num_instances` is not the number of urls."""
         if self.num_instances not in (None, len(self.urls)):
             raise ValueError(
                 f"num_instances is {self.num_instances} and there are {len(self.urls)} urls"
@@ -50,7 +60,7 @@ class Servers(BaseModel):
 
 
 class Front(BaseModel):
-    """The settings of the file that trtspec reads."""
+    """The settings of the front's file that trtspec reads."""
 
     model_config = ConfigDict(strict=True)
 
@@ -61,6 +71,7 @@ class Front(BaseModel):
 
     @model_validator(mode="after")
     def _have_addresses_of_their_own(self) -> Front:
+        """Returns itself. Raises ValueError if an address is listed twice."""
         front = f"{self.hostname}:{self.port}"
         addresses = [front, *self.context_servers.urls, *self.generation_servers.urls]
         repeated = {address for address in addresses if addresses.count(address) > 1}
@@ -71,14 +82,14 @@ class Front(BaseModel):
 
 
 def plan_front(options: ServeOptions, *, launching: bool) -> ServerPlan:
-    """The start of a front, with the problems of its servers.
+    """Plans the start of a front, with the problems of its servers.
 
     Raises UsageError if the file cannot be read or the target is not known. Raises CheckFailed if
-    `read_front` refuses the file.
+    the file's values do not describe a front. `launching`: false for a dry run.
     """
     find_target(options.target)
     path = options.disaggregated
-    assert path is not None  # the option asks for a front
+    assert path is not None  # because only this option chooses a front
     name = str(path)
     if name == STDIN:
         message = "`disaggregated` - : the front reads its file itself"
@@ -94,7 +105,7 @@ def plan_front(options: ServeOptions, *, launching: bool) -> ServerPlan:
     if launching:
         problems += [*check_port(front.hostname, front.port), *PROGRAM.check()]
         version = engine_version() or ""
-    # upstream gives the servers 180 s to start, less than a trillion parameters take to load
+    # by default the front gives its servers 180 s, less than a trillion parameters take to load
     timeouts = ["-t", str(round(options.startup_timeout)), "-r", str(round(REQUEST_TIMEOUT))]
     return ServerPlan(
         program=PROGRAM,
@@ -112,9 +123,9 @@ def plan_front(options: ServeOptions, *, launching: bool) -> ServerPlan:
 
 
 def read_front(text: str, path: Path) -> Front:
-    """The settings of a front's file.
+    """Reads the settings of a front's file. `path`: path of the file, for messages.
 
-    Raises UsageError if the text is not YAML, CheckFailed if its values make no front.
+    Raises UsageError if the text is not YAML, CheckFailed if its values do not describe a front.
     """
     try:
         return Front.model_validate(load_text(text))
@@ -126,14 +137,20 @@ def read_front(text: str, path: Path) -> Front:
 
 
 def check_servers(role: str, addresses: list[str], names: set[str]) -> Iterator[Problem]:
-    """Warns of servers that do not answer yet, for which the front waits, or serve another model.
+    """Yields a warning for each server that does not answer yet, or that serves another model.
 
-    `names`: the target's names that /v1/models may give.
+    The front waits for servers that do not answer.
+
+    Args:
+        role: role of the servers.
+        addresses: addresses of the servers, as host:port.
+        names: names of the target that /v1/models may show.
     """
 
     async def model_id(client: httpx.AsyncClient) -> str:
+        """Name of the model that a healthy server serves."""
         await health(client)
-        model = await first_model(client, 2.0)
+        model = await first_model(client, MODELS_TIMEOUT)
         return str(model["id"])
 
     for address in addresses:
