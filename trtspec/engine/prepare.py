@@ -32,7 +32,7 @@ class ApiCall:
     tokenizer: tokenizer of the target.
     model: name of the served model.
     requests: engine request of each choice, `body.n` for every prompt.
-    thinking: whether the prompt ends in an open think tag, so that the answer begins with reasoning.
+    thinking: whether the prompt ends in an open think tag. The answer then begins with reasoning.
     created: time of the request in seconds since 1970.
     number: random part of the response's id.
     """

@@ -118,7 +118,7 @@ class Steering:
             repeated = torch.cat((self.prompt, seen)).unique()
             values = row[repeated]
             factor = request.repetition_penalty
-            # Both cases lower the logit.
+            # With a factor above 1, both cases lower the logit.
             row[repeated] = torch.where(values > 0, values / factor, values * factor)
         if len(seen) and (request.frequency_penalty or request.presence_penalty):
             times = torch.tensor([counts[token] for token in sorted(counts)], dtype=row.dtype)
