@@ -1,8 +1,8 @@
-"""Converts shards to NVFP4: groups of linears that share their scales, on a pool of threads.
+"""Conversion of shards to NVFP4 by a pool of threads, one group of linears at a time.
 
-A thread reads a group, computes it in C and writes it to its place in the shard. All three release
-the interpreter lock, and no more groups are in memory than there are threads. Results come back in
-the plan's order, so nothing depends on which thread was first.
+The linears of a group share their scale. A thread reads a group, packs it in C, and writes it into
+the shard. All of these release the interpreter lock. At most one group per thread is in memory.
+Results are returned in the plan's order, so they do not depend on the speed of the threads.
 """
 
 from __future__ import annotations
