@@ -248,7 +248,7 @@ class NativePacker:
             self._other.decode(rows, result)
 
     def _decode_fp8(self, rows: Rows, result: Array) -> None:
-        """Decodes FP8 rows into `result`, one band of 128 rows that share their scales at a time."""
+        """Decodes FP8 rows into `result`, one band of 128 rows with common scales at a time."""
         assert rows.scale is not None
         count, columns = rows.shape
         height, width = FP8_BLOCK_SIZE

@@ -30,8 +30,8 @@ from trtspec.quant.policy import WEIGHT_SCALES
 from trtspec.quant.shards import choose_packer, weight_class
 
 SCALES = ("weight_scale", "weight_scale_2", "input_scale")
-# Fraction of linears with the bytes that packing the source gives. If so many agree, then the
-# exporter uses a rule of trtspec's, and linears that differ were changed.
+# Fraction of linears with the scale or the bytes that packing the source gives. If so many agree,
+# the exporter computes like trtspec, and the other linears were changed.
 NEARLY_ALL = 0.8
 # Largest error of a linear, as a fraction of the norm of its source. Random weights have 0.095. A
 # wrong scale or a wrong order of values is far above.
@@ -262,7 +262,7 @@ class _Reread:
         """Returns the rows of a linear of the source, in a form that all packers can pack."""
         format, parts = stored_weight(self.source.tensors, name)
         rows = read_rows(partial(read_bytes, self.source_reader), format, parts)
-        # Packers pack plain rows only in BF16.
+        # The packer in C takes plain rows only in BF16.
         is_other_float = format.is_plain and rows.dtype != "BF16"
         convert = decoded_rows if is_other_float else packable_rows
         return convert(rows, self.packers[0])
