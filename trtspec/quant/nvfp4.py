@@ -129,9 +129,10 @@ def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
 
 
 def codes_times_scale(tensor: NVFP4Tensor) -> torch.Tensor:
-    """Returns E2M1 value * block scale of each weight, bf16 [N, K]. The real weights lack `scale_2`.
+    """Returns E2M1 value * block scale of each weight, bf16 [N, K].
 
-    bf16 holds these products exactly, because they have at most six significant bits.
+    The real weight is this product times `scale_2`. bf16 holds the product exactly, because it has
+    at most six significant bits.
     """
     values = torch.empty(tensor.shape, dtype=torch.bfloat16)
     _decode(tensor, tensor.scale.to(torch.bfloat16), values)
