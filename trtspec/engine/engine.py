@@ -434,14 +434,20 @@ class Engine:
                 scores = logits[: len(following)].log_softmax(-1)
                 alternatives = max(1, chunk.sequence.request.logprobs)
                 chunk.logprobs = token_logprobs(scores, following, alternatives)
-        # A chunk that ends its prompt is followed by the first token of the output.
+        return out.aux, on_device([self._following_tokens(chunks)], self.device)
+
+    def _following_tokens(self, chunks: list[Chunk]) -> list[int]:
+        """Returns the token after each position of the chunks, and sets `following` of each chunk.
+
+        A chunk that ends its prompt is followed by the first token of the output.
+        """
         first_tokens = iter(self._first_tokens([chunk for chunk in chunks if chunk.done]))
-        shifted: list[int] = []  # `tokens` one position later
+        tokens: list[int] = []
         for chunk in chunks:
             chunk.following = next(first_tokens) if chunk.done else chunk.prompt[chunk.piece.end]
-            shifted += chunk.prompt[chunk.piece.begin + 1 : chunk.piece.end]
-            shifted.append(chunk.following)
-        return out.aux, on_device([shifted], self.device)
+            tokens += chunk.prompt[chunk.piece.begin + 1 : chunk.piece.end]
+            tokens.append(chunk.following)
+        return tokens
 
     def _advance_prompt(self, chunk: Chunk) -> list[Output]:
         """Records a computed chunk. A chunk that ends its prompt becomes a row of the batch.

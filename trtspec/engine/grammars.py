@@ -158,6 +158,8 @@ class Grammars:
             loop = asyncio.get_running_loop()
             matcher = await loop.run_in_executor(self._thread, self.compile, syntax, text)
         now = time.monotonic()
+        # A full cache evicts its oldest entry only after CACHE_PIN_S without use. Otherwise the new
+        # grammar is not cached.
         oldest = next(iter(self._cache), None)
         is_full = len(self._cache) >= CACHE_ENTRIES
         if is_full and oldest and now - self._cache[oldest][1] > CACHE_PIN_S:

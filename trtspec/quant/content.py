@@ -43,7 +43,7 @@ ALL_ZERO = "TS-TARGET-ZERO"
 OUT_OF_RANGE = "TS-CONTENT-MAGNITUDE"
 ROUNDING = "TS-QUANT-ERROR"
 REPEATED = "TS-CONTENT-REPEATED"
-# Message of a problem, by code. The number of tensors or files is written before it.
+# Message of a problem, by code. The number of findings and the first finding are written after it.
 SUMMARIES = {
     HASH_DIFFERS: "files whose SHA-256 is not the recorded one",
     HOLE: f"tensors with {MIN_HOLE_BYTES:,} or more zero bytes in the middle of a row, as where a "

@@ -414,6 +414,7 @@ def proof_of(packer: Packer) -> str:
     """
     # Knuth's multiplier scatters the bits, and gives the same numbers on every machine.
     bits = np.arange(8192, dtype=np.uint32) * np.uint32(2654435761)
+    # Each of the 32 rows has an exponent of its own, from 2^-20 to 2^11.
     exponents = np.arange(107, 139, dtype=np.uint32)[:, None] << 7
     sign_and_mantissa = bits.reshape(32, 256) >> 16 & 0x807F
     weight = (sign_and_mantissa | exponents).astype(np.uint16)

@@ -170,6 +170,7 @@ def _value_pairs() -> torch.Tensor:
     Each entry holds two bf16 values, with the value of the low nibble first. -0 decodes to +0.
     """
     negative = tuple(-value for value in E2M1_VALUES[1:])
+    # Codes 8 to 15 have the sign bit. Code 8 is -0.
     values = torch.tensor(E2M1_VALUES + (0.0,) + negative)
     packed = torch.arange(256)
     low = values[packed & 15]

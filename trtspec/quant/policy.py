@@ -49,7 +49,7 @@ class Policy:
         name: name of the policy.
         summary: sentence that describes the policy.
         releases: Kimi releases that are quantized by this policy unless the user chooses another.
-        source: publisher, and id of the published checkpoint.
+        source: id of the published checkpoint, and its file that has the ignore list.
         quantize: roles of the linears that become NVFP4.
         exclude: templates of the published ignore list.
         weight_scales: rule for the block scales, a key of WEIGHT_SCALES.
