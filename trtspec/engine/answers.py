@@ -214,8 +214,8 @@ class ChoiceStream:
     def push(self, output: Output) -> str:
         """Returns the server-sent events of one engine step, "" if the step has nothing to send.
 
-        The first chunk of a chat names the role. It is sent together with the first token, so that
-        clients which measure the time to the first chunk measure the time to the first token.
+        The first chunk of a chat names the role. It is sent together with the first token, because
+        clients take the time to the first chunk for the time to the first token.
         """
         body = self.call.body
         first = not self.opened

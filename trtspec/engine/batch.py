@@ -22,8 +22,8 @@ class DecodeBatch:
 
     block: int64 [rows, 1+k], last token and drafts of each row.
     start: int64 [rows], position of each row's last token.
-    uniform: float32 [rows, 2k+1], random numbers of a round: k to draw drafts, k to accept drafts,
-        and 1 to draw the token after the accepted drafts.
+    uniform: float32 [rows, 2k+1], random numbers of a round. The first k draw drafts, the next k
+        accept drafts, and the last draws the token after the accepted drafts.
     draft_probs: float32 [rows, k, Vd], distribution that each draft was drawn from. None if the
         drafter is deterministic.
     sampling: parameters of the sampled rows. None if all rows are greedy.

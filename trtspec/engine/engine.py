@@ -367,8 +367,8 @@ class Engine:
     def _next_prompt(self, row: int, chunks: list[Chunk]) -> Sequence | None:
         """Takes the next sequence from the queue and loads its cached prefix into cache row `row`.
 
-        None if the queue is empty, if the batch is full, or if one of the `chunks` of this pass
-        will compute more of the prompt's prefix. That prompt waits to reuse the prefix.
+        None if the queue is empty, or if the batch is full. Also None if `chunks` of this pass
+        compute more of the prompt's prefix, which the prompt can reuse in the next pass.
         """
         if not self.waiting or row >= self.max_batch_size:
             return None

@@ -284,8 +284,9 @@ class ShardPlan:
 def plan_conversion(target: ReadTarget, policy: Policy, scales: InputScales) -> list[ShardPlan]:
     """Returns the plans of the output shards, in source order.
 
-    Raises TrtspecError with the tensor's name if an input scale is missing, if a row is not a
-    multiple of 16 values, or if a quantized tensor is not a linear of the language model.
+    Raises TrtspecError with the tensor's name if an input scale is missing, or if a row is not a
+    multiple of 16 values. Also raises it if a quantized tensor is not a linear of the language
+    model.
 
     Args:
         target: the source, whose stored tensors are checked.
