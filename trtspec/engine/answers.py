@@ -1,4 +1,4 @@
-"""Answers of the two endpoints, whole and as chunks of a stream."""
+"""Responses of the two generation endpoints: whole JSON bodies, and chunks of streams."""
 
 from __future__ import annotations
 
@@ -12,54 +12,60 @@ from trtspec.checkpoint.chat_parser import Delta, ReplyParser, parse_reply
 from trtspec.engine.prepare import ApiCall
 from trtspec.engine.sequence import Output, Stats, TokenLogprobs
 
-DONE = "data: [DONE]\n\n"
-PIECE_CHARS = 1 << 16
+DONE = "data: [DONE]\n\n"  # the event that ends a stream
+PIECE_CHARS = 1 << 16  # characters of JSON that are sent at a time
 
 
-def body(call: ApiCall, completions: list[Output]) -> Iterator[str]:
-    """Yields the JSON response to a request that is not streamed, in parts.
+def response_parts(call: ApiCall, completions: list[Output]) -> Iterator[str]:
+    """Yields the JSON response to a request that is not streamed, in consecutive parts of text.
 
-    The parts are small: one call that makes them all would keep every other thread waiting.
+    The parts are small, because other threads can run only between two calls of `json.dumps`.
     """
-    asked = call.asked
+    body = call.body
     completions = [shown(call, completion) for completion in completions]
-    yield f'{_json(head(call, "chat.completion"))[:-1]},"choices":['
+    # The closing brace is cut off, because further members of the object follow.
+    opened_response = _json(head(call, "chat.completion"))[:-1]
+    yield f'{opened_response},"choices":['
     separator = ""
     for index, (completion, request) in enumerate(zip(completions, call.requests, strict=True)):
         choice: dict[str, Any] = {"index": index}
         reason: str | None = completion.finish_reason
-        if asked.chat:
+        if body.chat:
             message = parse_reply(completion.text, call.thinking)
             choice["message"] = message
             if message.get("tool_calls") and reason == "stop":
                 reason = "tool_calls"
         else:
             text = completion.text
-            if asked.echo:
+            if body.echo:
                 text = call.tokenizer.decode(request.prompt_ids) + text
             choice["text"] = text
-        if asked.return_token_ids:
+        if body.return_token_ids:
             choice |= {"prompt_token_ids": request.prompt_ids, "token_ids": completion.token_ids}
         choice |= {"finish_reason": reason} | speculation(completion)
-        yield f'{separator}{_json(choice)[:-1]},"logprobs":'
+        opened_choice = _json(choice)[:-1]
+        yield f'{separator}{opened_choice},"logprobs":'
         separator = ","
-        if asked.top is None:
+        if body.top is None:
             yield "null}"
             continue
         entries = [*completion.prompt_logprobs, *completion.logprobs]
-        echoed = request.prompt_ids if asked.echo else []
+        echoed = request.prompt_ids if body.echo else []
         opening = "{"
         for name, items in scores(call, entries, echoed).items():
             yield f'{opening}"{name}":'
             opening = ","
             yield from _listed(items)
         yield "}}"
-    yield f'],"usage":{_json(usage(call.prompt_tokens, completions, asked.n))}}}'
+    yield f'],"usage":{_json(usage(call.prompt_tokens, completions, body.n))}}}'
 
 
 def shown(call: ApiCall, output: Output) -> Output:
-    """The output as the client sees it. An echo alone has no generated token."""
-    if call.asked.shown:
+    """Returns the output that the client sees.
+
+    If only the echoed prompt is wanted, that output has no generated token.
+    """
+    if call.body.shown:
         return output
     return replace(
         output, token_ids=[], text="", logprobs=[], finish_reason="length", stats=Stats()
@@ -67,14 +73,21 @@ def shown(call: ApiCall, output: Output) -> Output:
 
 
 def head(call: ApiCall, object_type: str) -> dict[str, Any]:
-    """The members that all parts of one response share. `object_type`: the type if it is a chat."""
-    if not call.asked.chat:
+    """Returns the first members of a response or of a stream's chunk: id, type, time, model.
+
+    `object_type`: value of `object` in chats. Completions always have "text_completion".
+    """
+    if not call.body.chat:
         object_type = "text_completion"
     return {"id": call.id, "object": object_type, "created": call.created, "model": call.model}
 
 
 def speculation(completion: Output) -> dict[str, Any]:
-    """The members of a choice about speculation: trtllm-serve's figure, and its counters."""
+    """Returns the members of a choice about speculative decoding.
+
+    avg_decoded_tokens_per_iter: trtllm-serve's measure, output tokens per engine step.
+    spec_decode: counters of the request (see `Stats`).
+    """
     return {
         "avg_decoded_tokens_per_iter": completion.avg_decoded_tokens_per_iter,
         "spec_decode": asdict(completion.stats),
@@ -82,12 +95,14 @@ def speculation(completion: Output) -> dict[str, Any]:
 
 
 def usage(prompt_tokens: int, completions: list[Output], n: int = 1) -> dict[str, Any]:
-    """Token counts of an answer of `n` choices per prompt. Each prompt counts once.
+    """Returns the member `usage`: numbers of prompt, generated and cached tokens.
 
-    Cached tokens are the prompt tokens that the first choice did not have to compute.
+    Each prompt counts once, although it has `n` choices. Cached tokens are prompt tokens of the
+    first choice whose state came from the prefix cache.
     """
     generated = sum(len(completion.token_ids) for completion in completions)
-    cached = sum(completion.cached_tokens for completion in completions[::n])
+    first_choices = completions[::n]
+    cached = sum(completion.cached_tokens for completion in first_choices)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": generated,
@@ -99,17 +114,22 @@ def usage(prompt_tokens: int, completions: list[Output], n: int = 1) -> dict[str
 def scores(
     call: ApiCall, entries: list[TokenLogprobs], echoed: list[int]
 ) -> dict[str, Iterable[Any]]:
-    """The members of a choice's `logprobs`: lists, whose items are made when they are taken.
+    """Returns the members of a choice's `logprobs` by name. Each is a lazy iterable of list items.
 
-    The first token of an echoed prompt has no log-probability.
+    Args:
+        call: the API call.
+        entries: log-probabilities of the tokens, without the first token of an echoed prompt.
+        echoed: ids of the prompt's tokens if the prompt is echoed, else []. Their first token has
+            no log-probability.
     """
-    top = call.asked.top
+    top = call.body.top
     table = call.tokenizer.token_bytes
 
     def raw(token: int) -> bytes:
         if token < len(table):
             return table[token]
-        return b""  # padding rows of lm_head have no text
+        # lm_head may have more rows than the tokenizer has tokens. Such a token has no text.
+        return b""
 
     def text(token: int) -> str:
         return raw(token).decode("utf-8", "replace")
@@ -126,11 +146,12 @@ def scores(
         return item
 
     def by_text(entry: TokenLogprobs) -> dict[str, float]:
-        # Several tokens may have one text, as parts of characters do: the likeliest keeps it.
+        # Several tokens may decode to the same text, as incomplete characters do. The likeliest
+        # token comes last here, so that its value stays in the dict.
         likeliest_last = reversed([*others(entry)])
         return {text(token): value for token, value in likeliest_last}
 
-    if call.asked.chat:
+    if call.body.chat:
         return {"content": map(of_chat, entries)}
     first = echoed[:1]
     unscored = [None] * len(first)
@@ -147,11 +168,12 @@ def scores(
 
 
 def _json(value: Any) -> str:
-    """Raises ValueError for NaN and infinity."""
+    """Returns compact JSON. Raises ValueError if the value holds NaN or infinity."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
 def _listed(items: Iterable[Any]) -> Iterator[str]:
+    """Yields a JSON list in parts of text, one item at a time."""
     yield "["
     separator = ""
     for item in items:
@@ -161,7 +183,7 @@ def _listed(items: Iterable[Any]) -> Iterator[str]:
 
 
 def encoded(parts: Iterable[str]) -> list[bytes]:
-    """The parts in pieces of 64 KiB or a little more."""
+    """Joins parts of text, and returns the UTF-8 bytes in pieces of about 64 Ki characters."""
     pieces: list[bytes] = []
     waiting: list[str] = []
     size = 0
@@ -176,34 +198,38 @@ def encoded(parts: Iterable[str]) -> list[bytes]:
 
 
 class ChoiceStream:
-    """Chunks of one streamed choice: one per engine step with text, then one with the reason."""
+    """Writer of one choice's chunks in a stream.
+
+    Each engine step with text gives a chunk. The last chunk has the finish reason.
+    """
 
     def __init__(self, call: ApiCall, index: int) -> None:
         self.call = call
         self.index = index
         self.prompt = call.requests[index].prompt_ids
-        self.parser = ReplyParser(call.thinking) if call.asked.chat else None
+        self.parser = ReplyParser(call.thinking) if call.body.chat else None
         self.completion = Output("")
         self.opened = False
 
     def push(self, output: Output) -> str:
-        """All chunks that follow from one engine step, as one string.
+        """Returns the server-sent events of one engine step, "" if the step has nothing to send.
 
-        A chat's first chunk, which names the role, comes with the first token: a client that takes
-        the one for the other measures the right time.
+        The first chunk of a chat names the role. It is sent together with the first token, because
+        clients take the time to the first chunk for the time to the first token.
         """
-        asked = self.call.asked
+        body = self.call.body
         first = not self.opened
         self.opened = True
         output = shown(self.call, output)
-        # The completion so far needs counts, not texts.
+        # Only token counts and finish reason of the completion are read later. A copy of texts and
+        # log-probabilities would cost memory.
         self.completion.add(replace(output, text="", logprobs=[], prompt_logprobs=[]))
         opening: list[dict[str, Any]] = []
-        if first and asked.chat:
+        if first and body.chat:
             opening = [{"delta": {"role": "assistant", "content": ""}}]
-        if first and asked.echo:
+        if first and body.echo:
             logprobs = None
-            if asked.top is not None:
+            if body.top is not None:
                 logprobs = self._scores(output.prompt_logprobs, self.prompt)
             opening = [{"text": self.call.tokenizer.decode(self.prompt), "logprobs": logprobs}]
         chunks = list(self._texts(output))
@@ -214,7 +240,7 @@ class ChoiceStream:
                 reason = "tool_calls"
             chunks.append({**self._empty, "finish_reason": reason, **speculation(self.completion)})
         elif metadata and not chunks:
-            # Tokens of an unfinished character are reported too.
+            # A token may end inside a character. The step has no text, but ids and scores.
             chunks.append(self._empty)
         if chunks:
             chunks[0] |= metadata
@@ -222,10 +248,11 @@ class ChoiceStream:
 
     @property
     def _empty(self) -> dict[str, Any]:
+        """The text member of a chunk without text."""
         return {"text": ""} if self.parser is None else {"delta": {}}
 
     def _texts(self, output: Output) -> Iterator[dict[str, Any]]:
-        """Yields the text of a step, in the member of a chunk that it belongs to."""
+        """Yields the text of a step as members of chunks: a text, or a delta of a chat."""
         if self.parser is None:
             if output.text:
                 yield {"text": output.text}
@@ -242,23 +269,28 @@ class ChoiceStream:
                 yield {"delta": {"tool_calls": [{"index": delta.index, **delta.call.to_dict()}]}}
 
     def _metadata(self, output: Output, first: bool) -> dict[str, Any]:
-        """Members with the log-probabilities and ids of a step's tokens."""
+        """Returns the members with log-probabilities and ids of a step's tokens, if wanted.
+
+        `first`: whether this is the choice's first step, which also reports the prompt's ids.
+        """
         metadata: dict[str, Any] = {}
-        if self.call.asked.return_token_ids:
+        if self.call.body.return_token_ids:
             if first:
                 metadata["prompt_token_ids"] = self.prompt
             metadata["token_ids"] = output.token_ids
-        if self.call.asked.top is not None and output.logprobs:
+        if self.call.body.top is not None and output.logprobs:
             metadata["logprobs"] = self._scores(output.logprobs, [])
         return metadata
 
     def _scores(self, entries: list[TokenLogprobs], echoed: list[int]) -> dict[str, Any]:
+        """Returns the member `logprobs` of a chunk. The arguments are those of `scores`."""
         return {name: list(items) for name, items in scores(self.call, entries, echoed).items()}
 
     def _chunk(self, choice: dict[str, Any]) -> str:
+        """Returns the server-sent event of a chunk with these members of the choice."""
         whole_choice = {"index": self.index, "logprobs": None, "finish_reason": None, **choice}
         value = {**head(self.call, "chat.completion.chunk"), "choices": [whole_choice]}
-        usage_wanted = self.call.asked.usage_wanted
+        usage_wanted = self.call.body.usage_wanted
         if usage_wanted != "no":
             counts = None
             if usage_wanted == "each":
@@ -268,7 +300,10 @@ class ChoiceStream:
 
 
 def usage_chunk(call: ApiCall, completions: list[Output]) -> str:
-    """The last chunk of a stream with `stream_options.include_usage`."""
-    total = usage(call.prompt_tokens, completions, call.asked.n)
+    """Returns the event with the token counts of all choices, which ends a stream before DONE.
+
+    Clients get it if they set `stream_options.include_usage`.
+    """
+    total = usage(call.prompt_tokens, completions, call.body.n)
     value = {**head(call, "chat.completion.chunk"), "choices": [], "usage": total}
     return f"data: {_json(value)}\n\n"

@@ -1,6 +1,6 @@
-"""The rows that decode together, and prompts on their way there.
+"""The batch of decoding sequences, and chunks of prompts that are not decoding yet.
 
-Sequence i of the batch is row i of the tensors here and of every cache.
+Sequence i of the batch has row i of the batch's tensors and of every cache.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from trtspec.models.state import TextPiece
 
 
 class DecodeBatch:
-    """State of the decoding rows, compacted at the front.
+    """State of the decoding sequences, which use the first rows of all tensors.
 
-    block: int64 [rows, 1+k], a row's last token and its drafts.
-    start: int64 [rows], the last token's position.
-    uniform: float32 [rows, 2k+1], a round's random numbers: k to draw drafts, k to accept them, 1
-        for the token after.
-    draft_probs: float32 [rows, k, Vd], the distributions of the drafts. None if the drafter is
-        deterministic.
+    `k` is the draft length.
+
+    block: int64 [rows, 1+k], last token and drafts of each row.
+    start: int64 [rows], position of each row's last token.
+    uniform: float32 [rows, 2k+1], random numbers of a round. The first k draw drafts, the next k
+        accept drafts, and the last draws the token after the accepted drafts.
+    draft_probs: float32 [rows, k, Vd], distribution that each draft was drawn from. None if the
+        drafter is deterministic.
+    sampling: parameters of the sampled rows. None if all rows are greedy.
     """
 
     def __init__(self, rows: int, draft_len: int, device: torch.device) -> None:
@@ -42,25 +45,25 @@ class DecodeBatch:
 
     @property
     def reach(self) -> int:
-        """The end of the longest row, after its last token. Known without asking the device."""
+        """Number of tokens of the longest row, computed without a transfer from the device."""
         return max(sequence.length for sequence in self.sequences)
 
     def append(self, sequence: Sequence, token: int) -> None:
         """Adds a sequence whose prompt is in the caches and whose first token is `token`."""
         row = len(self.sequences)
-        # Assigning a number to one element would be a copy from the host that waits.
+        # `fill_` does not wait for the device, unlike the assignment of a number to an element.
         self.block[row, 0].fill_(token)
         self.start[row].fill_(len(sequence.request.prompt_ids))
         if sequence.sampled:
             self.uniform[row].copy_(sequence.uniform(self.uniform.shape[1]), non_blocking=True)
         self.sampling = BatchSampling.of([*self.sequences, sequence], self.device)
-        # The sequence comes last, so that an error above leaves no row half added.
+        # The sequence is appended last, so that an error above leaves the batch unchanged.
         self.sequences.append(sequence)
 
     def remove(self, row: int) -> int:
-        """Removes a row by moving the last row there. Returns the row that moved.
+        """Removes a row by moving the last row to its index. Returns the last row's old index.
 
-        Returns `row` itself if it was the last one: nothing moved.
+        If `row` is the last row, nothing moves, and the result equals `row`.
         """
         last = len(self.sequences) - 1
         if row != last:
@@ -75,11 +78,12 @@ class DecodeBatch:
     def advance(self, tokens: Tensor, accepted: Tensor) -> None:
         """Moves each row past its accepted drafts, and draws the next round's random numbers.
 
-        A row gets the same count of random numbers in any batch.
+        Each sequence draws the same quantity of numbers per round, whatever other sequences do. So
+        its output does not depend on the batch.
 
         Args:
-            tokens: int64 [B, T]. tokens[b, accepted[b]] is the last token of row b.
-            accepted: int64 [B].
+            tokens: int64 [B, T]. tokens[b, accepted[b]] is the new last token of row b.
+            accepted: int64 [B], number of accepted drafts of each row.
         """
         rows = len(accepted)
         self.block[:rows, 0] = tokens[self.row_index[:rows], accepted]
@@ -94,7 +98,13 @@ class DecodeBatch:
         self.uniform[self.sampling.rows] = torch.stack(drawn).to(self.device, non_blocking=True)
 
     def store_draft_probs(self, step: int, rows: Tensor, probs: Tensor) -> None:
-        """Keeps the distribution [S, Vd] from which draft `step` of these rows was drawn."""
+        """Stores the distributions from which a draft of the sampled rows was drawn.
+
+        Args:
+            step: index of the draft, 0 for the first draft of a round.
+            rows: int64 [S], indices of the sampled rows.
+            probs: float32 [S, Vd].
+        """
         if self.draft_probs is None:
             self.draft_probs = probs.new_zeros(len(self.block), self.draft_len, probs.shape[-1])
         self.draft_probs[rows, step] = probs
@@ -102,11 +112,14 @@ class DecodeBatch:
 
 @dataclass
 class Chunk:
-    """A piece of a sequence's prompt, and the results of its pass.
+    """A part of a sequence's prompt that one pass computes, and the results of the pass.
 
-    following: the token after the piece.
-    logits, margins: [V] and [1], of the piece's last token.
-    logprobs: of the prompt's tokens after the piece's first, if the request asks for them.
+    sequence: the sequence.
+    piece: cache row, and begin and end of the part in the prompt.
+    following: id of the token after the part.
+    logits: [V], logits after the part's last token.
+    margins: [1], least lead of the chosen experts at the part's last token.
+    logprobs: log-probabilities of the prompt's tokens that the part predicts, if requested.
     """
 
     sequence: Sequence
@@ -121,14 +134,15 @@ class Chunk:
 
     @property
     def prompt(self) -> list[int]:
+        """Token ids of the whole prompt."""
         return self.sequence.request.prompt_ids
 
     @property
     def done(self) -> bool:
-        """Whether the prompt ends here."""
+        """Whether this is the last chunk of its prompt."""
         return self.piece.end == len(self.prompt)
 
     @property
     def scored(self) -> int:
-        """Number of trailing positions that need logits."""
+        """Number of positions at the end of the chunk that need logits."""
         return len(self) if self.sequence.request.prompt_logprobs else 1

@@ -1,6 +1,6 @@
-"""Request bodies of the OpenAI API, as far as the reference server honours them.
+"""Request bodies of the OpenAI API: the fields and values that the reference server honours.
 
-Every other field or value is refused by name.
+Any other field or value is refused with an error that names it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from trtspec.engine.request import Sampling, StrictModel, TokenId
 StopString = Annotated[str, Field(max_length=1000)]
 TokenName = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,7}$")]  # a token id as a JSON key
 Item = TypeVar("Item")
-# a long list with many wrong items gives one error, not one for each
+# Lists stop at the first wrong item, because a long list could give millions of errors.
 Items = Annotated[list[Item], Field(fail_fast=True)]
 Prompts = Annotated[list[Item], Field(min_length=1, fail_fast=True)]
-# Fields of a message that are taken whether the template reads them or not. Some are of no
-# template's business, some are left out on purpose (the reasoning of earlier turns). Any other
-# field must be read by the template.
+# Fields of a message that are accepted even if the chat template does not read them. Templates
+# leave some out on purpose, such as the reasoning of earlier turns. Any other field is refused
+# unless the template reads it.
 MESSAGE_FIELDS = frozenset(
     {
         "role",
@@ -49,7 +49,15 @@ MESSAGE_FIELDS = frozenset(
 
 
 class ApiError(HTTPException):
-    """An answer in OpenAI's error shape. `retry_after`: seconds."""
+    """An error that the client gets as JSON in OpenAI's format.
+
+    Args:
+        message: text for the client.
+        status: HTTP status.
+        param: name of the faulty field of the body.
+        code: OpenAI's code of the error.
+        retry_after: seconds until the client may try again, for the header `Retry-After`.
+    """
 
     def __init__(
         self,
@@ -70,6 +78,7 @@ class ApiError(HTTPException):
         self.code = code
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns the JSON body of the response: OpenAI's `error` object."""
         error_type = "server_error" if self.status >= 500 else "invalid_request_error"
         return {
             "error": {
@@ -83,9 +92,11 @@ class ApiError(HTTPException):
 
 @dataclass(frozen=True)
 class Form:
-    """The form that an answer must have, from the field `param` of a body.
+    """The form that an answer must have.
 
-    `syntax` and `text` are the arguments of `Grammars.compiled`.
+    syntax: language of the grammar: "json" (a JSON schema), "regex" or "lark".
+    text: source text of the grammar.
+    param: name of the body's field that demands the form, for errors.
     """
 
     syntax: str
@@ -94,36 +105,41 @@ class Form:
 
 
 def parse_body(model: type[BaseModel], raw: bytes) -> Any:
-    """A validated body. Raises ApiError 400 that names the first wrong field, as OpenAI does."""
+    """Returns the body `raw` as a validated `model`.
+
+    Raises ApiError 400 if the body is not valid. As in OpenAI's API, the error names one field.
+    """
     try:
         value = files.parse_json(raw, nan=False)
         if not isinstance(value, dict):
             raise ApiError("the body is not a JSON object")
         return model.model_validate(value)
     except ValidationError as error:
-        raise _named(error) from None
+        raise _field_error(error) from None
     except ValueError as error:
         message = f"the body is not JSON in UTF-8, which has no NaN or Infinity: {error}"
         raise ApiError(message) from None
 
 
-def _named(error: ValidationError) -> ApiError:
-    """The deepest fault. If a value may be of several types, the fault is of the closest type."""
+def _field_error(error: ValidationError) -> ApiError:
+    """Returns the error for one faulty field, named by its path such as `messages[0].content`.
+
+    If a field may have several types, pydantic reports a fault for each of them. The fault with the
+    longest path is of the type that fits the value best.
+    """
     faults = error.errors(include_context=False, include_input=False)
     deepest = max(faults, key=lambda fault: len(fault["loc"]))
     *path, last = deepest["loc"] or ("body",)
-    # Between field names and indices, pydantic names the types that it tried: `str`,
-    # `list[TextPart]`, `NamedTool`.
+    # pydantic's path also has the types that it tried (`str`, `list[TextPart]`, `NamedTool`). The
+    # client knows only the lower-case field names and the indices.
     kept = [
         step
         for step in path
         if isinstance(step, int) or step.isidentifier() and step.islower() and step != "str"
     ]
-    if (
-        isinstance(last, int)
-        or deepest["type"] in ("extra_forbidden", "missing")
-        or last not in ("str", "[key]")
-    ):
+    # An unknown or missing field may itself be named like a type.
+    is_field_name = deepest["type"] in ("extra_forbidden", "missing")
+    if is_field_name or last not in ("str", "[key]"):
         kept.append(last)
     steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in kept]
     param = "".join(steps).removeprefix(".")
@@ -146,37 +162,41 @@ class JsonSchema(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    """The format of an answer: any text, a JSON object, JSON of a schema, a regular expression."""
+    """The format of an answer: any text, a JSON object, JSON of a schema, or text of a regex."""
 
     type: Literal["text", "json_object", "json_schema", "regex"]
     json_schema: JsonSchema | None = None
     regex: str | None = Field(None, max_length=10_000)
 
     @model_validator(mode="after")
-    def _nothing_of_another_type(self) -> Self:
+    def _check_fields_of_type(self) -> Self:
+        """Raises ApiError if the field of the type is missing or a field of another is given."""
         for name in ("json_schema", "regex"):
-            given = getattr(self, name) is not None
-            if given != (self.type == name):
-                verb = "has a" if given else "lacks its"
+            is_given = getattr(self, name) is not None
+            is_needed = self.type == name
+            if is_given != is_needed:
+                verb = "has a" if is_given else "lacks its"
                 message = f"response_format of type {self.type} {verb} {name}"
                 raise ApiError(message, param="response_format")
         return self
 
 
-def _null_is_absent(schema: dict[str, Any]) -> None:
+def _allow_null(schema: dict[str, Any]) -> None:
+    """Lets optional fields be null in a body's JSON schema, which the OpenAPI document shows."""
     for name, field in schema["properties"].items():
         if name not in schema.get("required", []):
             schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
 
 
 class GenerationBody(Sampling):
-    """The fields that both endpoints share.
+    """The fields that the bodies of both endpoints have.
 
-    The last fields have no effect on the answer. They are taken so that ordinary clients work.
+    The fields from `user` on have no effect on the answer. They are accepted because common clients
+    send them.
     """
 
     chat: ClassVar[bool]
-    model_config = ConfigDict(json_schema_extra=_null_is_absent)
+    model_config = ConfigDict(json_schema_extra=_allow_null)
 
     model: str | None = None
     stream: bool = False
@@ -198,16 +218,17 @@ class GenerationBody(Sampling):
     @model_validator(mode="before")
     @classmethod
     def _drop_null(cls, body: Any) -> Any:
-        # In the API null means "not given", whatever the default is.
+        """Removes the fields that are null. In OpenAI's API, null means "not given"."""
         if isinstance(body, dict):
             body = {key: value for key, value in body.items() if value is not None}
         return body
 
     @model_validator(mode="after")
-    def _streams_only(self) -> Self:
+    def _check_combinations(self) -> Self:
+        """Raises ApiError if fields contradict each other, or if the form is not valid."""
         if self.stream_options is not None and not self.stream:
             raise ApiError("stream_options are for streams", param="stream_options")
-        # The form is made here, beside the event loop.
+        # The form is cached. Building it takes a while, and validation runs outside the event loop.
         if self.form is not None and self.ignore_eos:
             message = "an answer with a form ends when that is complete: omit ignore_eos"
             raise ApiError(message, param="ignore_eos")
@@ -215,7 +236,7 @@ class GenerationBody(Sampling):
 
     @property
     def usage_wanted(self) -> Literal["no", "last", "each"]:
-        """Which chunks of a stream have the token counts."""
+        """Chunks of a stream that report token counts: no chunk, the last or each chunk."""
         options = self.stream_options or StreamOptions()
         if options.continuous_usage_stats:
             return "each"
@@ -223,12 +244,12 @@ class GenerationBody(Sampling):
 
     @property
     def choices(self) -> int:
-        """How many generations the request asks for."""
+        """Number of generations that the request asks for."""
         return self.n
 
     @property
     def stops(self) -> list[str]:
-        """Stop strings, without empty ones."""
+        """The stop strings that are not empty."""
         stops = self.stop or []
         if isinstance(stops, str):
             stops = [stops]
@@ -237,21 +258,22 @@ class GenerationBody(Sampling):
     @cached_property
     def form(self) -> Form | None:
         """The form of `response_format`. None if any text may be answered."""
-        form = self.response_format
-        if form is None or form.type == "text":
+        response_format = self.response_format
+        if response_format is None or response_format.type == "text":
             return None
-        if form.regex is not None:
-            return Form("regex", form.regex, "response_format")
+        if response_format.regex is not None:
+            return Form("regex", response_format.regex, "response_format")
         schema: dict[str, Any] = {"type": "object"}
-        if form.json_schema is not None:
-            schema = form.json_schema.schema_
+        if response_format.json_schema is not None:
+            schema = response_format.json_schema.schema_
         return Form("json", json.dumps(schema), "response_format")
 
 
 class CompletionBody(GenerationBody):
-    """POST /v1/completions. `prompt` is text or token ids, one or several.
+    """Body of POST /v1/completions.
 
-    The names of special tokens in a text are ordinary text.
+    `prompt` is a text, a list of token ids, or a list of several texts or token id lists. The names
+    of special tokens in a text are encoded as ordinary text.
     """
 
     chat: ClassVar[bool] = False
@@ -263,7 +285,8 @@ class CompletionBody(GenerationBody):
     suffix: Literal[""] = ""
 
     @model_validator(mode="after")
-    def _answers_something(self) -> Self:
+    def _check_output(self) -> Self:
+        """Raises ApiError if the answer would be empty."""
         if not self.max_tokens and not self.echo:
             message = "max_tokens is 0 and echo is off: nothing would be answered"
             raise ApiError(message, param="max_tokens")
@@ -271,20 +294,22 @@ class CompletionBody(GenerationBody):
 
     @property
     def choices(self) -> int:
+        """Number of generations that the request asks for, of all prompts together."""
         return self.n * len(self.prompts)
 
     @property
     def top(self) -> int | None:
-        """Alternatives that each log-probability comes with. None without log-probabilities."""
+        """Number of alternatives to list per token. None if no log-probabilities are wanted."""
         return self.logprobs
 
     @property
     def shown(self) -> bool:
-        """Whether more than the prompt is answered."""
+        """Whether generated tokens are shown. False if the answer only echoes the prompt."""
         return self.max_tokens > 0
 
     @property
     def prompts(self) -> list[str | list[int]]:
+        """The prompts as a list, also if the body has a single prompt."""
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if single else list(self.prompt)  # type: ignore[list-item,arg-type]
 
@@ -295,32 +320,34 @@ class TextPart(StrictModel):
 
 
 class Message(BaseModel):
-    """A turn. Fields beyond these are the template's business."""
+    """A message of a conversation. Other fields are kept for the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[TextPart] | None = None
-    # With these two, other servers continue where the message ends.
+    # Other servers continue a message that has `partial` or `prefix`. Here only false is valid.
     partial: Literal[False] | None = None
     prefix: Literal[False] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The message for templates: text parts are joined, and null fields left out.
+        """Returns the message for the chat template, with text parts joined.
 
-        A developer's message becomes the system's, since OpenAI renamed that role.
+        The role "developer" becomes "system", which is its older name.
         """
-        given = {
+        # Clients send fields that they do not use as null, false or empty. Such a field is dropped,
+        # because it would be refused if the template does not read it.
+        message = {
             key: value
             for key, value in self
             if value or key in MESSAGE_FIELDS and value is not None
         }
         if isinstance(self.content, list):
-            given["content"] = "".join(part.text for part in self.content)
+            message["content"] = "".join(part.text for part in self.content)
         if self.role == "developer":
-            given["role"] = "system"
-        if "reasoning" in given:  # vLLM's name of it
-            given.setdefault("reasoning_content", given.pop("reasoning"))
-        return given
+            message["role"] = "system"
+        if "reasoning" in message:  # vLLM's name of `reasoning_content`
+            message.setdefault("reasoning_content", message.pop("reasoning"))
+        return message
 
 
 class Function(StrictModel):
@@ -345,9 +372,9 @@ class NamedTool(StrictModel):
 
 
 class ChatBody(GenerationBody):
-    """POST /v1/chat/completions.
+    """Body of POST /v1/chat/completions.
 
-    Kimi has no levels of reasoning: any `reasoning_effort` but "none" is thinking.
+    Kimi has no levels of reasoning. Any `reasoning_effort` other than "none" enables thinking.
     """
 
     chat: ClassVar[bool] = True
@@ -367,7 +394,8 @@ class ChatBody(GenerationBody):
     verbosity: Literal["medium"] = "medium"
 
     @model_validator(mode="after")
-    def _one_meaning(self) -> Self:
+    def _check_ambiguity(self) -> Self:
+        """Raises ApiError if two fields contradict each other."""
         if self.top_logprobs and not self.logprobs:
             raise ApiError("top_logprobs need logprobs: true", param="top_logprobs")
         if (
@@ -383,20 +411,21 @@ class ChatBody(GenerationBody):
 
     @property
     def top(self) -> int | None:
+        """Number of alternatives to list per token. None if no log-probabilities are wanted."""
         return self.top_logprobs if self.logprobs else None
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """Tools to show to the model."""
+        """The tools for the chat template. None if the model gets no tools."""
         if self.tool_choice == "none" or not self.tools:
             return None
         return [tool.model_dump(exclude_unset=True) for tool in self.tools]
 
     @property
     def demanded_tools(self) -> list[Function]:
-        """The functions that the answer must choose from. [] if it need not call one.
+        """The functions of which the answer must call one. [] if no call is demanded.
 
-        With `required` these are all functions. If one is named, it is that one alone.
+        Raises ApiError if `tool_choice` demands a function that is not among the tools.
         """
         functions = [tool.function for tool in self.tools]
         if self.tool_choice == "required":
@@ -411,32 +440,39 @@ class ChatBody(GenerationBody):
         if not named:
             message = f"tool_choice names {name!r}, which is not among the tools"
             raise ApiError(message, param="tool_choice")
-        return named[:1]
+        return named[:1]  # a client may send two functions of the same name
 
     @property
     def strict_tools(self) -> list[Function]:
-        """The offered functions, if the model chooses whether to call and one of them is strict.
+        """All functions of the tools if a call is optional and at least one function is strict.
 
-        Else []. A function that is not strict takes any object.
+        [] if a call is demanded or forbidden, or if no function is strict. Functions that are not
+        strict have no parameter schema in this list.
         """
         functions = [tool.function for tool in self.tools]
         if self.tool_choice != "auto" or not any(function.strict for function in functions):
             return []
+        # Without a schema a function accepts any JSON object.
         return [
             function if function.strict else Function(name=function.name) for function in functions
         ]
 
     @cached_property
     def form(self) -> Form | None:
-        """The form of `response_format`, or of a call of the demanded or strict functions."""
-        asked = super().form
+        """The form of a call of the demanded or strict functions, or of `response_format`.
+
+        None if any text may be answered. Raises ApiError if functions and `response_format` both
+        demand a form, or if no grammar can describe the call.
+        """
+        response_form = super().form
         functions = self.demanded_tools or self.strict_tools
         if not functions:
-            return asked
-        if asked is not None:
-            named = "a demanded tool call" if self.demanded_tools else "a strict function"
-            message = f"{named} and response_format exclude each other"
+            return response_form
+        if response_form is not None:
+            demand = "a demanded tool call" if self.demanded_tools else "a strict function"
+            message = f"{demand} and response_format exclude each other"
             raise ApiError(message, param="response_format")
+        # A named function is called once.
         several = self.parallel_tool_calls and isinstance(self.tool_choice, str)
         try:
             text = tool_call_grammar(functions, several, opened=not self.demanded_tools)
@@ -446,19 +482,20 @@ class ChatBody(GenerationBody):
 
 
 def tool_call_grammar(functions: Sequence[Function], several: bool, opened: bool = False) -> str:
-    """Lark grammar of a Kimi tool-call section that calls these functions.
+    """Returns the Lark grammar of a Kimi tool-call section with calls of `functions`.
 
-    Its marks are special tokens. A call's id is `functions.NAME:NUMBER`. Arguments follow the
-    function's own schema.
+    The section's marks are special tokens. The id of a call is `functions.NAME:NUMBER`. The
+    arguments of a call follow the schema of its function.
 
     Args:
-        several: allow more than one call.
-        opened: the section's first mark is already there, and the grammar begins after it.
+        functions: functions that may be called.
+        several: whether the section may have more than one call.
+        opened: whether the model writes the section's first mark before the grammar applies.
     """
-    lines = []
+    rules = []
     for index, function in enumerate(functions):
         schema = compact_schema(json.dumps(function.parameters or {"type": "object"}))
-        lines += [
+        rules += [
             f"call{index}: <|tool_call_begin|> name{index} "
             f"<|tool_call_argument_begin|> args{index} <|tool_call_end|>",
             f"name{index}: {json.dumps('functions.' + function.name + ':')} /[0-9]{{1,3}}/",
@@ -470,4 +507,4 @@ def tool_call_grammar(functions: Sequence[Function], several: bool, opened: bool
         begin = ""
     call = "call+" if several else "call"
     start = f"start: {begin}{call} <|tool_calls_section_end|>"
-    return "\n".join([start, f"call: {calls}", *lines])
+    return "\n".join([start, f"call: {calls}", *rules])

@@ -1,6 +1,7 @@
-"""The outside of the server: ids, the API key and body limits of requests, and errors of answers.
+"""Outer layer of the server: request ids, API key, limits of bodies, and error responses.
 
-Clients that are slow to send or read are a proxy's business: docs/reference-engine.md names one.
+The server has no defence against clients that send or read slowly. docs/reference-engine.md names a
+proxy for this.
 """
 
 from __future__ import annotations
@@ -27,46 +28,54 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trtspec.engine.bodies import ApiError, ChatBody, CompletionBody, parse_body
 
-BODY_BYTES = 4 << 20  # of a body, beside BYTES_PER_TOKEN for each token of the context
+# Largest body: BODY_BYTES, and BYTES_PER_TOKEN more for each token of the context.
+BODY_BYTES = 4 << 20
 BYTES_PER_TOKEN = 64
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
 }
-PARSERS = ThreadPoolExecutor(2, "body")  # large bodies wait for each other, and nobody for them
+# Threads that parse bodies, so that a large body blocks at most other bodies.
+PARSERS = ThreadPoolExecutor(2, "body")
 
 
 class BodyRoute(APIRoute):
-    """An endpoint whose body is read within the limits, and validated beside the event loop."""
+    """Route whose requests are BodyRequests, with limited bodies that threads validate."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Returns the handler of the route, which FastAPI calls for each request."""
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:
-            # The client's content type is replaced: curl says that JSON is a form.
+            # The client's content type is replaced, because curl sends JSON as a form.
             headers = [pair for pair in request.scope["headers"] if pair[0] != b"content-type"]
-            scope = {**request.scope, "headers": [*headers, (b"content-type", b"application/json")]}
+            headers.append((b"content-type", b"application/json"))
+            scope = {**request.scope, "headers": headers}
             return await handle(BodyRequest(scope, request.receive))
 
         return handler
 
 
 class BodyRequest(Request):
+    """Request whose body is limited in size and validated in a thread."""
+
     async def body(self) -> bytes:
-        """At most `app.state.body_limit` bytes. Raises ApiError 413."""
+        """Returns the body. Raises ApiError 413 if it is longer than `app.state.body_limit`."""
         if not hasattr(self, "_body"):
-            # An empty body becomes white space, which is not JSON either.
+            # An empty body becomes white space, because FastAPI does not parse an empty one. Both
+            # are invalid JSON.
             self._body = await self._read(self.app.state.body_limit) or b" "
         return self._body
 
     async def json(self) -> Any:
-        """The validated body. Raises ApiError 400."""
+        """Returns the validated body of the path's model. Raises ApiError 400 if it is invalid."""
         raw = await self.body()
         model = BODIES[self.scope["path"]]
         return await asyncio.get_running_loop().run_in_executor(PARSERS, parse_body, model, raw)
 
     async def _read(self, limit: int) -> bytes:
+        """Returns the bytes that the client sends. Raises ApiError 413 beyond `limit` bytes."""
         parts = []
         size = 0
         async for part in self.stream():
@@ -79,7 +88,7 @@ class BodyRequest(Request):
 
 
 def body_limit(max_seq_len: int) -> int:
-    """Bytes that a body may have. The longest prompt fits, also with JSON's escapes."""
+    """Largest size of a body in bytes. The longest prompt fits, even if JSON escapes it."""
     return BODY_BYTES + BYTES_PER_TOKEN * max_seq_len
 
 
@@ -87,10 +96,13 @@ def body_limit(max_seq_len: int) -> int:
 class Boundary:
     """ASGI middleware around all endpoints.
 
-    It gives every answer an `X-Request-Id`, the client's own if it sent one. It asks for the API
-    key everywhere but at /health. An exception becomes status 500 without its text, which goes to
-    the log. An answer to a body that was not read to its end closes the connection: a client could
-    send on it for ever.
+    Every response has an `X-Request-Id`, which is the client's own id if it is valid. All paths but
+    /health need the API key. An exception becomes status 500, and only the log has its text. The
+    connection closes after a response to a request whose body was not read completely. Otherwise a
+    client could send such a body forever.
+
+    app: the inner ASGI app.
+    api_key: key that requests must have. None: requests need no key.
     """
 
     app: ASGIApp
@@ -101,9 +113,10 @@ class Boundary:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        sent = headers.get("x-request-id", "")
-        name = sent if REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
-        started = False
+        client_id = headers.get("x-request-id", "")
+        request_id = client_id if REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
+        started = False  # whether the response has begun
+        # Whether the client may still send parts of the body.
         unread = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
         async def receive_body() -> Message:
@@ -116,7 +129,7 @@ class Boundary:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                added = [(b"x-request-id", name.encode())]
+                added = [(b"x-request-id", request_id.encode())]
                 if unread:
                     added.append((b"connection", b"close"))
                 message = {**message, "headers": [*message["headers"], *added]}
@@ -135,28 +148,29 @@ class Boundary:
         try:
             await self.app(scope, receive_body, send_named)
         except ClientDisconnect:
-            return
+            return  # nobody reads a response
         except asyncio.CancelledError:
-            # The server stops and its grace is over. Raised on, it would be logged as a fault.
+            # The server stops, and its grace period is over. uvicorn would log the exception as a
+            # fault.
             if not started:
                 stopped = ApiError("the server was stopped", status=503)
                 await error_response(stopped)(scope, receive, send_named)
         except Exception as error:
-            log_exception(f"request {name}", error)
+            log_exception(f"request {request_id}", error)
             if not started:
                 fault = ApiError("internal error", status=500)
                 await error_response(fault)(scope, receive, send_named)
 
 
 def error_response(error: ApiError) -> JSONResponse:
-    """The answer to a refused request. If a client may try again, a header says when."""
+    """Returns the response to a refused request, with Retry-After if the error has it."""
     return JSONResponse(error.to_dict(), status_code=error.status, headers=error.headers)
 
 
 def log_exception(what: str, error: BaseException) -> None:
-    """Writes one line to stderr.
+    """Writes one line about an exception to stderr. `what`: where the exception came from.
 
-    TRTSPEC_DEBUG=1 adds the traceback, which shows paths and texts.
+    The environment variable TRTSPEC_DEBUG=1 adds the traceback, which shows paths and texts.
     """
     sys.stderr.write(f"trtspec: {what}: {type(error).__name__}: {str(error)[:500]}\n")
     if os.environ.get("TRTSPEC_DEBUG") == "1":
@@ -165,7 +179,9 @@ def log_exception(what: str, error: BaseException) -> None:
 
 
 def _has_key(headers: Headers, key: str) -> bool:
+    """Whether the header `Authorization` is `Bearer` with this key."""
     scheme, _, credentials = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         return False
+    # Compared in constant time, so that response times do not reveal the key.
     return hmac.compare_digest(credentials.strip().encode(), key.encode())

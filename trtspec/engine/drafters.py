@@ -1,4 +1,4 @@
-"""Where drafts come from: an Eagle3 head, or nowhere."""
+"""Drafters: speculation with an Eagle3 head, and plain decoding without drafts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ DraftSampling = Literal["argmax", "probabilistic"]
 
 
 class Drafter:
-    """The interface of a drafter, and plain decoding: no drafts, one token per round.
+    """Interface of drafters. This class itself proposes no drafts, which is plain decoding.
 
     The engine calls `prompts` for each pass over prompts. In each round it calls `propose` before
-    the verification and `learn` after it. It calls `move` when a row of the batch moves.
+    the verification, and `learn` after the verification. It calls `move` if a row changes its
+    index.
+
+    aux_layers: indices of the target's layers whose hidden states the drafter reads.
+    draft_ids: int64 [Vd], target id of each token of the draft vocabulary. None: both vocabularies
+        are the same.
+    cache: state of the head. None without a head.
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -29,41 +35,49 @@ class Drafter:
     cache: State | None = None
 
     def prompts(self, aux: Tensor | None, tokens: Tensor, pieces: list[TextPiece]) -> None:
-        """Takes the target's states of pieces of prompts.
+        """Reads the target's hidden states of parts of prompts.
 
-        aux: [1, T, n_aux*H].
-        tokens: int64 [1, T], the token that follows each position.
+        Args:
+            aux: [1, T, n_aux*H], hidden states of all parts, concatenated. None without a head.
+            tokens: int64 [1, T], token that follows each position.
+            pieces: cache row, begin and end of each part.
         """
 
     def propose(self, batch: DecodeBatch) -> list[int]:
-        """Writes up to `batch.draft_len` drafts of each row to `batch.block`. Returns how many."""
+        """Writes up to `batch.draft_len` drafts per row to `batch.block`.
+
+        Returns the number of drafts of each row.
+        """
         return [0] * len(batch)
 
     def learn(
         self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, accepted: Tensor
     ) -> None:
-        """Takes the result of a verification, before the rows advance.
+        """Reads the result of a verification, before the rows advance.
 
-        aux: [B, T or more, n_aux*H], the target's states of each row's last token and its drafts.
-        tokens: int64 [B, T], the token that follows each state.
-        accepted: int64 [B], the accepted drafts.
+        Args:
+            batch: the batch.
+            aux: [B, T or more, n_aux*H], target's hidden states of each row's last token and
+                drafts. None without a head.
+            tokens: int64 [B, T], token that follows each state.
+            accepted: int64 [B], number of accepted drafts of each row.
         """
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copies the memory of a row of `length` tokens to another row."""
+        """Copies the drafter's state of `length` tokens from row `source` to row `target`."""
 
 
 class Eagle3Drafter(Drafter):
-    """Chain drafting with an Eagle3 head and its own KV cache.
+    """Drafts a chain of tokens with an Eagle3 head, which has a KV cache of its own.
 
-    The head's input at position t is the target's state there and the token at t + 1. Cache entries
-    of true states are written for the prompt and after each verification, over the entries that a
-    chain of drafts added.
+    The head's input at position t is the target's hidden state at t and the token at t + 1. A chain
+    of drafts uses the head's outputs in place of the target's states, and writes cache entries for
+    them. After a verification, entries from the target's states overwrite these entries.
 
-    `argmax`: the drafts of a sampled request are the head's likeliest tokens, as vLLM and
-    TensorRT-LLM draft. They are accepted with the target's probability p. `probabilistic`: they are
-    drawn from the head's distribution q, and accepted with min(1, p/q). Both leave the target's
-    distribution unchanged.
+    With `draft_sampling` "argmax", drafts are the head's likeliest tokens, as in vLLM and
+    TensorRT-LLM. In sampled requests they are accepted with the target's probability p. With
+    "probabilistic", drafts of sampled requests are drawn from the head's distribution q, and
+    accepted with probability min(1, p/q). Both leave the target's distribution unchanged.
     """
 
     def __init__(
@@ -81,12 +95,13 @@ class Eagle3Drafter(Drafter):
         self.cache: State = head.new_cache(rows, max_len)
         weight = head.fc.weight
         hidden = head.spec.hidden_size
-        # The head's outputs at each row's last true state: `feedback` is the input of the first
-        # draft step, `normed` gives the logits of the first draft.
+        # The head's outputs at the last position of each row that has a target's state. `normed`
+        # gives the logits of the first draft, `feedback` is the hidden input for the second draft.
         self.feedback = weight.new_zeros(rows, 1, hidden)
         self.normed = weight.new_zeros(rows, hidden)
 
     def prompts(self, aux: Tensor | None, tokens: Tensor, pieces: list[TextPiece]) -> None:
+        """Runs the head over parts of prompts, and keeps its outputs at their last positions."""
         assert aux is not None
         feedback, normed = self.head.prompts(self.head.fuse(aux), tokens, pieces, self.cache)
         rows = on_device([piece.row for piece in pieces], tokens.device)
@@ -94,14 +109,15 @@ class Eagle3Drafter(Drafter):
         self.normed[rows] = normed[0]
 
     def propose(self, batch: DecodeBatch) -> list[int]:
-        """Drafts a chain from the last true state: each step's output is the next one's input."""
+        """Drafts a chain of tokens. The head's output of each step is the input of the next."""
         rows = len(batch)
         x = self.feedback[:rows]
         normed = self.normed[:rows]
         drafts = batch.block[:rows, 1:]
         drafts[:, 0] = self._choose(batch, 0, self.head.logits(normed))
         for step in range(1, batch.draft_len):
-            # the draft that this step reads, and its distance from the row's last token
+            # Index of the draft that this step reads. It is also the distance of the head's input
+            # position from the row's last token.
             before = step - 1
             start = batch.start[:rows] + before
             end = batch.reach + before
@@ -112,7 +128,7 @@ class Eagle3Drafter(Drafter):
     def learn(
         self, batch: DecodeBatch, aux: Tensor | None, tokens: Tensor, accepted: Tensor
     ) -> None:
-        """Runs the head over the true states, and keeps its output at each row's last one."""
+        """Runs the head over the target's states, and keeps its output at each row's last state."""
         assert aux is not None
         rows, width = tokens.shape
         x = self.head.fuse(aux[:, :width])
@@ -129,9 +145,12 @@ class Eagle3Drafter(Drafter):
             state[target] = state[source]
 
     def _choose(self, batch: DecodeBatch, step: int, logits: Tensor) -> Tensor:
-        """Chooses draft `step` of each row from logits [B, Vd]. Returns target ids, int64 [B].
+        """Chooses a draft of each row from the head's logits. Returns target ids, int64 [B].
 
-        The likeliest, or in sampled rows of a drafter that draws: a random one.
+        Args:
+            batch: the batch, which also stores the distributions of random drafts.
+            step: index of the draft in its chain.
+            logits: [B, Vd], logits of the head.
         """
         ids = logits.argmax(-1)
         sampling = batch.sampling

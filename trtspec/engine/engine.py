@@ -1,8 +1,8 @@
 """The reference engine: continuous batching and speculative decoding, one target pass per round.
 
-`Engine._round` is the whole method on one screen: draft, verify, accept, commit, emit.
-docs/reference-engine.md walks through it. A pass changes no state that cannot be overwritten:
-models/state.py has the rule for the memory of layers.
+`Engine._round` shows speculative decoding on one screen: draft, verify, accept, commit, emit.
+docs/reference-engine.md explains the steps of a round. A pass of the target writes only state that
+a later pass may overwrite. models/state.py has this rule.
 """
 
 from __future__ import annotations
@@ -38,23 +38,28 @@ if TYPE_CHECKING:
     from trtspec.models.eagle3 import Eagle3Head
     from trtspec.models.k2 import KimiModel
 
-PREFILL_TOKENS = 512  # per step, so that a long prompt does not stall the rows that decode
-OVERTAKEN_BY = 256  # later requests, by a request that may keep others waiting
+PREFILL_TOKENS = 512  # per engine step, so that a long prompt does not stall the decoding rows
+# Number of later requests that may overtake a request that would keep others waiting.
+OVERTAKEN_BY = 256
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Limits of an engine, and how it drafts.
+    """Limits and settings of an engine.
 
     Args:
-        draft_len: drafts that a round verifies, with a head.
-        max_seq_len: tokens of a prompt and its output together.
-        record_gaps: keep, per emitted token, the lead of the best logit and of the chosen experts.
-        draft_sampling: how the drafts of sampled requests are chosen.
-        prefill_tokens: of prompts in one pass, and in one step unless `max_num_tokens` is given.
-        max_num_tokens: of a step, prompts and rounds together.
-        prefix_bytes: size of the prefix cache (prefix.py). 0: no prefix is reused.
-        block_tokens: tokens of a block of the prefix cache.
+        draft_len: number of drafts per sequence and round. An engine without a head ignores it.
+        max_batch_size: number of sequences that decode at once.
+        max_seq_len: largest number of tokens of a prompt and its output together.
+        seed: seed of sampled requests that have no seed. The number of the request is added.
+        record_gaps: whether outputs have the logit gap and the expert margin of each token.
+        draft_sampling: choice of the drafts of sampled requests, see `Eagle3Drafter`.
+        prefill_tokens: largest number of prompt tokens in one pass of the target. Without
+            `max_num_tokens` also in one engine step.
+        max_num_tokens: largest number of tokens in one engine step, of prompts, last tokens and
+            drafts together. None: only `prefill_tokens` limits a step.
+        prefix_bytes: size of the prefix cache in bytes. 0: no prefix is reused.
+        block_tokens: number of tokens in a block of the prefix cache.
     """
 
     draft_len: int = 3
@@ -70,11 +75,12 @@ class EngineOptions:
 
 
 class Engine:
-    """Generates for many requests at once.
+    """Generates text for many requests at once.
 
-    Not thread-safe: one thread submits, cancels and steps. A `tokenizer` gives the outputs their
-    text and is needed for stop strings. A failure in one request ends that request, with finish
-    reason "error". An exception that `step` raises concerns all requests, and the engine is dead.
+    The engine is not thread-safe: one thread must submit, cancel and step. Without a `tokenizer`
+    outputs have no text, and stop strings are refused. A failure in one request ends only that
+    request, with finish reason "error". An exception raised by `step` ends all requests, and the
+    engine cannot be used any more.
     """
 
     def __init__(
@@ -95,7 +101,7 @@ class Engine:
         self.draft_len = options.draft_len if head is not None else 0
         self.eos_ids = tokenizer.eos_ids if tokenizer else target.spec.eos_token_ids
         self.device = target.embed.weight.device
-        # drafts of a row that is nearly full reach beyond its end
+        # A row that is nearly full still drafts `draft_len` tokens, also beyond its end.
         cache_len = options.max_seq_len + self.draft_len
         self.cache: State = target.new_cache(options.max_batch_size, cache_len)
         self.drafter = Drafter()
@@ -114,38 +120,43 @@ class Engine:
             )
         self.batch = DecodeBatch(options.max_batch_size, self.draft_len, self.device)
         self.waiting: deque[Sequence] = deque()
-        # the prompt that is partly computed, and its row of the caches
+        # The sequence whose prompt is partly computed, and its row in the caches.
         self.prefilling: Sequence | None = None
         self.prefill_row = 0
-        # ids of requests that end at the next step; unknown ones are ignored
+        # Ids of requests that the next step ends. Unknown ids are ignored.
         self.cancelled: set[str] = set()
         self.submitted = 0
         self.reset_counters()
 
     def reset_counters(self) -> None:
+        """Sets the totals and the statistics of the prefix cache to zero."""
         self.totals = Totals(histogram=[0] * (self.draft_len + 1))
         if self.prefix is not None:
             self.prefix.stats = PrefixStats()
 
     def submit(self, request: GenerationRequest) -> None:
-        """Checks and queues a request. Raises RequestRefused if it can never run."""
+        """Checks and queues a request. Raises RequestRefused if the engine can never run it."""
         self.check(request)
         self.enqueue(request)
 
     def check(self, request: GenerationRequest) -> None:
-        """Raises RequestRefused for a request that can never run.
+        """Raises RequestRefused if the engine can never run the request.
 
-        Reads nothing that a step changes.
+        Other threads may call this method, because it reads nothing that a step changes.
         """
         check_request(
             request, self.max_seq_len, self.target.spec.vocab_size, self.tokenizer is not None
         )
 
     def enqueue(self, request: GenerationRequest, earlier: int = 0) -> None:
-        """Queues a request that passed `check`, after `earlier` requests of the same call.
+        """Queues a request that passed `check`.
 
-        Each of these, and the request's own grammar, lets OVERTAKEN_BY later requests go first, so
-        that neither keeps others waiting.
+        A request that is not the first of its API call, or that has a grammar of its own, could
+        keep other clients waiting. So later requests may overtake it.
+
+        Args:
+            earlier: number of requests of the same API call that were queued before. Each lets
+                OVERTAKEN_BY later requests overtake, and so does a grammar.
         """
         sequence = Sequence(
             request,
@@ -155,18 +166,25 @@ class Engine:
             tokenizer=self.tokenizer,
             seed=self.options.seed + self.submitted + 1,
         )
-        has_grammar = request.grammar is not None and request.grammar.size > 0
-        sequence.turn = self.submitted + (earlier + has_grammar) * OVERTAKEN_BY
+        delays = earlier
+        # A grammar of size 0 was compiled for another request and costs nothing.
+        if request.grammar is not None and request.grammar.size > 0:
+            delays += 1
+        sequence.turn = self.submitted + delays * OVERTAKEN_BY
         self.submitted += 1
         insort(self.waiting, sequence, key=lambda sequence: sequence.turn)
 
     @property
     def has_work(self) -> bool:
+        """Whether a request waits, is prefilled or decodes."""
         return bool(self.waiting or self.prefilling or self.batch.sequences)
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
-        """Computes prompt tokens within the step's budget, then one round for all decoding rows."""
+        """Runs one engine step: prompt chunks, and one speculative round of all decoding rows.
+
+        Returns one output per request that got tokens, ended or failed in this step.
+        """
         outputs: list[Output] = []
         if self.cancelled:
             outputs = self._drop_cancelled()
@@ -177,7 +195,7 @@ class Engine:
         return outputs
 
     def _round(self, outputs: list[Output]) -> None:
-        """Speculative decoding: every row advances by its accepted drafts plus one token."""
+        """Advances every row by its accepted drafts plus one token, and appends the outputs."""
         batch = self.batch
         drafter = self.drafter
         rows = len(batch)
@@ -216,22 +234,32 @@ class Engine:
         outputs += results
 
     def _accept(self, logits: Tensor, drafts: Tensor, offered: list[int]) -> tuple[Tensor, Tensor]:
-        """Returns (tokens int64 [B, T], accepted int64 [B]).
+        """Decides how many drafts of each row are accepted.
 
-        `logits` [B, T, V] are those after the last token and after each of the T-1 drafts.
+        Returns tokens (int64 [B, T]) and accepted (int64 [B]). Row b emits its first
+        accepted[b] + 1 tokens: the accepted drafts, and one token of the target.
+
+        Args:
+            logits: [B, T, V], after each row's last token and after each of its T-1 drafts.
+            drafts: int64 [B, T-1].
+            offered: number of drafts of each row that may be accepted.
         """
         batch = self.batch
         width = drafts.shape[1]
         logits = steered(batch.sequences, logits, drafts)
-        counts = None  # every row offers all drafts
+        counts = None  # None: every row offers all drafts, so nothing is copied to the device
         if min(offered) != width:
             counts = on_device(offered, self.device)
+        # Greedy rows. The results of sampled rows are replaced below.
         tokens = logits.argmax(-1)
         accepted = leading(tokens[:, :-1] == drafts, counts)
         sampling = batch.sampling
         if sampling is not None:
             rows = sampling.rows
+            # The first `draft_len` random numbers of a row were for the drafter.
             uniform = batch.uniform[rows][:, batch.draft_len :]
+            for_drafts = uniform[:, :width]
+            for_final_token = uniform[:, -1:]
             draft_probs = batch.draft_probs
             if draft_probs is not None:
                 draft_probs = draft_probs[rows, :width]
@@ -241,7 +269,7 @@ class Engine:
                 sampling.probabilities(logits[rows]),
                 drafts[rows],
                 draft_probs,
-                torch.cat((uniform[:, :width], uniform[:, -1:]), 1),
+                torch.cat((for_drafts, for_final_token), 1),
                 draft_ids=self.drafter.draft_ids,
                 counts=counts,
             )
@@ -250,19 +278,21 @@ class Engine:
     def _emit(
         self, row: int, tokens: list[int], offered: int | None, logits: Tensor, margins: Tensor
     ) -> Output:
-        """Hands a row its tokens, and returns the output. An error ends the request.
+        """Gives a row's sequence its new tokens, and returns the output of this step.
+
+        An exception ends this request only.
 
         Args:
-            offered: as in `Sequence.emit`.
-            logits: [T, V], row j predicted token j.
-            margins: [T], the experts' margin at each row of `logits`.
+            offered: number of drafts that were verified. None after a prefill.
+            logits: [T, V]. Entry j predicted token j.
+            margins: [T], the lead of the chosen experts at each position of `logits`.
         """
         sequence = self.batch.sequences[row]
         try:
             output = sequence.emit(tokens, offered)
             if self.prefix is not None and output.finish_reason:
                 text = sequence.request.prompt_ids + sequence.token_ids
-                self.prefix.save(text[:-1], row)  # the last token was never computed
+                self.prefix.save(text[:-1], row)  # no pass has read the last token
             logits = logits[: len(output.token_ids)]
             if self.options.record_gaps:
                 first, second = logits.topk(2, -1).values.unbind(-1)
@@ -277,9 +307,9 @@ class Engine:
             return sequence.fail(error)
 
     def generate(self, requests: list[GenerationRequest]) -> dict[str, Output]:
-        """Runs the requests to their end. Raises the error of the first request that fails.
+        """Runs all requests to their end, and returns the complete outputs by request id.
 
-        A request begins as soon as a row of the batch is free.
+        Raises the error of the first request that fails.
         """
         completions = {request.id: Output(request.id) for request in requests}
         for request in requests:
@@ -292,14 +322,16 @@ class Engine:
         return completions
 
     def _prefill(self, outputs: list[Output]) -> int:
-        """Advances prompts, several in a pass. Returns how many of their tokens were computed.
+        """Computes chunks of prompts within the step's budget, and appends the outputs.
 
-        The prompts use the cache rows after the batch.
+        Returns the number of prompt tokens that were computed. Prompts use the rows of the caches
+        after the rows of the batch.
         """
         options = self.options
         budget = options.prefill_tokens
         if options.max_num_tokens is not None:
-            budget = options.max_num_tokens - len(self.batch) * (1 + self.draft_len)
+            decoding_tokens = len(self.batch) * (1 + self.draft_len)
+            budget = options.max_num_tokens - decoding_tokens
         unspent = budget
         while chunks := self._next_chunks(unspent):
             unspent -= sum(map(len, chunks))
@@ -307,14 +339,18 @@ class Engine:
         return budget - unspent
 
     def _next_chunks(self, budget: int) -> list[Chunk]:
-        """Returns the chunks of the next pass. [] if nothing waits or nothing fits.
+        """Returns the chunks of the next pass. [] if no prompt waits or no token fits.
 
-        The prompt that was begun goes first, then waiting prompts while there is room. Only the
-        last chunk may end within its prompt. `budget`: tokens that are left of the step.
+        A partly computed prompt is first, and waiting prompts follow. Only the last chunk may end
+        before its prompt does.
+
+        Args:
+            budget: number of prompt tokens that this step may still compute.
         """
         room = min(budget, self.options.prefill_tokens)
         chunks: list[Chunk] = []
         if self.prefilling is not None:
+            # The batch may have grown or shrunk since the last pass: prompts follow its last row.
             self._move(self.prefill_row, len(self.batch), self.prefilling.prefilled)
         while room > 0:
             row = len(self.batch) + len(chunks)
@@ -328,19 +364,20 @@ class Engine:
             room -= end - begin
         return chunks
 
-    def _next_prompt(self, row: int, beside: list[Chunk]) -> Sequence | None:
-        """Takes the next prompt from the queue and loads its known prefix into `row`.
+    def _next_prompt(self, row: int, chunks: list[Chunk]) -> Sequence | None:
+        """Takes the next sequence from the queue and loads its cached prefix into cache row `row`.
 
-        None if no prompt may begin now. A prompt waits if a chunk `beside` it computes more of its
-        prefix.
+        None if the queue is empty, or if the batch is full. Also None if `chunks` of this pass
+        compute more of the prompt's prefix, which the prompt can reuse in the next pass.
         """
         if not self.waiting or row >= self.max_batch_size:
             return None
         request = self.waiting[0].request
         prompt = request.prompt_ids
+        # Log-probabilities of the prompt need a pass over all its tokens, so no prefix is reused.
         prefix = None if request.prompt_logprobs else self.prefix
         if prefix is not None:
-            for chunk in beside:
+            for chunk in chunks:
                 if prefix.worth_waiting(prompt, chunk.prompt, chunk.sequence.cached_tokens):
                     return None
         sequence = self.waiting.popleft()
@@ -351,7 +388,10 @@ class Engine:
         return sequence
 
     def _prefill_pass(self, chunks: list[Chunk], outputs: list[Output]) -> None:
-        """Runs one pass over the chunks. If it fails, runs each alone: only faulty ones fail."""
+        """Runs one pass over the chunks, and appends their outputs.
+
+        If the pass fails, each chunk gets a pass of its own, so that only faulty requests fail.
+        """
         try:
             aux, following = self._compute(chunks)
             self.drafter.prompts(aux, following, [chunk.piece for chunk in chunks])
@@ -360,6 +400,7 @@ class Engine:
             if len(chunks) == 1:
                 outputs.append(chunks[0].sequence.fail(error))
             else:
+                # Repeating is safe, because a pass writes only state that may be overwritten.
                 for chunk in chunks:
                     self._prefill_pass([chunk], outputs)
             return
@@ -367,15 +408,14 @@ class Engine:
             outputs += self._advance_prompt(chunk)
 
     def _compute(self, chunks: list[Chunk]) -> tuple[Tensor | None, Tensor]:
-        """Fills the cache's rows of the chunks.
+        """Runs the target over the chunks: fills the cache and the chunks' results.
 
-        Returns the captured states [1, T, n_aux*H] and the token that follows each position, int64
-        [1, T]. The chunks follow each other in a single row of tokens, without padding. Every
-        product takes all of them at once, so that a weight is read once. Only attention goes from
-        text to text.
+        Returns the captured hidden states [1, T, n_aux*H], None without a head. Also returns the
+        token that follows each position, int64 [1, T]. The chunks are concatenated without padding,
+        so each weight is read once for all of them. Only attention computes each chunk separately.
         """
         tokens: list[int] = []
-        scored: list[int] = []  # positions in `tokens` whose logits are needed
+        scored: list[int] = []  # indices in `tokens` of the positions whose logits are needed
         for chunk in chunks:
             tokens += chunk.prompt[chunk.piece.begin : chunk.piece.end]
             scored += range(len(tokens) - chunk.scored, len(tokens))
@@ -394,18 +434,26 @@ class Engine:
                 scores = logits[: len(following)].log_softmax(-1)
                 alternatives = max(1, chunk.sequence.request.logprobs)
                 chunk.logprobs = token_logprobs(scores, following, alternatives)
+        return out.aux, on_device([self._following_tokens(chunks)], self.device)
+
+    def _following_tokens(self, chunks: list[Chunk]) -> list[int]:
+        """Returns the token after each position of the chunks, and sets `following` of each chunk.
+
+        A chunk that ends its prompt is followed by the first token of the output.
+        """
         first_tokens = iter(self._first_tokens([chunk for chunk in chunks if chunk.done]))
-        shifted: list[int] = []
+        tokens: list[int] = []
         for chunk in chunks:
             chunk.following = next(first_tokens) if chunk.done else chunk.prompt[chunk.piece.end]
-            shifted += chunk.prompt[chunk.piece.begin + 1 : chunk.piece.end]
-            shifted.append(chunk.following)
-        return out.aux, on_device([shifted], self.device)
+            tokens += chunk.prompt[chunk.piece.begin + 1 : chunk.piece.end]
+            tokens.append(chunk.following)
+        return tokens
 
     def _advance_prompt(self, chunk: Chunk) -> list[Output]:
-        """Takes the chunk's result. Returns [] inside a prompt.
+        """Records a computed chunk. A chunk that ends its prompt becomes a row of the batch.
 
-        At its end: the output with the first token of a new row. If the request fails: its error.
+        Returns [] if the prompt continues. Returns the output with the first token if the prompt
+        ends, or the failed output if the request fails.
         """
         sequence = chunk.sequence
         piece = chunk.piece
@@ -431,35 +479,38 @@ class Engine:
         return [output]
 
     def _first_tokens(self, done: list[Chunk]) -> list[int]:
-        """Chooses the token after each prompt that is computed to its end."""
+        """Returns the first output token of each chunk in `done`, whose prompts are complete."""
         if not done:
             return []
         sequences = [chunk.sequence for chunk in done]
         logits = torch.stack([chunk.logits for chunk in done])
-        logits = steered(sequences, logits.unsqueeze(1), logits.new_empty(len(sequences), 0))[:, 0]
+        no_drafts = logits.new_empty(len(sequences), 0)
+        logits = steered(sequences, logits.unsqueeze(1), no_drafts)[:, 0]
         tokens = logits.argmax(-1)
         sampling = BatchSampling.of(sequences, self.device)
         if sampling is not None:
             numbers = torch.cat([sequence.uniform(1) for sequence in sequences if sequence.sampled])
+            numbers = numbers.to(self.device, non_blocking=True)
             probabilities = sampling.probabilities(logits[sampling.rows])
-            tokens[sampling.rows] = draw(probabilities, numbers.to(self.device, non_blocking=True))
+            tokens[sampling.rows] = draw(probabilities, numbers)
         emitted = on_host(tokens.unsqueeze(1), torch.zeros_like(tokens))
         return [token for (token,) in emitted]
 
     def _remove(self, row: int) -> None:
-        """Takes a row out of the batch."""
+        """Removes a row from the batch. The last row takes its index, in the caches too."""
         moved = self.batch.remove(row)
         if moved != row:
             self._move(moved, row, self.batch.sequences[row].length)
 
     def _move(self, source: int, target: int, length: int) -> None:
+        """Copies `length` tokens of row `source` to row `target`, in cache and drafter."""
         if source == target:
             return
         self.cache.move(source, target, length)
         self.drafter.move(source, target, length)
 
     def _drop_cancelled(self) -> list[Output]:
-        """Ends the cancelled requests. Returns their last outputs."""
+        """Removes the cancelled requests, and returns their final outputs."""
         ids = self.cancelled
         self.cancelled = set()
         dropped = [sequence for sequence in self.waiting if sequence.id in ids]
@@ -467,6 +518,7 @@ class Engine:
         if self.prefilling and self.prefilling.id in ids:
             dropped.append(self.prefilling)
             self.prefilling = None
+        # From the last row on, because the last row takes the index of a removed one.
         for row in reversed(range(len(self.batch))):
             if self.batch.sequences[row].id in ids:
                 dropped.append(self.batch.sequences[row])

@@ -1,6 +1,6 @@
-"""The HTTP surface of the reference engine: OpenAI-compatible generation, and the server's status.
+"""The HTTP API of the reference engine: OpenAI-compatible generation, and the server's status.
 
-The status is health, version, models and counters. FastAPI writes the OpenAPI document.
+The status endpoints are health, version, models and counters. FastAPI writes the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from trtspec.checkpoint.chat_parser import END_OF_TURN
 from trtspec.checkpoint.tokenizer import KimiTokenizer
-from trtspec.engine.answers import DONE, ChoiceStream, body, encoded, usage_chunk
+from trtspec.engine.answers import DONE, ChoiceStream, encoded, response_parts, usage_chunk
 from trtspec.engine.bodies import ApiError, ChatBody, CompletionBody, Form
 from trtspec.engine.boundary import BodyRoute, Boundary, body_limit, error_response
 from trtspec.engine.engine import Engine
@@ -34,7 +34,7 @@ from trtspec.engine.request import PromptTooLong, RequestRefused
 from trtspec.engine.worker import SCORES_IN_FLIGHT, Reservation, Worker
 from trtspec.models.precision import dtype_name
 
-RETRY_SECONDS = 1
+RETRY_SECONDS = 1  # in the header Retry-After of refused requests
 Result = TypeVar("Result")
 
 
@@ -61,21 +61,24 @@ def create_app(
     api_key: str | None = None,
     max_queue: int = 512,
 ) -> FastAPI:
-    """The server around an engine, whose thread lives as long as the app does.
+    """Returns the FastAPI app that serves an engine.
 
-    `app.state.worker` is the bridge to the thread.
+    The app's lifespan starts and stops the engine's thread. `app.state.worker` is the Worker that
+    runs this thread.
 
     Args:
-        served: the name of the model.
-        api_key: without a key everyone is served.
-        max_queue: requests that wait while others run.
+        engine: the engine that generates.
+        tokenizer: the tokenizer of the target.
+        served: name of the model in requests and responses.
+        api_key: key that requests must have. None: requests need no key.
+        max_queue: largest number of requests that wait while others run.
     """
     worker = Worker(engine, max_queue)
-    ends = set(engine.eos_ids)
+    end_ids = set(engine.eos_ids)
     end_of_turn = tokenizer.special_tokens.get(END_OF_TURN)
     if end_of_turn is not None:
-        ends.add(end_of_turn)
-    grammars = Grammars(tokenizer, sorted(ends))
+        end_ids.add(end_of_turn)
+    grammars = Grammars(tokenizer, sorted(end_ids))
     preparation = Preparation(engine, tokenizer, served)
 
     @asynccontextmanager
@@ -96,23 +99,27 @@ def create_app(
     app.add_exception_handler(RequestRefused, _refused)
     _add_status(app, worker, served)
 
-    async def answer(asked: CompletionBody | ChatBody, request: Request) -> Response:
-        """Prepares beside the event loop, then generates."""
+    async def answer(body: CompletionBody | ChatBody, request: Request) -> Response:
+        """Prepares the request in a thread, generates, and returns the response.
+
+        The reservation is released after the response is sent, or at once if the request fails.
+        """
         reservation = Reservation(worker)
-        _require_model(asked.model, served)
+        _require_model(body.model, served)
         try:
             grammar = None
-            if asked.form is not None:
-                # Grammars come first: a flood of forms is refused here, and never queued.
-                grammar = await _unless_disconnected(request, _compiled(asked.form, grammars))
-            _require_room(asked.choices, reservation)  # before anything is tokenized
+            if body.form is not None:
+                # The grammar is first, so that a flood of expensive grammars never fills the queue.
+                grammar = await _unless_disconnected(request, _compiled(body.form, grammars))
+            # Room is reserved before tokenizing, so that a full server refuses cheaply.
+            _require_room(body.choices, reservation)
             # Templates and long texts take a while, so a thread prepares the job.
-            job = await asyncio.to_thread(preparation.call, asked, grammar)
+            job = await asyncio.to_thread(preparation.call, body, grammar)
             _require_room_for_scores(job.scores(engine.max_seq_len), reservation)
-            if asked.stream:
+            if body.stream:
                 return Reply(reservation, _stream(job, worker), media_type="text/event-stream")
             completions = await _unless_disconnected(request, worker.collect(job.requests))
-            pieces = await asyncio.to_thread(encoded, body(job, completions))
+            pieces = await asyncio.to_thread(encoded, response_parts(job, completions))
             length = {"Content-Length": str(sum(map(len, pieces)))}
             return Reply(reservation, pieces, media_type="application/json", headers=length)
         except BaseException:
@@ -120,20 +127,20 @@ def create_app(
             raise
 
     @app.post("/v1/completions", response_model=None, responses=ERRORS)
-    async def completions(asked: CompletionBody, request: Request) -> Response:
+    async def completions(body: CompletionBody, request: Request) -> Response:
         """Completes one or several prompts, given as text or as token ids."""
-        return await answer(asked, request)
+        return await answer(body, request)
 
     @app.post("/v1/chat/completions", response_model=None, responses=ERRORS)
-    async def chat_completions(asked: ChatBody, request: Request) -> Response:
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answers a conversation."""
-        return await answer(asked, request)
+        return await answer(body, request)
 
     return app
 
 
 class Reply(StreamingResponse):
-    """An answer in chunks. Releases the request's reservation when it is sent, or cannot be."""
+    """A response in chunks. Releases the reservation after the last chunk or a failed send."""
 
     def __init__(
         self, reservation: Reservation, chunks: AsyncIterator[str] | list[bytes], **options: Any
@@ -149,7 +156,10 @@ class Reply(StreamingResponse):
 
 
 async def _compiled(form: Form, grammars: Grammars) -> Grammar:
-    """The grammar of a form. Raises ApiError."""
+    """Returns the compiled grammar of a form.
+
+    Raises ApiError 400 if the form is invalid or too expensive, and 503 if too many forms wait.
+    """
     try:
         return await grammars.compiled(form.syntax, form.text)
     except ValueError as error:
@@ -160,10 +170,14 @@ async def _compiled(form: Form, grammars: Grammars) -> Grammar:
 
 
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`. When the client goes away, cancels it and raises an ApiError."""
+    """Returns the result of `work`.
+
+    If the client disconnects first, cancels `work` and raises ApiError 499.
+    """
     working = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(request))
-    # Without this, asyncio would log an exception that nobody asked for.
+    # If the client is gone, nobody reads an exception of `work`. Reading it here prevents asyncio
+    # from logging it.
     working.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -176,18 +190,22 @@ async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Resul
 
 
 async def _disconnected(request: Request) -> None:
+    """Waits until the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def _stream(job: ApiCall, worker: Worker) -> AsyncIterator[str]:
-    """Yields the server-sent events of all choices, in the order in which the engine makes them."""
+    """Yields the server-sent events of all choices, in the order of the engine's outputs.
+
+    An error becomes the last event, because the status of the response is already sent.
+    """
     streams = [ChoiceStream(job, index) for index in range(len(job.requests))]
     try:
         async for index, output in worker.run(job.requests):
             push = streams[index].push
             if output.prompt_logprobs:
-                # A long prompt has many log-probabilities: a thread writes them.
+                # Writing the log-probabilities of a long prompt would block the event loop.
                 chunk = await asyncio.to_thread(push, output)
             else:
                 chunk = push(output)
@@ -196,22 +214,23 @@ async def _stream(job: ApiCall, worker: Worker) -> AsyncIterator[str]:
     except (ApiError, RequestRefused) as failure:
         yield f"data: {json.dumps(_as_api_error(failure).to_dict())}\n\n"
         return
-    if job.asked.usage_wanted != "no":
+    if job.body.usage_wanted != "no":
         yield usage_chunk(job, [stream.completion for stream in streams])
     yield DONE
 
 
-def _require_model(asked: str | None, served: str) -> None:
-    if asked not in (None, served):
-        message = f"The model `{asked}` does not exist; this server serves `{served}`"
+def _require_model(model: str | None, served: str) -> None:
+    """Raises ApiError 404 if a client names another model than the served one."""
+    if model not in (None, served):
+        message = f"The model `{model}` does not exist; this server serves `{served}`"
         raise ApiError(message, status=404, param="model", code="model_not_found")
 
 
 def _require_room(wanted: int, reservation: Reservation) -> None:
-    """Reserves `wanted` generations.
+    """Reserves room for `wanted` generations.
 
-    Raises ApiError 429 while too many requests wait, 503 while the engine is down, 400 for a
-    request that can never run.
+    Raises ApiError 503 if the engine stopped. Raises 400 if a request has more generations than the
+    server ever takes, and 429 if too many requests wait.
     """
     worker = reservation.worker
     if not worker.healthy:
@@ -227,9 +246,9 @@ def _require_room(wanted: int, reservation: Reservation) -> None:
 
 
 def _require_room_for_scores(wanted: int, reservation: Reservation) -> None:
-    """Reserves `wanted` scores.
+    """Reserves memory for `wanted` log-probabilities.
 
-    Raises ApiError 400 if the request asks for too many, 429 while all requests together do.
+    Raises ApiError 400 if this request exceeds the limit, and 429 if all requests together do.
     """
     limit = (
         f"this server keeps log-probabilities of {SCORES_IN_FLIGHT} tokens and alternatives at once"
@@ -244,7 +263,7 @@ def _require_room_for_scores(wanted: int, reservation: Reservation) -> None:
 
 
 def _as_api_error(error: Exception) -> ApiError:
-    """The error that a client gets for an error of this server, its engine or the framework."""
+    """Returns the ApiError for an error of this server, of the engine or of the framework."""
     if isinstance(error, RequestRefused):
         code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
         return ApiError(error.message, param=error.param, code=code)
@@ -255,53 +274,55 @@ def _as_api_error(error: Exception) -> ApiError:
 
 
 async def _refused(_: Request, error: Exception) -> JSONResponse:
+    """Returns the response to a request that raised `error`. FastAPI calls it as a handler."""
     return error_response(_as_api_error(error))
 
 
 def _add_status(app: FastAPI, worker: Worker, served: str) -> None:
-    """Adds the endpoints with the server's status."""
+    """Adds the status endpoints: health, version, models and Prometheus metrics."""
     engine = worker.engine
     model = {"id": served, "object": "model", "created": int(time.time()), "owned_by": "trtspec",
              "max_model_len": engine.max_seq_len}  # fmt: skip
 
     @app.get("/health", responses=ERRORS)
     async def health() -> Response:
-        """200 while the engine runs."""
+        """Returns status 200 while the engine runs, and 503 if it stopped."""
         return Response(status_code=200 if worker.healthy else 503)
 
     @app.get("/version", responses=ERRORS)
     async def version() -> dict[str, str]:
-        """Version of the server, its data type, and how drafts of sampled requests are chosen."""
-        how = {"version": app.version, "dtype": dtype_name(engine.target.dtype)}
+        """Returns the server's version and data type, and with a head its draft sampling."""
+        properties = {"version": app.version, "dtype": dtype_name(engine.target.dtype)}
         if engine.draft_len:
-            how["draft_sampling"] = engine.options.draft_sampling
-        return how
+            properties["draft_sampling"] = engine.options.draft_sampling
+        return properties
 
     @app.get("/v1/models", responses=ERRORS)
     async def models() -> dict[str, Any]:
-        """The one model that is served."""
+        """Lists the served model."""
         return {"object": "list", "data": [model]}
 
     @app.get("/v1/models/{name:path}", responses=ERRORS)
     async def one_model(name: str) -> dict[str, Any]:
-        """The model by its name."""
+        """Returns the served model. Status 404 if `name` is another model."""
         _require_model(name, served)
         return model
 
     @app.get("/prometheus/metrics", responses=ERRORS, response_class=Response)
     async def prometheus() -> Response:
-        """Totals since the start, for a scraper."""
+        """Returns the engine's totals since the start, in Prometheus' text format."""
         text = generate_latest(EngineCollector(engine))
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 class EngineCollector(Collector):
-    """Reads the engine's totals at the moment of the scrape."""
+    """Prometheus collector that reads the engine's totals at the moment of the scrape."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
     def collect(self) -> Iterator[Metric]:
+        """Yields the engine's counters, and the current sizes of batch and queue."""
         totals = self.engine.totals
         counters = {
             "requests": (totals.requests, "Requests that ended."),
@@ -331,6 +352,7 @@ class EngineCollector(Collector):
         name, text = "accepted_tokens_per_position", "Steps that accepted this draft position."
         positions = CounterMetricFamily(f"trtspec_spec_decode_{name}", text, labels=["position"])
         for position in range(1, len(totals.histogram)):
+            # A step that accepted more drafts also accepted the draft at this position.
             positions.add_metric([str(position)], sum(totals.histogram[position:]))
         yield positions
         yield GaugeMetricFamily(

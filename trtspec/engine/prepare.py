@@ -1,7 +1,7 @@
-"""From a request body to engine requests.
+"""Conversion of request bodies to engine requests.
 
-Prompts are tokenized, templates rendered and everything checked, beside the event loop and before
-an answer begins.
+Prompts are tokenized, chat templates are rendered, and all fields are checked. The server does this
+in a thread, before it sends the first byte of a response.
 """
 
 from __future__ import annotations
@@ -20,20 +20,24 @@ from trtspec.engine.grammars import Grammar
 from trtspec.engine.request import GenerationRequest, PromptTooLong, Sampling
 from trtspec.errors import TrtspecError
 
-LONGEST_ESCAPE = 6  # characters of JSON per byte of text
-SEEDS = 2**64
+LONGEST_ESCAPE = 6  # largest number of JSON characters per byte of text
+SEEDS = 2**64  # number of different seeds
 
 
 @dataclass(frozen=True)
 class ApiCall:
-    """One API call.
+    """A checked API request and the engine requests that answer it.
 
-    asked: the body of the call.
-    requests: the engine request behind each choice, `asked.n` for every prompt.
-    thinking: whether the prompt ends in an open think tag.
+    body: validated body of the API request.
+    tokenizer: tokenizer of the target.
+    model: name of the served model.
+    requests: engine request of each choice, `body.n` for every prompt.
+    thinking: whether the prompt ends in an open think tag. The answer then begins with reasoning.
+    created: time of the request in seconds since 1970.
+    number: random part of the response's id.
     """
 
-    asked: CompletionBody | ChatBody
+    body: CompletionBody | ChatBody
     tokenizer: KimiTokenizer
     model: str
     requests: list[GenerationRequest]
@@ -43,16 +47,18 @@ class ApiCall:
 
     @property
     def id(self) -> str:
-        prefix = "chatcmpl" if self.asked.chat else "cmpl"
+        """Id of the response, in OpenAI's format."""
+        prefix = "chatcmpl" if self.body.chat else "cmpl"
         return f"{prefix}-{self.number}"
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts. Each prompt counts once."""
-        return sum(len(request.prompt_ids) for request in self.requests[:: self.asked.n])
+        """Number of tokens of all prompts. Each prompt counts once, although it has `n` choices."""
+        first_choices = self.requests[:: self.body.n]
+        return sum(len(request.prompt_ids) for request in first_choices)
 
     def scores(self, max_seq_len: int) -> int:
-        """How many log-probabilities the answers may have: of each token and its alternatives."""
+        """Largest number of log-probabilities of the answers, of tokens and alternatives."""
         total = 0
         for request in self.requests:
             if request.logprobs:
@@ -65,7 +71,10 @@ class ApiCall:
 
 
 class Preparation:
-    """Makes the calls of one engine. Its methods raise ApiError or RequestRefused."""
+    """Converter of request bodies to the requests of one engine.
+
+    All methods raise ApiError or RequestRefused if the engine can never answer the body.
+    """
 
     def __init__(self, engine: Engine, tokenizer: KimiTokenizer, model: str) -> None:
         self.engine = engine
@@ -73,85 +82,92 @@ class Preparation:
         self.model = model
         self.max_bytes = engine.max_seq_len * max(map(len, tokenizer.token_bytes), default=1)
 
-    def call(self, asked: CompletionBody | ChatBody, grammar: Grammar | None = None) -> ApiCall:
-        """The call of a body. Each choice follows its own copy of the grammar."""
-        if isinstance(asked, ChatBody):
-            return self.chat(asked, grammar)
-        return self.completion(asked, grammar)
+    def call(self, body: CompletionBody | ChatBody, grammar: Grammar | None = None) -> ApiCall:
+        """Returns the API call of a body. Each choice follows its own copy of `grammar`."""
+        if isinstance(body, ChatBody):
+            return self.chat(body, grammar)
+        return self.completion(body, grammar)
 
-    def completion(self, asked: CompletionBody, grammar: Grammar | None) -> ApiCall:
-        # Every prompt is measured before the first is tokenized.
-        for prompt in asked.prompts:
+    def completion(self, body: CompletionBody, grammar: Grammar | None) -> ApiCall:
+        """Returns the API call of a completion body."""
+        # Every prompt is measured before the first is tokenized, so that a too long one is refused
+        # cheaply.
+        for prompt in body.prompts:
             if isinstance(prompt, str):
                 self._require_short(len(prompt.encode()), "prompt")
         requests = []
-        scored = asked.echo and asked.top is not None
-        for prompt in asked.prompts:
+        scored = body.echo and body.top is not None
+        for prompt in body.prompts:
             if isinstance(prompt, str):
                 prompt = self.tokenizer.encode(prompt)
-            # For an echo alone (0 tokens) one token is generated and not shown.
-            length = max(1, asked.max_tokens)
-            requests += self._choices(asked, prompt, length, grammar, prompt_logprobs=scored)
-        return ApiCall(asked, self.tokenizer, self.model, requests)
+            # The engine generates at least one token. If only the echo is wanted, it is not shown.
+            max_tokens = max(1, body.max_tokens)
+            requests += self._choices(body, prompt, max_tokens, grammar, prompt_logprobs=scored)
+        return ApiCall(body, self.tokenizer, self.model, requests)
 
-    def chat(self, asked: ChatBody, grammar: Grammar | None) -> ApiCall:
-        text, prompt = self._rendered(asked)
-        limit = (
-            asked.max_completion_tokens
-            or asked.max_tokens
-            or max(1, self.engine.max_seq_len - len(prompt))
-        )
+    def chat(self, body: ChatBody, grammar: Grammar | None) -> ApiCall:
+        """Returns the API call of a chat body."""
+        text, prompt = self._rendered(body)
+        room = max(1, self.engine.max_seq_len - len(prompt))
+        limit = body.max_completion_tokens or body.max_tokens or room
         thinking = text.rstrip().endswith("<think>")
         special = self.tokenizer.special_tokens
-        marks = [END_OF_TURN]
-        if asked.ignore_eos:
-            marks = []
-        if asked.offered_tools and not asked.parallel_tool_calls and not asked.demanded_tools:
-            marks.append("<|tool_call_end|>")  # a free answer ends after its first call
-        stops = [*asked.stop_token_ids, *(special[mark] for mark in marks if mark in special)]
-        mark = ""
+        stop_marks = [END_OF_TURN]
+        if body.ignore_eos:
+            stop_marks = []
+        if body.offered_tools and not body.parallel_tool_calls and not body.demanded_tools:
+            # Without parallel calls, the answer ends after its first tool call. A demanded call
+            # needs no stop, because its grammar allows only one.
+            stop_marks.append("<|tool_call_end|>")
+        mark_ids = [special[mark] for mark in stop_marks if mark in special]
+        stops = body.stop_token_ids + mark_ids
+        # The grammar applies after this special token, and from the first token on without one.
+        opening_mark = ""
         if grammar is not None:
-            if asked.strict_tools:
-                mark = SECTION
+            if body.strict_tools:
+                opening_mark = SECTION
             elif thinking:
-                mark = "</think>"
+                opening_mark = "</think>"
+        grammar_after = special.get(opening_mark)
         requests = self._choices(
-            asked, prompt, limit, grammar, stop_token_ids=stops, grammar_after=special.get(mark)
+            body, prompt, limit, grammar, stop_token_ids=stops, grammar_after=grammar_after
         )
-        return ApiCall(asked, self.tokenizer, self.model, requests, thinking)
+        return ApiCall(body, self.tokenizer, self.model, requests, thinking)
 
-    def _rendered(self, asked: ChatBody) -> tuple[str, list[int]]:
-        """Text and tokens of a conversation."""
+    def _rendered(self, body: ChatBody) -> tuple[str, list[int]]:
+        """Returns the text and the token ids of a conversation, as the chat template writes it."""
         template = self.tokenizer.template
-        variables = dict(asked.chat_template_kwargs)
+        variables = dict(body.chat_template_kwargs)
         unknown = variables.keys() - template.variables
         if unknown:
             names = ", ".join(sorted(unknown))
             raise ApiError(
                 f"the chat template has no {names} that could be set", param="chat_template_kwargs"
             )
-        if asked.reasoning_effort:
+        if body.reasoning_effort:
             if "thinking" not in template.variables:
                 raise ApiError(
                     "the chat template cannot switch reasoning on or off", param="reasoning_effort"
                 )
-            variables["thinking"] = asked.reasoning_effort != "none"
-        messages = [message.to_dict() for message in asked.messages]
+            variables["thinking"] = body.reasoning_effort != "none"
+        messages = [message.to_dict() for message in body.messages]
         for index, message in enumerate(messages):
             unread = message.keys() - MESSAGE_FIELDS - template.names
             if unread:
                 where = f"messages[{index}].{min(unread)}"
                 raise ApiError(f"the chat template does not read {where}", param=where)
-        tools = asked.offered_tools
+        tools = body.offered_tools
         try:
-            self._require_short(len(json.dumps([messages, tools])) // LONGEST_ESCAPE, "messages")
+            # JSON is longer than the text. Divided by the longest escape, it is at most as long.
+            json_chars = len(json.dumps([messages, tools]))
+            self._require_short(json_chars // LONGEST_ESCAPE, "messages")
             return self.tokenizer.encode_chat(messages, tools, **{"thinking": None, **variables})
         except RecursionError:
             raise ApiError("a message or a tool is nested too deeply", param="messages") from None
         except PromptTooLong:
             raise
         except TrtspecError as error:
-            # The path is cut off: a client does not learn the server's paths.
+            # The path is cut off, because clients must not learn the server's paths.
             reason = error.message.removeprefix(f"{template.where}: ")
             if reason != error.message:
                 reason = f"the chat template refuses the request: {reason}"
@@ -159,40 +175,54 @@ class Preparation:
 
     def _choices(
         self,
-        asked: CompletionBody | ChatBody,
+        body: CompletionBody | ChatBody,
         prompt: list[int],
         max_tokens: int,
         grammar: Grammar | None,
         **more: Any,
     ) -> list[GenerationRequest]:
-        """The checked requests behind the choices for one prompt. A given seed grows with each."""
-        fields = {name: getattr(asked, name) for name in Sampling.model_fields} | more
-        fields["logit_bias"] = {int(token): value for token, value in asked.logit_bias.items()}
+        """Returns one checked engine request per choice of a prompt.
+
+        Each further choice adds 1 to the body's seed, so that choices differ.
+
+        Args:
+            body: body of the API request.
+            prompt: token ids of the prompt.
+            max_tokens: largest number of tokens to generate per choice.
+            grammar: grammar that the choices follow, None for any text.
+            more: further fields of GenerationRequest.
+        """
+        fields = {name: getattr(body, name) for name in Sampling.model_fields} | more
+        fields["logit_bias"] = {int(token): value for token, value in body.logit_bias.items()}
         logprobs = 0
-        if asked.top is not None:
-            # With 0 alternatives the answer lists the chosen token alone.
-            logprobs = max(1, asked.top)
+        if body.top is not None:
+            # The engine reports no log-probabilities at 0. With 0 alternatives, `scores` lists only
+            # the chosen token.
+            logprobs = max(1, body.top)
         fields["logprobs"] = logprobs
         common = GenerationRequest(
-            "", prompt, max_tokens, stop=asked.stops, grammar=grammar, **fields
+            "", prompt, max_tokens, stop=body.stops, grammar=grammar, **fields
         )
         self.engine.check(common)
-        # An answer ends where its grammar does, also with ignore_eos. These stops come after the
-        # check, which judges the client's own.
+        # An answer ends at the end of its grammar, also with ignore_eos. These tokens are added
+        # after the check, because the check limits only what the client sent.
         stops = list(common.stop_token_ids)
         if grammar is not None:
-            stops += grammar.ends
+            stops += grammar.end_ids
         requests = []
-        for choice in range(asked.n):
+        for choice in range(body.n):
             seed = common.seed
             if seed is not None and choice:
-                # The sum wraps, to stay a signed 64-bit number.
+                # The sum wraps around, so that it stays a signed 64-bit number.
                 seed = (seed + choice + SEEDS // 2) % SEEDS - SEEDS // 2
             update = {"id": uuid.uuid4().hex, "seed": seed, "stop_token_ids": stops}
             requests.append(common.model_copy(update=update))
         return requests
 
     def _require_short(self, size: int, param: str) -> None:
-        """Raises PromptTooLong if a text of `size` bytes cannot fit, whatever its tokens are."""
+        """Raises PromptTooLong if `size` bytes are too long even if every token is the longest.
+
+        `param`: name of the body's field, for the error.
+        """
         if size > self.max_bytes:
             raise PromptTooLong(f"{size} bytes of text cannot fit into the context", param=param)

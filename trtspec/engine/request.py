@@ -1,4 +1,4 @@
-"""Requests to the engine: the range of every field, and the check of a request."""
+"""Requests to the engine: their fields with valid ranges, and the check against an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class RequestRefused(UsageError):
-    """A request that cannot be served as it is. `param` names the field."""
+    """Error: the request cannot be served. `param`: name of the faulty field, if one is."""
 
     def __init__(self, message: str, remedy: str = "", param: str | None = None) -> None:
         super().__init__(message, remedy)
@@ -22,22 +22,31 @@ class RequestRefused(UsageError):
 
 
 class PromptTooLong(RequestRefused):
-    """The prompt leaves no room for an answer."""
+    """Error: the prompt leaves no room for an answer in the context."""
 
 
 class StrictModel(BaseModel):
-    """Refuses unknown fields, and values of another type."""
+    """Base of pydantic models that refuse unknown fields, values of another type, and NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Sampling(StrictModel):
-    """How tokens are chosen: the fields that a body and the engine's request share.
+    """The fields that decide how tokens are chosen. API bodies and engine requests have them.
 
-    Names and order are vLLM's: biases, `min_tokens`, then the penalties. Penalties count output
-    tokens, and the repetition penalty counts prompt tokens too. `temperature` 0 is greedy. `top_k`
-    0 and -1 and `top_p` 1 are off. `seed` fixes a sampled request's random numbers whatever else is
-    in the batch. Infinity and NaN are outside of every range.
+    Names are vLLM's, and so is the order of their effects: biases, `min_tokens`, penalties.
+
+    temperature: 0 is greedy.
+    top_p: mass of the likeliest tokens that are kept. 1 is off.
+    top_k: number of the likeliest tokens that are kept. 0 and -1 are off.
+    seed: seed of the request's random numbers, which do not depend on other requests.
+    ignore_eos: whether the output continues after an end-of-sequence token.
+    stop_token_ids: ids of further tokens that end the output.
+    min_tokens: number of output tokens before which no end token is allowed.
+    frequency_penalty: amount subtracted from a logit per occurrence of the token in the output.
+    presence_penalty: amount subtracted from the logits of all tokens in the output.
+    repetition_penalty: divisor of the positive logits of tokens in prompt or output. Negative
+        logits are multiplied by it.
     """
 
     temperature: float = Field(1.0, ge=0, le=100)
@@ -49,21 +58,28 @@ class Sampling(StrictModel):
     min_tokens: int = Field(0, ge=0, le=MAX_INT32)
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
-    repetition_penalty: float = Field(1.0, ge=0.01, le=10)  # below, logits become infinite
+    # Below 0.01, logits could become infinite.
+    repetition_penalty: float = Field(1.0, ge=0.01, le=10)
 
 
 class GenerationRequest(Sampling):
-    """A prompt, and how to continue it: greedy unless a temperature is given.
+    """A request to continue a prompt, greedily unless a temperature is given.
 
-    Raises RequestRefused for a field outside its range.
+    Raises RequestRefused if a field is outside its range.
 
     Args:
+        id: id of the request, unique in its engine.
+        prompt_ids: token ids of the prompt.
+        max_tokens: largest number of tokens to generate.
         stop: strings that end the output and are not part of it. They need an engine with a
             tokenizer.
-        logprobs: alternatives to report per token. 0: none.
-        prompt_logprobs: report them for the prompt's tokens too, from the second on.
-        grammar: each answer follows its own copy.
-        grammar_after: the token after which the grammar applies. None: from the first token on.
+        logprobs: number of alternatives to report per token. 0: no log-probabilities.
+        prompt_logprobs: whether to report log-probabilities of the prompt's tokens too, from the
+            second token on.
+        logit_bias: number to add to the logit of a token, by token id.
+        grammar: Grammar that the output follows. None: any text.
+        grammar_after: id of the token after which the grammar applies. None: the grammar applies
+            from the first token on.
     """
 
     id: str
@@ -89,7 +105,7 @@ class GenerationRequest(Sampling):
 
     @property
     def constrained(self) -> bool:
-        """Whether logits are changed before the sampling."""
+        """Whether a penalty, bias, minimum length or grammar changes the logits."""
         penalties = self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1
         return bool(penalties or self.min_tokens or self.logit_bias or self.grammar)
 
@@ -97,9 +113,13 @@ class GenerationRequest(Sampling):
 def check_request(
     request: GenerationRequest, max_seq_len: int, vocab_size: int, has_tokenizer: bool
 ) -> None:
-    """Raises RequestRefused for a request that cannot run in this engine.
+    """Raises RequestRefused if the request cannot run in an engine with these properties.
 
-    `max_seq_len` bounds prompt plus output, in tokens.
+    Args:
+        request: the request.
+        max_seq_len: largest number of tokens of prompt and output together.
+        vocab_size: number of tokens in the target's vocabulary.
+        has_tokenizer: whether the engine has a tokenizer.
     """
     length = len(request.prompt_ids)
     if not length:

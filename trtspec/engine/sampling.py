@@ -1,11 +1,12 @@
-"""From logits to probabilities to tokens, and which drafts are accepted.
+"""Sampling of tokens from logits, and acceptance of drafts.
 
-All are pure functions over whole batches. They take their random numbers as arguments.
+All functions work on whole batches, have no side effects, and get their random numbers as
+arguments.
 
-Sampled verification is Leviathan et al. 2023 (arXiv 2211.17192). Draft x is kept with probability
-min(1, p(x)/q(x)). At the first rejection a token is drawn from max(p - q, 0), normalised. If all
-are kept, one more is drawn from p. The result has exactly the target's distribution p, whatever the
-drafter's distribution q was.
+Sampled verification follows Leviathan et al. 2023 (arXiv 2211.17192). Draft x is accepted with
+probability min(1, p(x)/q(x)). At the first rejection, a token is drawn from max(p - q, 0),
+normalised. If all drafts are accepted, one more token is drawn from p. The emitted tokens have
+exactly the target's distribution p, for any distribution q of the drafter.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from trtspec.engine.sequence import Sequence, TokenLogprobs
 
 @dataclass(frozen=True)
 class BatchSampling:
-    """Parameters of the S sampled rows of a batch. top_k comes before top_p.
+    """Sampling parameters of the S sampled rows of a batch. top_k is applied before top_p.
 
-    rows: int64 [S], in the batch.
+    rows: int64 [S], indices of the rows in the batch.
     temperature: float32 [S], above 0.
-    top_p: float32 [S], keeps the smallest set of likeliest tokens with that mass. 1: off. None: off
-        in all rows.
-    top_k: int64 [S], keeps the k likeliest tokens. 0: off. None: off in all rows.
-    max_top_k: the largest top_k. 0 if it is unknown or if a row has top_k off.
+    top_p: float32 [S], mass of the likeliest tokens that are kept. 1: off. None: off in all rows.
+    top_k: int64 [S], number of the likeliest tokens that are kept. 0 or less: off. None: off in all
+        rows.
+    max_top_k: largest top_k of the rows. 0 if top_k is off in a row.
     """
 
     rows: Tensor
@@ -39,8 +40,12 @@ class BatchSampling:
     max_top_k: int = 0
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """The sampling distribution, float32 [S, ..., V], of these rows' logits [S, ..., V]."""
-        shape = (-1, *([1] * (logits.dim() - 1)))
+        """Returns the sampling distribution, float32 [S, ..., V].
+
+        `logits` [S, ..., V]: logits of the sampled rows only.
+        """
+        ones = [1] * (logits.dim() - 1)
+        shape = (-1, *ones)  # broadcasts a parameter [S] over the other dimensions
         logits = logits.float()
         # The best logit becomes 0 first. A tiny temperature then gives -inf to all others, and
         # never inf to the best.
@@ -54,7 +59,7 @@ class BatchSampling:
 
     @staticmethod
     def of(sequences: list[Sequence], device: torch.device) -> BatchSampling | None:
-        """The parameters of a batch. None if every sequence is greedy."""
+        """Returns the sampling parameters of a batch. None if every sequence is greedy."""
         rows = [row for row, sequence in enumerate(sequences) if sequence.sampled]
         if not rows:
             return None
@@ -72,40 +77,47 @@ class BatchSampling:
 
 
 def keep_top_k(logits: Tensor, top_k: Tensor, max_top_k: int) -> Tensor:
-    """Sets all but the `top_k` [..., 1] largest logits to -inf. 0 keeps all.
+    """Returns logits [..., V] with all but the largest set to -inf.
 
-    Logits equal to the last one that is kept are kept too. If `max_top_k` is known, as in
-    BatchSampling, fewer logits are sorted.
+    Logits equal to the smallest kept logit are kept too.
+
+    Args:
+        logits: [..., V].
+        top_k: int64 [..., 1], number of logits to keep. 0 or less keeps all.
+        max_top_k: largest value in `top_k`, so that fewer logits are sorted. 0 if a row keeps all.
     """
     size = logits.shape[-1]
     kept = torch.where(top_k > 0, top_k, size).clamp(max=size)
     ordered = logits.topk(min(max_top_k, size) or size, dim=-1).values
-    threshold = ordered.gather(-1, (kept - 1).expand(*logits.shape[:-1], 1))
+    smallest_kept = (kept - 1).expand(*logits.shape[:-1], 1)
+    threshold = ordered.gather(-1, smallest_kept)
     return logits.masked_fill(logits < threshold, float("-inf"))
 
 
 def keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
-    """Nucleus sampling (arXiv 1904.09751).
+    """Returns the nucleus of probabilities [..., V], renormalised (arXiv 1904.09751).
 
-    Keeps the smallest set of likeliest tokens with mass >= top_p, renormalised.
+    The nucleus is the smallest set of likeliest tokens with mass >= `top_p` [..., 1].
     """
     ordered, order = probs.sort(-1, descending=True)
-    before = ordered.cumsum(-1) - ordered  # mass of the likelier tokens; the first is always kept
-    kept = ordered.masked_fill((before >= top_p) & (top_p < 1) & (before > 0), 0.0)
+    mass_before = ordered.cumsum(-1) - ordered  # mass of the likelier tokens
+    # The likeliest token has nothing before it, and is always kept.
+    dropped = (mass_before >= top_p) & (top_p < 1) & (mass_before > 0)
+    kept = ordered.masked_fill(dropped, 0.0)
     result = torch.zeros_like(probs).scatter_(-1, order, kept)
     return result / result.sum(-1, keepdim=True)
 
 
 def draw(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Draws token ids int64 [...] by the inverse distribution function.
+    """Draws one token per distribution by inverting the cumulative distribution.
 
-    Sums in float64: with a vocabulary of 163840 float32 would shift mass between tokens. A token of
-    probability zero is never drawn.
+    Returns token ids, int64 [...]. A token of probability zero is never drawn.
 
     Args:
-        probs: [..., V], need not be normalised.
-        uniform: [...] in [0, 1).
+        probs: [..., V], which need not be normalised.
+        uniform: [...], random numbers in [0, 1).
     """
+    # With a vocabulary of 163,840 tokens, sums in float32 would shift mass between tokens.
     cumulative = probs.double().cumsum(-1)
     threshold = uniform.double().unsqueeze(-1) * cumulative[..., -1:]
     tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
@@ -113,11 +125,11 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def leading(matches: Tensor, counts: Tensor | None = None) -> Tensor:
-    """Accepted drafts per row, int64 [B]: how many leading columns of `matches` are true.
+    """Number of accepted drafts of each row, int64 [B].
 
     Args:
-        matches: bool [B, k].
-        counts: int64 [B], how many of a row's drafts are offered. None: all.
+        matches: bool [B, k], whether each draft is acceptable. Only leading true columns count.
+        counts: int64 [B], number of drafts that a row offers. None: all rows offer k.
     """
     accepted = matches.long().cumprod(-1).sum(-1)
     if counts is not None:
@@ -126,10 +138,13 @@ def leading(matches: Tensor, counts: Tensor | None = None) -> Tensor:
 
 
 def on_host(tokens: Tensor, accepted: Tensor) -> list[list[int]]:
-    """The tokens that each row emits, in one transfer from the device.
+    """Returns the tokens that each row emits, with one transfer from the device.
 
-    These are the accepted (int64 [B]) first tokens (int64 [B, T]) of the row, and one more.
+    Args:
+        tokens: int64 [B, T], accepted drafts of each row, then one token of the target.
+        accepted: int64 [B], number of accepted drafts of each row.
     """
+    # The last column of a row is its number of accepted drafts.
     rows = torch.cat((tokens, accepted.unsqueeze(1)), 1).tolist()
     return [row[: row[-1] + 1] for row in rows]
 
@@ -143,16 +158,20 @@ def accept_sampled(
     draft_ids: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (tokens int64 [B, k+1], accepted int64 [B]). Row b emits tokens[b, :accepted[b]+1].
+    """Accepts or rejects drafts, and draws the token after the accepted drafts.
+
+    Returns tokens (int64 [B, k+1]) and the number of accepted drafts (int64 [B]). Row b emits
+    tokens[b, :accepted[b]+1].
 
     Args:
-        target: float32 [B, k+1, V], p after the last token and after each draft.
-        drafts: int64 [B, k], in target ids.
-        draft_probs: float32 [B, k, Vd], the q from which each draft was drawn. None: the drafter is
-            deterministic, q = 1.
-        uniform: [B, k+1] in [0, 1), a number to accept each draft, and one to draw the token after.
-        draft_ids: int64 [Vd], the draft vocabulary in target ids. None: the two are the same.
-        counts: as in `leading`.
+        target: float32 [B, k+1, V], target's distribution p after the last token and each draft.
+        drafts: int64 [B, k], as target ids.
+        draft_probs: float32 [B, k, Vd], drafter's distribution q of each draft. None: the drafter
+            is deterministic, so q is 1 at the draft.
+        uniform: [B, k+1], random numbers in [0, 1): k to accept drafts, and 1 to draw the token.
+        draft_ids: int64 [Vd], target id of each token of the draft vocabulary. None: both
+            vocabularies are the same.
+        counts: int64 [B], number of drafts that each row offers. None: all rows offer k.
     """
     width = drafts.shape[1]
     rows = torch.arange(len(drafts), device=drafts.device)
@@ -163,10 +182,12 @@ def accept_sampled(
         # q is zero for tokens that a pruned draft vocabulary lacks.
         q = q.new_zeros(*q.shape[:-1], target.shape[-1]).index_copy_(-1, draft_ids, q)
     q_drafted = torch.ones_like(p) if q is None else q.gather(-1, columns).squeeze(-1)
+    # Equal to u < p / q, without a division by zero.
     accepted = leading(uniform[:, :width] * q_drafted < p, counts)
 
     final = target[rows, accepted]
     if width:
+        # Index of the first rejected draft. The clamp is for rows that accepted all drafts.
         last = accepted.clamp(max=width - 1)
         offered = counts
         if offered is None:
@@ -176,24 +197,32 @@ def accept_sampled(
             rejected = torch.zeros_like(final).scatter_(1, rejected_id, float("inf"))
         else:
             rejected = q[rows, last]
-        final = torch.where((accepted < offered).unsqueeze(1), residual(final, rejected), final)
+        has_rejected = (accepted < offered).unsqueeze(1)
+        final = torch.where(has_rejected, residual(final, rejected), final)
     tokens = torch.cat((drafts, drafts.new_zeros(len(drafts), 1)), 1)
     tokens[rows, accepted] = draw(final, uniform[:, width])
     return tokens, accepted
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """max(p - q, 0) of [B, V], normalised. p itself if rounding leaves nothing.
+    """Returns max(p - q, 0), normalised: the distribution after a rejected draft, [B, V].
 
-    A deterministic drafter's q is infinite at the draft, which is then never drawn.
+    For a deterministic drafter, q is infinite at the draft, so that the draft is never drawn. If
+    rounding leaves no mass, returns p.
     """
-    left = (p - q).clamp_(min=0)
-    mass = left.sum(-1, keepdim=True)
-    return torch.where(mass > 0, left / mass, p)
+    excess = (p - q).clamp_(min=0)
+    mass = excess.sum(-1, keepdim=True)
+    return torch.where(mass > 0, excess / mass, p)
 
 
 def token_logprobs(scores: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs]:
-    """The scores [T, V] of the chosen tokens [T], and the `count` best ones of each row."""
+    """Returns the log-probabilities of T chosen tokens, and of the likeliest alternatives.
+
+    Args:
+        scores: [T, V], log-probabilities of all tokens.
+        tokens: ids of the chosen tokens.
+        count: number of alternatives per chosen token.
+    """
     columns = torch.tensor(tokens, device=scores.device).unsqueeze(-1)
     chosen = scores.gather(-1, columns).squeeze(-1).tolist()
     top = scores.topk(min(count, scores.shape[-1]), -1)
@@ -206,9 +235,9 @@ def token_logprobs(scores: Tensor, tokens: list[int], count: int) -> list[TokenL
 
 
 def on_device(values: list[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Copies `values` to a tensor of the device, without the wait of `torch.tensor` there.
+    """Returns `values` as a tensor on the device, without waiting for the device.
 
-    The driver stages a copy from memory that is not pinned (CUDA driver API, "API synchronization
-    behavior").
+    `torch.tensor(..., device=device)` would wait. The CUDA driver stages a non-blocking copy of
+    pageable memory (CUDA driver API, "API synchronization behavior").
     """
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)

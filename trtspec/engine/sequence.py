@@ -1,4 +1,4 @@
-"""A request on its way through the engine: tokens, text and end. Sums over all requests."""
+"""State of a request in the engine: tokens, text and end. Also totals over all requests."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from trtspec.engine.request import GenerationRequest, RequestRefused
 from trtspec.engine.steering import Steering
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-MAX_MASKS_S = 0.1  # of processor time for the grammars' masks of one step
-MIN_TEMPERATURE = 1e-30  # below, a request is greedy: float32 cannot divide by it
+MAX_MASKS_S = 0.1  # seconds of processor time for all grammar masks of one engine step
+MIN_TEMPERATURE = 1e-30  # Lower temperatures are greedy, because float32 cannot divide by them.
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities under the model (temperature 1).
+    """Natural-log probabilities at one position, under the model at temperature 1.
 
-    A server keeps millions of alternatives: 25 bytes each in arrays, 140 in a list of pairs.
+    A server keeps millions of alternatives. In arrays they take 25 bytes each, in a list of pairs
+    140 bytes.
 
-    token, logprob: the chosen token.
-    ids, values: the likeliest tokens, best first.
+    token: id of the chosen token.
+    logprob: log-probability of the chosen token.
+    ids: ids of the likeliest tokens, likeliest first.
+    values: log-probabilities of the tokens in `ids`.
     """
 
     token: int
@@ -39,9 +42,12 @@ class TokenLogprobs:
 
 @dataclass
 class Stats:
-    """Speculation counters of a request. The prefill is not a step.
+    """Counters of speculative decoding.
 
-    histogram: `histogram[j]` steps accepted j drafts.
+    steps: number of verifications. A prefill is not a verification.
+    drafted: number of drafts that were verified.
+    accepted: number of drafts that were accepted.
+    histogram: entry j is the number of verifications that accepted j drafts.
     """
 
     steps: int = 0
@@ -50,6 +56,7 @@ class Stats:
     histogram: list[int] = field(default_factory=list)
 
     def count(self, offered: int, accepted: int) -> None:
+        """Counts one verification of `offered` drafts, of which `accepted` were accepted."""
         self.steps += 1
         self.drafted += offered
         self.accepted += accepted
@@ -58,13 +65,21 @@ class Stats:
 
 @dataclass
 class Output:
-    """The tokens that one engine step added to a request, or all of its steps, joined by `add`.
+    """The result of one engine step for a request. `add` joins the outputs of several steps.
 
-    finish_reason, stats: in the last output of a request.
-    round: drafts offered and accepted in this step. None for a prefill.
-    cached_tokens: prompt tokens that needed no computation. In the first output.
-    gaps: with record_gaps, best minus second-best logit of each token.
-    margins: with record_gaps, the least lead of the experts of each token.
+    id: id of the request.
+    token_ids: ids of the new tokens.
+    text: text that became certain in this step.
+    finish_reason: reason of the request's end. None before its last output.
+    logprobs: log-probabilities of the new tokens, if requested.
+    gaps: best minus second-best logit of each token, with the option `record_gaps`.
+    margins: least lead of the chosen experts of each token, with the option `record_gaps`.
+    stats: counters of the whole request, in its last output.
+    round: numbers of offered and of accepted drafts of this step. None after a prefill.
+    error: exception that ended the request. None if the request did not fail.
+    prompt_logprobs: log-probabilities of the prompt's tokens, in the first output, if requested.
+    cached_tokens: number of prompt tokens whose state came from the prefix cache, in the first
+        output.
     """
 
     id: str
@@ -81,6 +96,7 @@ class Output:
     cached_tokens: int = 0
 
     def add(self, step: Output) -> None:
+        """Appends the output of a later step of the same request."""
         self.token_ids += step.token_ids
         self.text += step.text
         self.logprobs += step.logprobs
@@ -95,9 +111,9 @@ class Output:
 
     @property
     def avg_decoded_tokens_per_iter(self) -> float:
-        """Output tokens per engine iteration, prefill included: 1.0 without drafts.
+        """Number of output tokens per engine step, with the prefill as one step.
 
-        The name is trtllm-serve's.
+        1.0 without drafts, and 0.0 without tokens. The name is trtllm-serve's.
         """
         if not self.token_ids:
             return 0.0
@@ -105,7 +121,7 @@ class Output:
 
 
 class Sequence:
-    """Engine-side state of a request: its tokens, text, random numbers and counters."""
+    """State of one request in the engine: its tokens, text, random numbers and counters."""
 
     def __init__(
         self,
@@ -121,55 +137,60 @@ class Sequence:
         self.id = request.id
         self.token_ids: list[int] = []
         self.limit = min(request.max_tokens, max_seq_len - len(request.prompt_ids))
-        ends = set(request.stop_token_ids)
+        end_ids = set(request.stop_token_ids)
         if not request.ignore_eos:
-            ends |= set(eos_ids)
-        self.ends = frozenset(ends)
+            end_ids |= set(eos_ids)
+        self.end_ids = frozenset(end_ids)
         self.text = TextStream(tokenizer, request.stop)
-        self.steering = Steering(request, self.ends) if request.constrained else None
+        self.steering = Steering(request, self.end_ids) if request.constrained else None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.stats = Stats(histogram=[0] * (draft_len + 1))
         self.sampled = request.temperature >= MIN_TEMPERATURE
         if request.seed is not None:
             seed = request.seed
         self.generator = torch.Generator().manual_seed(seed)
-        self.turn = 0  # in the queue
-        self.prefilled = 0  # prompt tokens in the caches
-        self.cached_tokens = 0  # prefilled tokens that another request computed
-        self.failure: Exception | None = None  # of its constraints; `emit` raises it
+        self.turn = 0  # position in the queue: lower turns are first
+        self.prefilled = 0  # number of prompt tokens in the caches
+        self.cached_tokens = 0  # number of prefilled tokens that an earlier request computed
+        # Failure of the request's constraints in this step. `emit` raises it.
+        self.failure: Exception | None = None
         self.finish_reason: FinishReason | None = None
 
     @property
     def length(self) -> int:
+        """Number of tokens of prompt and output together."""
         return len(self.request.prompt_ids) + len(self.token_ids)
 
     @property
     def remaining(self) -> int:
+        """Number of tokens that the output may still get."""
         return self.limit - len(self.token_ids)
 
     def uniform(self, count: int) -> torch.Tensor:
-        """The request's next `count` random numbers in [0, 1), float32."""
+        """Returns the request's next `count` random numbers in [0, 1), float32 [count]."""
         return torch.rand(count, generator=self.generator)
 
     def fail(self, error: Exception) -> Output:
-        """Ends the request with an error, in its last output."""
+        """Ends the request, and returns its last output, which holds `error`."""
         self.finish_reason = "error"
         return Output(self.id, finish_reason="error", stats=self.stats, error=error)
 
     def emit(self, tokens: list[int], offered: int | None = None) -> Output:
-        """Takes the tokens of a step, at most `remaining`, and cuts them at the end of the request.
+        """Appends the tokens of a step, and returns the output of this step.
 
-        Raises the failure of the request's constraints.
+        Tokens after an end token or a stop string are dropped. Raises `failure` if it is set.
 
-        offered: how many drafts were verified. None after a prefill, which is not a speculation
-            step.
+        Args:
+            tokens: ids of the new tokens, at most `remaining`.
+            offered: number of drafts that were verified. None after a prefill, which is not
+                counted as a speculative step.
         """
         if self.failure is not None:
             raise self.failure
         accepted = len(tokens) - 1
         reason: FinishReason | None = None
-        if not self.ends.isdisjoint(tokens):
-            end = next(index for index, token in enumerate(tokens) if token in self.ends)
+        if not self.end_ids.isdisjoint(tokens):
+            end = next(index for index, token in enumerate(tokens) if token in self.end_ids)
             tokens = tokens[: end + 1]
             reason = "stop"
         text, used = self.text.push(tokens)
@@ -193,16 +214,17 @@ class Sequence:
 
 
 def steered(sequences: list[Sequence], logits: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
-    """Applies each sequence's constraints to logits [B, T, V].
+    """Returns the logits with each sequence's constraints applied, float32 [B, T, V].
 
-    Returns the same tensor if no sequence has constraints.
+    Returns `logits` itself if no sequence has constraints. A failure of constraints is stored in
+    `Sequence.failure`, so that the other sequences continue.
 
-    A sequence whose constraints fail keeps the failure until it takes its tokens. All sequences
-    wait for the masks of grammars. So after MAX_MASKS_S of a step, sequences whose grammar was slow
-    before are refused.
+    All sequences wait until the masks of all grammars are computed. So if they take longer than
+    MAX_MASKS_S, further sequences with a slow grammar are refused.
 
-    logits: after each sequence's last token and each of its drafts.
-    drafts: int64 [B, T-1].
+    Args:
+        logits: [B, T, V], after each sequence's last token and each of its drafts.
+        drafts: int64 [B, T-1].
     """
     if all(sequence.steering is None for sequence in sequences):
         return logits
@@ -226,8 +248,8 @@ def steered(sequences: list[Sequence], logits: torch.Tensor, drafts: torch.Tenso
 class TextStream:
     """The growing text of one request.
 
-    With stop strings, tokens are read one by one, so a generation ends at the same token whatever
-    number a step brings. Text that may be the beginning of a stop string is held back.
+    Text that may be the beginning of a stop string is held back. Without a tokenizer the text is
+    always empty.
     """
 
     def __init__(self, tokenizer: KimiTokenizer | None, stop: Rows[str] = ()) -> None:
@@ -237,14 +259,16 @@ class TextStream:
         self.stopped = False
 
     def push(self, ids: list[int]) -> tuple[str, int]:
-        """Returns (text that is now certain, number of `ids` in the output).
+        """Adds tokens. Returns the text that became certain, and the number of tokens used.
 
-        A stop string ends the output.
+        Tokens after the end of a stop string are not used. The stop string is not in the text.
         """
         if self._detokenizer is None:
             return "", len(ids)
         if not self.stop:
             return self._detokenizer.push(ids), len(ids)
+        # Tokens are read one by one, so that an output ends at the same token whether a step
+        # brings one token or several.
         for used, token in enumerate(ids, 1):
             self._pending += self._detokenizer.push((token,))
             positions = [self._pending.find(word) for word in self.stop if word in self._pending]
@@ -259,7 +283,10 @@ class TextStream:
         return text, len(ids)
 
     def finish(self) -> str:
-        """The held-back text, "" after a stop string. Half a character becomes U+FFFD."""
+        """Returns the text that was held back. "" after a stop string or without a tokenizer.
+
+        An incomplete UTF-8 character becomes U+FFFD.
+        """
         if self.stopped or self._detokenizer is None:
             return ""
         text = self._pending + self._detokenizer.flush()
@@ -269,7 +296,13 @@ class TextStream:
 
 @dataclass
 class Totals(Stats):
-    """Sums over all requests since the engine started."""
+    """Totals of all requests since the engine started.
+
+    iterations: number of engine steps.
+    requests: number of requests that ended.
+    prompt_tokens: number of prompt tokens that were computed.
+    tokens: number of generated tokens.
+    """
 
     iterations: int = 0
     requests: int = 0
@@ -277,11 +310,12 @@ class Totals(Stats):
     tokens: int = 0
 
     def record(self, outputs: Iterable[Output], prompt_tokens: int) -> None:
-        """Adds one engine step, which computed `prompt_tokens` tokens of prompts."""
+        """Adds the outputs of one engine step, which computed `prompt_tokens` prompt tokens."""
         self.iterations += 1
         self.prompt_tokens += prompt_tokens
         for output in outputs:
             self.tokens += len(output.token_ids)
-            self.requests += output.finish_reason is not None
+            if output.finish_reason is not None:
+                self.requests += 1
             if output.round is not None:
                 self.count(*output.round)

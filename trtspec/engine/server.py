@@ -1,4 +1,4 @@
-"""Runs the reference server: binds the port, loads target and head, serves until a signal."""
+"""The reference server: binds the port, loads target and head, and serves until a signal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from trtspec.models.precision import default_dtype, dtype_name
 from trtspec.models.weights import load_target
 
 DEFAULT_MAX_SEQ_LEN = 4096
-SHARED_PRODUCTS_HIDDEN = 1024  # below, a step on one thread is faster than on two
+# Smallest hidden size for several threads. Smaller models decode faster with one thread.
+SHARED_PRODUCTS_HIDDEN = 1024
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,18 @@ class ServerOptions(EngineOptions):
     """Options of the engine and of its server.
 
     Args:
-        dtype: auto is bfloat16 if the device computes it natively, else float32. The ready line
-            names the choice.
-        max_seq_len: 0 is the target's own maximum, at most 4096.
-        max_queue: requests that wait while others run. Further requests get status 429.
-        grace: seconds that a stop gives requests in flight.
-        api_key: if given, requests for all paths but /health must carry it.
+        host: host name or address to bind.
+        port: port to bind. 0: a free port.
+        dtype: data type of the computation. "auto" is bfloat16 if the device computes it natively,
+            and float32 otherwise. The ready line names the choice.
+        device: torch device.
+        max_seq_len: largest number of tokens of a prompt and its output together. 0: the target's
+            maximum, but at most 4,096.
+        served_model_name: name of the model in requests. None: name of the target's directory.
+        max_queue: largest number of waiting requests. Further requests get status 429.
+        grace: seconds in which requests in flight may finish after a stop signal.
+        api_key: key that requests for all paths but /health must have. None: no key.
+        prefix_bytes: size of the prefix cache in bytes. 0: no prefix is reused.
     """
 
     host: str = "localhost"
@@ -63,19 +70,20 @@ class ServerOptions(EngineOptions):
 
 
 def run(target: Path, head: Path | None, options: ServerOptions) -> None:
-    """Serves until SIGTERM (returns) or SIGINT (raises KeyboardInterrupt).
+    """Serves a target, with an Eagle3 head if given, until SIGTERM or SIGINT.
 
-    Requests in flight are finished first. Raises TrtspecError if a checkpoint does not load, the
-    port is taken, or the engine dies.
+    Requests in flight are finished first. Raises KeyboardInterrupt after SIGINT. Raises
+    TrtspecError if a checkpoint does not load, if the port is taken, or if the engine fails.
     """
-    # The port comes before the weights: a taken port should not cost a load.
+    # The port is bound first, because loading the weights takes long and a taken port would waste
+    # this time.
     listener = machine.listen(options.host, options.port)
     engine, tokenizer = build_engine(target, head, options)
     torch.set_num_threads(thread_count(engine.target.spec.hidden_size))
     warm_up(engine)
     name = options.served_model_name or target.resolve().name
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # With few files, idle clients would keep out the others.
+    # Each connection needs a file. At the usual soft limit, idle clients could block all others.
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
     app = create_app(engine, tokenizer, name, options.api_key, options.max_queue)
     worker: Worker = app.state.worker
@@ -83,12 +91,13 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
     if engine.draft_len:
         drafting = f"drafter eagle3, draft length {engine.draft_len}"
     reuse = "prefix reuse" if options.prefix_bytes else "no prefix reuse"
-    how = f"{dtype_name(engine.target.dtype)}, {drafting}, {reuse}"
-    url = f"http://{options.host}:{listener.getsockname()[1]}"
-    ready = f"trtspec: serving {name} on {url} ({how}); next: trtspec bench {url}"
+    properties = f"{dtype_name(engine.target.dtype)}, {drafting}, {reuse}"
+    port = listener.getsockname()[1]
+    url = f"http://{options.host}:{port}"
+    ready = f"trtspec: serving {name} on {url} ({properties}); next: trtspec bench {url}"
     server = AnnouncingServer(app, worker, ready, options.grace)
-    # A collection stops every thread. From here on it skips all objects older than the first
-    # request.
+    # Garbage collection stops every thread. After `freeze` it skips all objects that exist now,
+    # such as the weights.
     gc.collect()
     gc.freeze()
     server.run(sockets=[listener])
@@ -104,9 +113,10 @@ def run(target: Path, head: Path | None, options: ServerOptions) -> None:
 def build_engine(
     target: Path, head: Path | None, options: ServerOptions
 ) -> tuple[Engine, KimiTokenizer]:
-    """Loads checkpoint directories into an engine with its tokenizer.
+    """Loads a target, and a head if given, and returns an engine and the target's tokenizer.
 
-    Raises MissingDependency before it loads a weight if memory or the device is missing.
+    Raises MissingDependency, before any weight is loaded, if the device is missing or its memory
+    is too small.
     """
     device = options.device
     spec = require_target(target).spec
@@ -129,10 +139,11 @@ def build_engine(
 
 
 def warm_up(engine: Engine) -> None:
-    """Runs one short generation: the first request then finds all tables initialised.
+    """Runs one short generation, so that the first request need not initialise anything.
 
     Raises TrtspecError if the target computes NaN or infinity.
     """
+    # The prefill gives one token. The rest leaves room for a round that verifies all drafts.
     request = GenerationRequest(
         "warm-up", [0] * 8, max_tokens=2 + engine.draft_len, ignore_eos=True, logprobs=1
     )
@@ -144,17 +155,25 @@ def warm_up(engine: Engine) -> None:
 
 
 def thread_count(hidden_size: int) -> int:
-    """The physical cores that this process may use. 1 for a small model."""
+    """Number of threads for the model: the physical cores of this process, 1 for a small model."""
     if hidden_size < SHARED_PRODUCTS_HIDDEN:
         return 1
     return machine.physical_cores()
 
 
 class AnnouncingServer(uvicorn.Server):
-    """uvicorn that prints a line when it is ready, and remembers which signal ended it."""
+    """uvicorn server that prints a line after it is ready, and remembers which signal ended it.
+
+    Args:
+        app: the app to serve.
+        worker: worker of the app's engine. If the engine fails, the server stops.
+        ready: line to print to stderr.
+        grace: seconds in which requests in flight may finish after a signal.
+    """
 
     def __init__(self, app: FastAPI, worker: Worker, ready: str, grace: int) -> None:
-        # Requests in flight end after the grace. uvicorn's own timeout is only against a hang.
+        # `shutdown` ends the requests after the grace period. uvicorn's own, later timeout is for
+        # requests that hang even then.
         timeout = grace + 60
         super().__init__(
             uvicorn.Config(
@@ -172,13 +191,14 @@ class AnnouncingServer(uvicorn.Server):
         worker.on_death = self.end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts serving, and prints the ready line if the start succeeds."""
         await super().startup(sockets)
         if self.started:
             sys.stderr.write(self.ready + "\n")
             sys.stderr.flush()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Waits for requests in flight. After the grace period it ends them."""
+        """Waits for requests in flight, and ends them after the grace period."""
         reason = f"the server was stopped, and the answer took more than {self.grace} s"
         late = asyncio.get_running_loop().call_later(self.grace, self.worker.give_up, reason)
         await super().shutdown(sockets)
@@ -186,13 +206,15 @@ class AnnouncingServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Handles SIGTERM and SIGINT while the server runs, in place of uvicorn's handlers."""
         with signals_handled(self._end, signal.SIGTERM, signal.SIGINT):
             yield
 
     def end(self) -> None:
-        """Stops as a signal does: requests in flight are finished, or end with an error."""
+        """Stops the server, but finishes requests in flight unless the engine failed."""
         self.should_exit = True
 
     def _end(self, number: int, frame: FrameType | None) -> None:
+        """Stops the server after the signal `number`."""
         self.ended_by = number
         self.handle_exit(number, frame)

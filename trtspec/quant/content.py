@@ -1,14 +1,14 @@
-"""Whether the bytes of a source are weights: checked in the pass that reads each tensor.
+"""Checks for damaged bytes of a source, made while the conversion reads each tensor.
 
     content = Content(info)
     content.add(chunk)             # the tensor's bytes in order
-    content.findings()             # codes of what is wrong with the tensor
+    content.findings()             # codes of the tensor's faults
 
-A file whose SHA-256 is recorded is compared with it. NaN and infinity are searched everywhere: one
-in a norm or a router spoils every token and would be invisible until the model's first answer.
-Where no SHA-256 is recorded, three checks remain, each with one threshold: runs of zero bytes (a
-download that left a hole), magnitudes (a scale that vanished, a flipped bit of an exponent), and
-the rounding error of each linear. Two equal tensors mean that a shard was written twice.
+If the SHA-256 of a file is recorded, the conversion compares it. Many sources have no record, so
+the bytes of every tensor are checked too. The checks find runs of zero bytes (a download left a
+hole), extreme magnitudes (a bit of an exponent was flipped), a large rounding error of a linear,
+and tensors with equal bytes (a shard was written twice). NaN and infinity are searched in every
+tensor, because one in a norm or a router spoils every token.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ from trtspec.errors import Problem
 from trtspec.formats import SIDE_PARTS
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-Findings = list[tuple[str, str]]  # (code, tensor or file) in the order of the plan
+Findings = list[tuple[str, str]]  # code of a fault and name of the tensor or file, in plan order
 
-MIN_HOLE_BYTES = 1024  # whole rows of zeros are no hole: such tokens or neurons are never used
-MAX_EXPONENT = 60  # no weight or scale is beyond 2^60 or, unless it is 0, below 2^-60
-MAX_ROUNDING_ERROR = 0.2  # of a linear's norm; random weights round with 0.095
+# Shortest run of zero bytes that counts as a hole. Whole rows of zeros do not count, because they
+# belong to tokens or neurons that are never used.
+MIN_HOLE_BYTES = 1024
+# Magnitudes of real weights and scales are between 2^-60 and 2^60, or a weight is 0.
+MAX_EXPONENT = 60
+# Largest rounding error, as a fraction of the linear's norm. Random weights have 0.095.
+MAX_ROUNDING_ERROR = 0.2
 MIN_REPEATED_BYTES = 4096  # smaller tensors may be equal by chance or by initialization
 
 HASH_DIFFERS = "TS-HASH-DIFFERS"
@@ -39,6 +43,7 @@ ALL_ZERO = "TS-TARGET-ZERO"
 OUT_OF_RANGE = "TS-CONTENT-MAGNITUDE"
 ROUNDING = "TS-QUANT-ERROR"
 REPEATED = "TS-CONTENT-REPEATED"
+# Message of a problem, by code. The number of findings and the first finding are written after it.
 SUMMARIES = {
     HASH_DIFFERS: "files whose SHA-256 is not the recorded one",
     HOLE: f"tensors with {MIN_HOLE_BYTES:,} or more zero bytes in the middle of a row, as where a "
@@ -55,7 +60,14 @@ MANTISSA_BITS = {"BF16": 7, "F32": 23}  # both have an exponent of eight bits wi
 
 @dataclass
 class Content:
-    """Checks the bytes of one tensor, which may come in chunks. `seen`: bytes so far."""
+    """Check of one tensor's bytes, which may arrive in chunks.
+
+    info: header entry of the tensor.
+    seen: number of bytes so far.
+    all_zero: whether all bytes so far are zero.
+    has_hole: whether a run of zero bytes was found that is not a number of whole rows.
+    out_of_range: whether a magnitude was too large or too small.
+    """
 
     info: TensorInfo
     seen: int = 0
@@ -65,13 +77,13 @@ class Content:
 
     @property
     def may_be_nan(self) -> bool:
-        """False if every value is in range, which NaN and infinity are not."""
+        """Whether a NaN or infinity is possible. Both are out of range in BF16 and F32."""
         return self.out_of_range or self.info.dtype not in MANTISSA_BITS
 
     def add(self, chunk: Bytes) -> None:
-        """Checks a chunk that begins where the last one ended."""
+        """Checks the next chunk of the tensor's bytes."""
         shape = self.info.shape
-        # The first bytes decide for nearly every tensor.
+        # 64 bytes are checked first, because they decide for nearly every tensor.
         self.all_zero = self.all_zero and not chunk[:64].any() and not chunk.any()
         if len(shape) == 2 and not self.has_hole:
             row_bytes = self.info.nbytes // shape[0]
@@ -82,7 +94,7 @@ class Content:
         self.seen += len(chunk)
 
     def findings(self) -> Findings:
-        """Faults of the bytes so far, by code. A bias may be all zero."""
+        """Returns the faults of the bytes so far. A bias that is all zero is not a fault."""
         name = self.info.name
         if self.all_zero:
             return [] if name.endswith("bias") else [(ALL_ZERO, name)]
@@ -95,27 +107,34 @@ class Content:
 
 
 def _has_hole(chunk: Bytes, begin: int, row_bytes: int) -> bool:
-    """Whether MIN_HOLE_BYTES consecutive bytes or more are zero, other than whole matrix rows.
+    """Whether a chunk has a run of MIN_HOLE_BYTES or more zero bytes that is not whole rows.
 
-    `begin`: offset of the chunk in its tensor.
+    Args:
+        chunk: bytes of a matrix.
+        begin: offset of the chunk in the matrix, in bytes.
+        row_bytes: size of a row of the matrix, in bytes.
     """
-    # A run of MIN_HOLE_BYTES contains a whole block of half that size, wherever it begins.
-    step = MIN_HOLE_BYTES // 2
-    blocks = chunk[: len(chunk) // step * step].reshape(-1, step)
+    # A run of MIN_HOLE_BYTES contains an aligned block of half this size. So only neighbourhoods of
+    # zero blocks are searched byte by byte.
+    block_bytes = MIN_HOLE_BYTES // 2
+    blocks = chunk[: len(chunk) // block_bytes * block_bytes].reshape(-1, block_bytes)
+    # Most blocks are excluded by their first byte.
     zero_blocks = np.flatnonzero(blocks[:, 0] == 0)
     zero_blocks = zero_blocks[~blocks[zero_blocks].any(1)]
     if not zero_blocks.size:
         return False
+    # Consecutive zero blocks are one run, which may begin and end in the neighbouring blocks.
     breaks = np.flatnonzero(np.diff(zero_blocks) != 1) + 1
     for run in np.split(zero_blocks, breaks):
-        first = max(int(run[0]) - 1, 0) * step
-        last = min((int(run[-1]) + 2) * step, len(chunk))
+        first = max(int(run[0]) - 1, 0) * block_bytes
+        last = min((int(run[-1]) + 2) * block_bytes, len(chunk))
         start, end = _longest_zeros(chunk, first, last)
         if end - start < MIN_HOLE_BYTES:
             continue
         if row_bytes < MIN_HOLE_BYTES:
             return True
-        # Zeros at the edge of a later chunk may continue in the chunk beside it.
+        # Zeros at the edge of a chunk may continue in the neighbouring chunk, so an edge counts as
+        # the edge of a row.
         starts_row = start == 0 or (begin + start) % row_bytes == 0
         ends_row = (begin > 0 and end == len(chunk)) or (begin + end) % row_bytes == 0
         if not (starts_row and ends_row):
@@ -124,20 +143,29 @@ def _has_hole(chunk: Bytes, begin: int, row_bytes: int) -> bool:
 
 
 def _longest_zeros(chunk: Bytes, first: int, last: int) -> tuple[int, int]:
-    """Begin and end of the longest run of zero bytes in chunk[first:last]."""
+    """Returns begin and end, in `chunk`, of the longest run of zeros in chunk[first:last]."""
     nonzero = first + np.flatnonzero(chunk[first:last])
+    # Each run of zeros lies between two neighbouring bounds.
     bounds = np.concatenate(([first - 1], nonzero, [last]))
     longest = int(np.diff(bounds).argmax())
     return int(bounds[longest]) + 1, int(bounds[longest + 1])
 
 
 def _is_out_of_range(chunk: Bytes, dtype: str, is_scale: bool) -> bool:
-    """Whether a magnitude is beyond 2^MAX_EXPONENT or below 2^-MAX_EXPONENT. A weight may be 0."""
+    """Whether a magnitude is beyond 2^MAX_EXPONENT or below 2^-MAX_EXPONENT.
+
+    Args:
+        chunk: bytes of whole values.
+        dtype: "BF16" or "F32".
+        is_scale: whether the values are scales. A scale must not be 0, but a weight may be.
+    """
     mantissa_bits = MANTISSA_BITS[dtype]
-    values = chunk.view(f"<u{(mantissa_bits + 9) // 8}")
+    value_bytes = (mantissa_bits + 9) // 8  # 9: sign and exponent
+    values = chunk.view(f"<u{value_bytes}")
     unsigned = values.dtype.type
     without_sign = unsigned((1 << mantissa_bits + 8) - 1)
-    # 0 - 1 wraps around to the largest number, so a weight of 0 is not below the limit.
+    # The bits of positive floats, read as integers, have the order of the floats. Subtracting 1
+    # from the bits of 0 wraps around to the largest integer, so a weight of 0 is above `least`.
     offset = 0 if is_scale else 1
     least = ((127 - MAX_EXPONENT) << mantissa_bits) - offset
     most = (127 + MAX_EXPONENT) << mantissa_bits
@@ -152,7 +180,10 @@ def _is_out_of_range(chunk: Bytes, dtype: str, is_scale: bool) -> bool:
 
 
 def repeated(digests: Iterable[tuple[str, str]]) -> Findings:
-    """One finding for each (name, digest) whose digest an earlier name has."""
+    """Returns a finding for each tensor with the same digest as an earlier tensor.
+
+    `digests`: name and digest of each tensor.
+    """
     first_names: dict[str, str] = {}
     findings = []
     for name, digest in digests:
@@ -163,7 +194,11 @@ def repeated(digests: Iterable[tuple[str, str]]) -> Findings:
 
 
 def content_problems(findings: Findings) -> list[Problem]:
-    """One problem for each code. An expert whose linears are all zero was never used: a warning."""
+    """Returns one problem per code of the findings.
+
+    Findings of zero tensors are a warning if all linears of the expert are zero. Such an expert was
+    never used in training.
+    """
     zeros = [name for code, name in findings if code == ALL_ZERO]
     unused = [name for name in zeros if _is_of_unused_expert(name, zeros)]
     warned = {(ALL_ZERO, name) for name in unused}
@@ -182,7 +217,7 @@ def content_problems(findings: Findings) -> list[Problem]:
 
 
 def _is_of_unused_expert(name: str, zeros: list[str]) -> bool:
-    """Whether all three linears of the expert that `name` is of are among `zeros`."""
+    """Whether `name` is a linear of an expert whose three linears are all in `zeros`."""
     expert = name.rsplit(".", 2)[0]
     siblings = [zero for zero in zeros if zero.startswith(f"{expert}.")]
     linears = {zero.rsplit(".", 2)[1] for zero in siblings}

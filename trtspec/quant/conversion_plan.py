@@ -1,4 +1,4 @@
-"""A conversion to NVFP4, tensor by tensor, decided before the first byte is read."""
+"""Plan of a conversion to NVFP4: the action for each tensor, decided from the headers."""
 
 from __future__ import annotations
 
@@ -33,20 +33,24 @@ from trtspec.quant.policy import (
 )
 from trtspec.specs import ModelSpec
 
-FORMAT_VERSION = 3  # raised when the same options would give other bytes or another journal
+# Part of the journal's header. Raised if the same options would give other bytes or another
+# journal, so that no run resumes an incompatible one.
+FORMAT_VERSION = 3
 Action = Literal["quantize", "decode", "copy"]
 Entry = tuple[str, tuple[int, ...]]  # dtype code and shape of a stored tensor
 
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """How a source is converted. The first three options decide the bytes.
+    """Options of a conversion. The first three options decide the output's bytes.
 
     Args:
-        input_scales: file of activation scales, None for 1.0 everywhere.
-        weight_scales: a key of WEIGHT_SCALES, None for the policy's.
-        workers: threads. 0: as many as cores and memory allow.
-        by_modelopt: ModelOpt's own class packs the weights.
+        kv_cache: data type of the KV cache for the configs, "fp8". None: as the engine chooses.
+        input_scales: file of activation scales. None: 1.0 for every linear.
+        weight_scales: rule for the block scales, a key of WEIGHT_SCALES. None: the policy's rule.
+        workers: number of threads. 0: as many as cores and memory allow.
+        device: torch device of the computation.
+        by_modelopt: whether ModelOpt's own class packs the weights.
     """
 
     kv_cache: str | None = "fp8"
@@ -59,7 +63,18 @@ class ConversionOptions:
 
 @dataclass(frozen=True)
 class Conversion:
-    """A checked request: nothing has been written yet. No problem of the source is an error."""
+    """A checked conversion, of which nothing is written yet.
+
+    checkpoint: the source.
+    spec: architecture of the model.
+    output: directory to write.
+    policy: linears to quantize.
+    options: options of the conversion.
+    scales: activation scales.
+    weight_scales: rule for the block scales, a key of WEIGHT_SCALES.
+    plans: plans of the output shards, in source order.
+    problems: problems of the source, none of which is an error.
+    """
 
     checkpoint: Checkpoint
     spec: ModelSpec
@@ -73,7 +88,7 @@ class Conversion:
 
     @property
     def decisive_options(self) -> dict[str, Any]:
-        """Everything but the source that decides the output's bytes."""
+        """The options that, with the source, decide the output's bytes. Keys are those of JSON."""
         policy = {
             "name": self.policy.name,
             "quantize": self.policy.quantize,
@@ -106,28 +121,37 @@ class Conversion:
                 deviations.append(text)
         return deviations
 
-    @cached_property  # read for the progress after each tensor
+    @cached_property  # cached, because the progress bar reads it after each tensor
     def bytes_in(self) -> int:
+        """Number of bytes of the source's tensors."""
         return sum(plan.bytes_in for plan in self.plans)
 
     @cached_property
     def bytes_out(self) -> int:
+        """Number of bytes of the output's tensors."""
         return sum(plan.bytes_out for plan in self.plans)
 
 
 def prepare(
     source: Path | Checkpoint, output: Path, policy: Policy | None, options: ConversionOptions
 ) -> Conversion:
-    """Opens the source and checks everything that headers and options show.
+    """Opens the source, checks headers and options, and plans the conversion.
 
-    Raises TrtspecError or UsageError. `policy` None: the policy of the source's release.
+    Raises TrtspecError if the source has an error or cannot be converted. Raises UsageError if an
+    option is wrong, or if the source is NVFP4 already.
+
+    Args:
+        source: directory of the source, or an opened checkpoint.
+        output: directory to write.
+        policy: linears to quantize. None: the policy of the source's release.
+        options: options of the conversion.
     """
     target = read_target(source)
     checkpoint = target.checkpoint
     spec = target.spec
     problems = target.problems
     if checkpoint.remote is None:
-        # NaN and infinity are left to the conversion, which names the tensor and the index.
+        # The conversion itself reports NaN and infinity, with tensor and index.
         value_problems = target_value_problems(target)
         problems = problems + [
             problem for problem in value_problems if problem.code != "TS-TARGET-NOT-FINITE"
@@ -147,7 +171,7 @@ def prepare(
 
 
 def refuse_fp4(name: str, stored: WeightFormat) -> None:
-    """Raises UsageError for a checkpoint that is NVFP4 already."""
+    """Raises UsageError if the checkpoint `name`, which is stored as `stored`, is FP4 already."""
     if stored.is_fp4:
         remedy = f"`trtspec serve {name}` takes it as it is; else quantize its source"
         raise UsageError(f"{name} is NVFP4 already", remedy)
@@ -155,7 +179,14 @@ def refuse_fp4(name: str, stored: WeightFormat) -> None:
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor by its plain name. `parts`: the stored tensors of its values. `shape`: decoded."""
+    """A weight or other tensor of the source, and the action that converts it.
+
+    name: plain name, such as `model.norm.weight`, for any storage format.
+    action: action of the conversion.
+    parts: stored tensors, values first.
+    shape: shape after decoding.
+    format: storage format of the source.
+    """
 
     name: str
     action: Action
@@ -165,14 +196,16 @@ class Weight:
 
     @property
     def module(self) -> str:
+        """Name of the module that has the weight."""
         return self.name.removesuffix(".weight")
 
     @property
     def bytes_in(self) -> int:
+        """Number of bytes of the stored tensors."""
         return sum(part.nbytes for part in self.parts)
 
     def layout(self) -> dict[str, Entry]:
-        """The tensors that are written for it, by name."""
+        """Returns dtype and shape of the tensors to write for this weight, by name."""
         if self.action == "copy":
             stored = self.parts[0]
             return {self.name: (stored.dtype, stored.shape)}
@@ -189,9 +222,11 @@ class Weight:
 
 @dataclass(frozen=True)
 class Group:
-    """Linears of one shard that share their scales. Other tensors are groups of one.
+    """Linears of one shard that share `weight_scale_2`, or one tensor that is not quantized.
 
-    `partners` are linears of other shards with the same scales, read for their maximum only.
+    weights: weights that are converted together.
+    partners: linears of other shards that share the scale. Only their maximum is needed.
+    input_scale: activation scale of the linears.
     """
 
     weights: tuple[Weight, ...]
@@ -201,9 +236,11 @@ class Group:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """An output shard, named after the source shard that holds the values of its tensors.
+    """Plan of an output shard.
 
-    `groups` hold `weights` in the order of their conversion.
+    shard: file name, which is also the name of the source shard with the tensors' values.
+    weights: weights of the shard, in file order.
+    groups: the same weights in groups, in the order of their conversion.
     """
 
     shard: PlainName
@@ -211,7 +248,7 @@ class ShardPlan:
     groups: tuple[Group, ...]
 
     def layout(self) -> dict[str, Entry]:
-        """The tensors of the output shard, by name."""
+        """Returns dtype and shape of the output shard's tensors, by name."""
         layout: dict[str, Entry] = {}
         for weight in self.weights:
             layout |= weight.layout()
@@ -219,7 +256,7 @@ class ShardPlan:
 
     @property
     def sources(self) -> list[str]:
-        """Names of the source shards that are read for it."""
+        """Sorted names of the source shards that the conversion of this shard reads."""
         shards = set[str]()
         for group in self.groups:
             for weight in (*group.weights, *group.partners):
@@ -227,23 +264,34 @@ class ShardPlan:
         return sorted(shards)
 
     def source_times(self, source: Path) -> dict[str, int]:
-        """When those shards of the directory `source` were last written, in nanoseconds."""
+        """Returns the time of the last write of each file in `sources`, in nanoseconds.
+
+        `source`: directory of the source.
+        """
         return {name: (source / name).stat().st_mtime_ns for name in self.sources}
 
     @property
     def bytes_in(self) -> int:
+        """Number of bytes of the source's tensors of this shard."""
         return sum(weight.bytes_in for weight in self.weights)
 
     @property
     def bytes_out(self) -> int:
+        """Number of bytes of the output shard's tensors."""
         return sum(byte_count(*entry) for entry in self.layout().values())
 
 
 def plan_conversion(target: ReadTarget, policy: Policy, scales: InputScales) -> list[ShardPlan]:
-    """The output shards in source order. The stored parts of each linear were checked before.
+    """Returns the plans of the output shards, in source order.
 
-    Raises TrtspecError naming the tensor if an input scale is missing, if K is not a multiple of
-    16, or if a quantized tensor is not a linear of the model.
+    Raises TrtspecError with the tensor's name if an input scale is missing, or if a row is not a
+    multiple of 16 values. Also raises it if a quantized tensor is not a linear of the language
+    model.
+
+    Args:
+        target: the source, whose stored tensors are checked.
+        policy: linears to quantize.
+        scales: activation scales.
     """
     checkpoint = target.checkpoint
     weights_by_shard = dict[str, list[Weight]]()
@@ -265,14 +313,16 @@ def plan_conversion(target: ReadTarget, policy: Policy, scales: InputScales) -> 
 
 
 def _weight(target: ReadTarget, info: TensorInfo, policy: Policy) -> Weight | None:
-    """The weight whose values the stored tensor `info` holds. None for a scale or a shape.
+    """Returns the weight whose values are in the stored tensor `info`.
 
-    Raises TrtspecError if the tensor cannot be converted.
+    None if the tensor holds the scales or the shape of another tensor. Raises TrtspecError if the
+    tensor cannot be converted.
     """
     stored = target.checkpoint.tensors
     module, _, suffix = info.name.rpartition(".")
     format = target.formats.get(module)
     if format is None:
+        # The module is not a linear of the language model.
         other = stored_format(stored, module)
         if not other.is_plain:
             text = (
@@ -297,7 +347,7 @@ def _weight(target: ReadTarget, info: TensorInfo, policy: Policy) -> Weight | No
 
 
 def _check_quantizable(name: str, shape: tuple[int, ...], dtype: str) -> None:
-    """Raises TrtspecError if NVFP4 has no encoding of such a weight."""
+    """Raises TrtspecError if a weight with this decoded shape and dtype cannot become NVFP4."""
     if dtype != "BF16":
         text = f"{name} is {dtype}, and BF16, FP8 or INT4 becomes NVFP4"
         raise TrtspecError(text, "save the checkpoint in BF16")
@@ -312,14 +362,21 @@ def _check_quantizable(name: str, shape: tuple[int, ...], dtype: str) -> None:
 def _groups(
     weights: list[Weight], quantized: dict[str, Weight], scales: InputScales, family: Family
 ) -> Iterator[Group]:
-    """Groups of one shard's `weights` in file order. `quantized`: every linear to quantize."""
+    """Yields the groups of one shard, in file order.
+
+    Args:
+        weights: weights of the shard, in file order.
+        quantized: all weights to quantize, of all shards, by module.
+        scales: activation scales.
+        family: model family, which knows the linears that share a scale.
+    """
     in_shard = {weight.module for weight in weights if weight.action == "quantize"}
     grouped = set[str]()
     for weight in weights:
         if weight.action != "quantize":
             yield Group((weight,))
             continue
-        if weight.module in grouped:
+        if weight.module in grouped:  # by the first of the linears that share its scale
             continue
         sharing = [other for other in family.partners(weight.module) if other in quantized]
         members = (weight, *(quantized[other] for other in sharing if other in in_shard))
@@ -330,9 +387,10 @@ def _groups(
 
 
 def plain_names(stored: Mapping[str, object]) -> dict[str, str]:
-    """Plain name of each weight -> the stored tensor with its values, in stored order.
+    """Returns the name of the stored tensor with a weight's values, by plain name of the weight.
 
-    Scales and shapes of quantized weights have no name of their own.
+    A plain name, such as `model.norm.weight`, does not depend on the storage format. Scales and
+    shapes of quantized weights are left out.
     """
     names = {}
     for name in stored:

@@ -1,6 +1,6 @@
-"""Weights in torch, on a CPU or a GPU: decoded to BF16 from any checkpoint format, and packed.
+"""Decoding of stored weights to BF16, and packing to NVFP4, in torch on a CPU or a GPU.
 
-The packer here defines the bytes. It also packs the formats that the C kernel does not know.
+This packer defines the bytes. It also packs formats that the C kernel does not support.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from trtspec.formats import FP8_BLOCK_SIZE, WeightFormat, stored_weight
 from trtspec.quant import nvfp4
 from trtspec.quant.native import BLOCK, Array, Rows, Scaling
 
-DECODE_CHUNK = 1 << 18  # values decoded at a time, so that intermediates stay in the cache
-PACK_CHUNK = 1 << 23  # values packed at a time, so that float32 intermediates are those of few rows
+DECODE_CHUNK = 1 << 18  # values decoded at a time, so that intermediates stay in the CPU's cache
+PACK_CHUNK = 1 << 23  # values packed at a time, which limits the size of float32 intermediates
 
 
 def decoded(tensors: LazyTensors, name: str) -> torch.Tensor:
-    """The tensor `name`: quantized weights as bf16 [N, K], all others in their stored dtype."""
+    """Returns the tensor `name`. Quantized weights become bf16, others keep their dtype."""
     format, parts = stored_weight(tensors.checkpoint.tensors, name)
     stored = [tensors[part.name] for part in parts]
     return DECODERS[format](*stored)
@@ -29,19 +29,20 @@ def decoded(tensors: LazyTensors, name: str) -> torch.Tensor:
 def dequantize_int4(
     weight_packed: torch.Tensor, weight_scale: torch.Tensor, weight_shape: torch.Tensor
 ) -> torch.Tensor:
-    """Decodes the INT4 of Kimi-K2-Thinking and later to bf16 [N, K] = (code - 8) * scale.
+    """Decodes the INT4 weights of Kimi-K2-Thinking and later releases to bf16 [N, K].
 
-    The format is compressed-tensors' `pack-quantized`, symmetric. The product is rounded to BF16
-    once, as compressed-tensors does it. Raises TrtspecError if the shapes contradict each other.
+    A weight is (code - 8) * scale, rounded to bf16 once. The format is the symmetric
+    `pack-quantized` of compressed-tensors, which rounds in the same way. Raises TrtspecError if the
+    shapes contradict each other.
 
     Args:
-        weight_packed: int32 [N, K/8], eight codes each, the first in the lowest bits.
-        weight_scale: bf16 [N, K/group], one scale for each group of 32 values of a row.
+        weight_packed: int32 [N, K/8], eight codes per integer, the first code in the lowest bits.
+        weight_scale: bf16 [N, K/group], scale of each group of values of a row.
         weight_shape: two integers, N and K.
     """
     rows, columns = (int(size) for size in weight_shape.tolist())
     groups = weight_scale.shape[1]
-    packed_shape = (rows, -(-columns // 8))
+    packed_shape = (rows, -(-columns // 8))  # rounded up
     if weight_packed.shape != packed_shape or weight_scale.shape[0] != rows or columns % groups:
         message = (
             f"INT4 tensors do not belong together: weight_packed {list(weight_packed.shape)}, "
@@ -54,31 +55,35 @@ def dequantize_int4(
     step = max(1, DECODE_CHUNK // columns)
     for start in range(0, rows, step):
         chunk = slice(start, start + step)
-        # Each byte spreads over the two bytes of an int16, the low nibble first.
+        # The two nibbles of each byte become the two bytes of an int16, the low nibble first.
         wide = packed[chunk].to(torch.int16)
-        codes = wide.bitwise_or_(wide << 4).bitwise_and_(0x0F0F).view(torch.int8)
-        values = codes[:, :columns].sub_(8).to(torch.bfloat16).view(grouped_shape)
+        wide = wide.bitwise_or_(wide << 4)
+        codes = wide.bitwise_and_(0x0F0F).view(torch.int8)
+        signed = codes[:, :columns].sub_(8)
+        values = signed.to(torch.bfloat16).view(grouped_shape)
         scale = weight_scale[chunk].unsqueeze(-1)
         torch.mul(values, scale, out=result[chunk].view(grouped_shape))
     return result
 
 
 def dequantize_fp8_block(weight: torch.Tensor, weight_scale_inv: torch.Tensor) -> torch.Tensor:
-    """Decodes the FP8 of Kimi-K2-Instruct and DeepSeek-V3 to bf16 [N, K] = weight * scale.
+    """Decodes the FP8 weights of Kimi-K2-Instruct and DeepSeek-V3 to bf16 [N, K].
 
-    The product is computed in float32. The last block of a row or column may be narrower.
+    A weight is value * scale, computed in float32. The last block of a row or column may be
+    smaller.
 
     Args:
         weight: float8_e4m3fn [N, K].
-        weight_scale_inv: float32 [ceil(N/128), ceil(K/128)], one scale for each block of 128x128.
-            It multiplies, despite its name.
+        weight_scale_inv: float32 [ceil(N/128), ceil(K/128)], scale of each block of 128 x 128
+            values. Despite its name, it is the multiplier.
     """
     height, width = FP8_BLOCK_SIZE
     rows, columns = weight.shape
     result = torch.empty(rows, columns, dtype=torch.bfloat16, device=weight.device)
     scales = weight_scale_inv.float().repeat_interleave(width, dim=1)[:, :columns]
     codes = weight.contiguous().view(torch.uint8)
-    # float32 of each E4M3 byte: looking it up is several times faster than torch's conversion
+    # Looking up the float32 value of each E4M3 byte is several times faster than torch's
+    # conversion.
     all_codes = torch.arange(256, device=weight.device).to(torch.uint8)
     table = all_codes.view(torch.float8_e4m3fn).float()
     step = max(1, DECODE_CHUNK // columns)
@@ -92,8 +97,8 @@ def dequantize_fp8_block(weight: torch.Tensor, weight_scale_inv: torch.Tensor) -
     return result
 
 
-# From the stored parts, in the order of `format.parts`, to bf16 [N, K]. Plain weights keep their
-# dtype. A format that weights are read from has a row here.
+# Function that decodes the stored tensors of a weight, in the order of `format.parts`, to bf16
+# [N, K]. Plain weights keep their dtype. Every storage format that can be read has an entry.
 DECODERS: dict[WeightFormat, Callable[..., torch.Tensor]] = {
     WeightFormat.BF16: lambda weight: weight,
     WeightFormat.INT4: dequantize_int4,
@@ -103,7 +108,12 @@ DECODERS: dict[WeightFormat, Callable[..., torch.Tensor]] = {
 
 
 class TorchPacker:
-    """Packs and decodes on the torch device `device`, by the definition of each format."""
+    """Packer in torch, which defines the bytes of the other packers.
+
+    Args:
+        weight_scales: rule for the block scales, "max" or "mse".
+        device: torch device of the computation.
+    """
 
     name = "torch"
 
@@ -112,13 +122,15 @@ class TorchPacker:
         self.device = torch.device(device)
 
     def translates(self, rows: Rows) -> bool:
+        """Returns False, because this packer decodes all quantized rows to BF16 first."""
         return False
 
     def decode(self, rows: Rows, result: Array) -> None:
+        """Decodes rows into `result` [n, K], which holds BF16 values as uint16."""
         _tensor(result, "BF16").copy_(self.decoded(rows))
 
     def decoded(self, rows: Rows) -> torch.Tensor:
-        """bf16 [n, K] on the device. Plain rows keep their dtype."""
+        """Returns the decoded rows, bf16 [n, K] on the device. Plain rows keep their dtype."""
         values = _tensor(rows.values, rows.dtype).to(self.device)
         if rows.scale is None:
             return values
@@ -128,9 +140,11 @@ class TorchPacker:
         return DECODERS[rows.format](*parts)
 
     def amax(self, rows: Rows) -> float:
+        """Returns max|w|. NaN or infinity if the weight is not finite."""
         return float(self.decoded(rows).abs().amax())
 
     def pack(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> int:
+        """Packs rows into `packed` and `scale`. Returns the number of zero blocks."""
         weight = self.decoded(rows)
         zero_blocks = 0
         step = max(1, PACK_CHUNK // weight.shape[1])
@@ -144,13 +158,14 @@ class TorchPacker:
         return zero_blocks
 
     def quantized(self, weight: torch.Tensor, scaling: Scaling) -> nvfp4.NVFP4Tensor:
-        """Quantizes [n, K] rows of a weight."""
+        """Quantizes decoded rows of a weight, [n, K], with the scaling of its group."""
         amax = torch.tensor(scaling.amax, device=self.device)
         return nvfp4.quantize(weight, amax, self.weight_scales)
 
     def errors(
         self, rows: Rows, scaling: Scaling, packed: Array, scale: Array
     ) -> tuple[float, float]:
+        """Returns two sums of squares: differences of packed rows and source, and the source."""
         scale_2 = torch.tensor(scaling.scale_2)
         tensor = nvfp4.NVFP4Tensor(_tensor(packed, "U8"), _tensor(scale, "F8_E4M3"), scale_2)
         original = self.decoded(rows).cpu().float()
@@ -161,5 +176,5 @@ class TorchPacker:
 
 
 def _tensor(array: Array, dtype: str) -> torch.Tensor:
-    """The array's bytes as a tensor of a safetensors dtype, without a copy."""
+    """Returns a tensor that shares the array's memory. `dtype`: safetensors code of its dtype."""
     return torch.from_numpy(array.view("u1")).view(DTYPES[dtype])

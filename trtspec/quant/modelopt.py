@@ -1,4 +1,4 @@
-"""ModelOpt's own classes: the packer of `engine` modelopt, and the observer of calibration."""
+"""Adapters of ModelOpt's classes: a packer for `engine` modelopt, and calibration's observer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ NAN_REMEDY = "look for NaN in the source's weights"
 
 
 class ModelOptPacker(TorchPacker):
-    """Packs each linear by the class that ModelOpt's export uses."""
+    """Packer that quantizes with the class of ModelOpt's export."""
 
     name = "modelopt"
 
     def quantized(self, weight: torch.Tensor, scaling: Scaling) -> NVFP4Tensor:
+        """Quantizes decoded rows of a weight, [n, K], with the scaling of its group."""
         from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
         scale_2 = torch.tensor(scaling.scale_2, device=self.device)
@@ -29,9 +30,12 @@ class ModelOptPacker(TorchPacker):
 
 
 class InputObserver(torch.nn.Module):
-    """ModelOpt's NVFP4 input quantizer while it calibrates.
+    """Calibration of an activation scale with ModelOpt's NVFP4 input quantizer.
 
-    It keeps the largest |x| of linears that share an input. `name`: one of them, for messages.
+    It records the largest |x| of the input of one or several linears.
+
+    Args:
+        name: name of a linear that reads the input, for messages.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -50,7 +54,8 @@ class InputObserver(torch.nn.Module):
         enable_stats_collection(self.quantizer)
 
     def see(self, x: torch.Tensor) -> None:
-        """Records max|x|, any shape. Ignores an empty x. Raises TrtspecError if x holds NaN."""
+        """Records max|x| of an input of any shape. Raises TrtspecError if x holds NaN."""
+        # A routed expert may get no token of a batch.
         if not x.numel():
             return
         try:
@@ -59,10 +64,10 @@ class InputObserver(torch.nn.Module):
             raise TrtspecError(f"{self.name}: its input is NaN ({error})", NAN_REMEDY) from None
 
     def finish(self) -> tuple[float, bool]:
-        """(input_scale = amax / (6 * 448), whether the input was ever anything but zero).
+        """Ends the calibration. Returns the input scale, and whether any input was nonzero.
 
-        An input that was always zero gets ModelOpt's substitute, amax = 6. Raises TrtspecError if
-        no token was seen or if the amax is NaN.
+        The scale is amax / (6 * 448). If the input was always zero, ModelOpt takes amax = 6. Raises
+        TrtspecError if no token was seen, or if the amax is not finite.
         """
         from modelopt.torch.quantization.model_calib import finish_stats_collection
         from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
@@ -75,7 +80,7 @@ class InputObserver(torch.nn.Module):
         if not math.isfinite(amax):
             raise TrtspecError(f"{self.name}: its input's largest value is {amax}", NAN_REMEDY)
         with warnings.catch_warnings():
-            # ModelOpt warns of an input that was always zero, which the caller reports.
+            # ModelOpt warns if the input was always zero. The caller reports this case itself.
             warnings.simplefilter("ignore")
             scale = float(NVFP4QTensor.get_activation_scaling_factor(self.quantizer))
         return scale, amax > 0

@@ -1,10 +1,10 @@
-"""The interface of a packer (stored rows of a weight in, NVFP4 bytes out), and the packer in C.
+"""The interface of packers, which convert stored rows of a weight to NVFP4, and the packer in C.
 
-A packer reads what is on disk (BF16, INT4 with group scales, FP8 with block scales), so that a
-source need not be decoded where it can be translated. The packer here is compiled if a compiler
-exists and is loaded through ctypes. Its calls release the interpreter lock, so that reading,
-computing and writing overlap. Nothing depends on it: without a compiler, or with
-TRTSPEC_KERNEL=torch, the packer in decode.py gives the same bytes, 30 to 1,000 times slower.
+A packer reads stored rows (BF16, INT4 with group scales, FP8 with block scales). Some formats are
+packed directly, without decoding to BF16 first. The kernel in C is compiled on this machine, and
+loaded through ctypes. Its calls release the interpreter lock, so that reading, computing and
+writing overlap. Without a compiler, or with the environment variable TRTSPEC_KERNEL=torch, the
+packer in decode.py gives the same bytes, 30 to 1,000 times slower.
 """
 
 from __future__ import annotations
@@ -35,45 +35,48 @@ BLOCK = NVFP4_BLOCK
 
 
 class Packer(Protocol):
-    """Packs rows to NVFP4. `name`: c, torch or modelopt. `weight_scales`: max or mse.
+    """Interface of packers, which convert rows of a weight to NVFP4.
 
-    `amax`, `pack` and `errors` take packable rows (see `packable_rows`).
+    `amax`, `pack` and `errors` need rows that `packable_rows` returned.
+
+    name: "c", "torch" or "modelopt".
+    weight_scales: rule for the block scales, "max" or "mse".
     """
 
     name: str
     weight_scales: str
 
     def translates(self, rows: Rows) -> bool:
-        """Whether it packs these quantized rows as they are stored."""
+        """Whether the packer packs these quantized rows without decoding them first."""
 
     def decode(self, rows: Rows, result: Array) -> None:
-        """Fills uint16 `result` [n, K] with BF16 values."""
+        """Decodes rows into `result` [n, K], which holds BF16 values as uint16."""
 
     def amax(self, rows: Rows) -> float:
-        """max|w|. NaN or infinity if the weight is not finite."""
+        """Returns max|w|. NaN or infinity if the weight is not finite."""
 
     def pack(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> int:
-        """Fills uint8 `packed` [n, K/2] and `scale` [n, K/16].
+        """Packs rows into uint8 `packed` [n, K/2] and uint8 `scale` [n, K/16].
 
-        Returns the number of zero blocks.
+        Returns the number of blocks that are entirely zero.
         """
 
     def errors(
         self, rows: Rows, scaling: Scaling, packed: Array, scale: Array
     ) -> tuple[float, float]:
-        """(squared error of the packed rows, squared norm of the source's rows)."""
+        """Returns two sums of squares: differences of packed rows and source, and the source."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a weight [N, K] as stored.
+    """Some rows of a weight [N, K], as they are stored.
 
     Args:
-        format: how the weight is stored.
-        dtype: safetensors code of the values.
+        format: storage format of the weight.
+        dtype: safetensors code of the values' dtype.
         values: [n, K] BF16, [n, K/8] INT4 or [n, K] FP8, as unsigned integers of the dtype's width.
         scale: [n, K/group] for INT4, [ceil(n/128), ceil(K/128)] for FP8, None for plain values.
-        scale_dtype: safetensors code of the scales.
+        scale_dtype: safetensors code of the scales' dtype.
     """
 
     format: WeightFormat
@@ -84,11 +87,12 @@ class Rows:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """Shape of the decoded rows, (n, K)."""
         rows, elements = self.values.shape
         return rows, elements * self.format.values_per_element
 
     def head(self, count: int) -> Rows:
-        """The first `count` rows of packable rows."""
+        """Returns the first `count` rows. The format must not share scales between rows."""
         scale = None
         if self.scale is not None:
             scale = self.scale[:count]
@@ -96,24 +100,31 @@ class Rows:
 
 
 class Scaling(NamedTuple):
-    """The largest magnitude and `scale_2` that a group of linears shares, exact in float32."""
+    """Largest magnitude and NVFP4 scale per tensor, which the linears of a group share.
+
+    Both are float32 values.
+
+    amax: largest magnitude of all weights of the group.
+    scale_2: `weight_scale_2` of the tensors, amax / (6 * 448).
+    """
 
     amax: float
     scale_2: float
 
     @staticmethod
     def of(amax: float) -> Scaling:
-        """The same `scale_2` as `nvfp4.scale_2_of`."""
+        """Returns the scaling for a largest magnitude, as `nvfp4.scale_2_of` computes it."""
         scale_2 = float32(amax / NVFP4_RANGE)
-        if scale_2 == 0:
+        if scale_2 == 0:  # all weights are zero, and a scale must not be zero
             scale_2 = float32(1.0 / NVFP4_RANGE)
         return Scaling(amax, scale_2)
 
 
 def float32(value: float) -> float:
-    """Rounds to float32.
+    """Returns `value` rounded to float32.
 
-    One operation on float32 values in double, then this, is that in float32.
+    A single operation on float32 values in double precision, rounded by this function, equals the
+    operation in float32.
     """
     return ctypes.c_float(value).value
 
@@ -121,14 +132,14 @@ def float32(value: float) -> float:
 def read_rows(
     read: Callable[[TensorInfo], Array], format: WeightFormat, parts: Sequence[TensorInfo]
 ) -> Rows:
-    """The rows of a linear from its stored tensors.
+    """Returns all rows of a linear, read from its stored tensors.
 
     Raises TrtspecError if a stored shape contradicts the packed tensor.
 
     Args:
-        read: returns all bytes of a stored tensor.
-        format: how the linear is stored.
-        parts: the stored tensors in the order of `format.parts`.
+        read: function that returns all bytes of a stored tensor.
+        format: storage format of the linear.
+        parts: the stored tensors, in the order of `format.parts`.
     """
     views: list[Array] = []
     for info, content in zip(parts, format.storage.kinds, strict=False):
@@ -147,21 +158,24 @@ def read_rows(
 
 
 def read_bytes(reader: ShardReader, info: TensorInfo) -> Array:
-    """All bytes of a tensor."""
+    """Returns all bytes of a stored tensor, as a uint8 array."""
     data: Array = np.empty(info.nbytes, np.uint8)
     reader.read_bytes(info, info.begin, data.data)
     return data
 
 
 def packable_rows(rows: Rows, packer: Packer) -> Rows:
-    """Plain rows, or quantized rows that the packer translates, as they are. Others decoded."""
+    """Returns rows that `packer` can pack.
+
+    Plain rows and quantized rows that the packer translates stay unchanged. Others become BF16.
+    """
     if rows.scale is None or packer.translates(rows):
         return rows
     return decoded_rows(rows, packer)
 
 
 def decoded_rows(rows: Rows, packer: Packer) -> Rows:
-    """The rows as BF16."""
+    """Returns the rows decoded to BF16."""
     if rows.scale is None and rows.dtype == "BF16":
         return rows
     values: Array = np.empty(rows.shape, np.uint16)
@@ -170,18 +184,21 @@ def decoded_rows(rows: Rows, packer: Packer) -> Rows:
 
 
 def native_packer(weight_scales: str, other: Callable[[], Packer]) -> NativePacker | None:
-    """The packer in C. None if C cannot be used.
+    """Returns the packer in C. None if there is no kernel, or if this thread flushes denormals.
 
-    Raises TrtspecError if the compiled kernel computes other bytes than torch. `other` makes the
-    packer for formats that C does not decode.
+    Raises TrtspecError if the compiled kernel computes other bytes than torch.
+
+    Args:
+        weight_scales: rule for the block scales, "max" or "mse".
+        other: function that creates the packer for formats that C does not decode.
     """
     kernel = load_kernel()
-    # The kernel needs denormals, which torch.set_flush_denormal(True) turns off for a thread.
+    # The kernel needs denormals. torch.set_flush_denormal(True) turns them off for a thread.
     denormals_are_flushed = sys.float_info.min / 2 == 0.0
     if kernel is None or denormals_are_flushed:
         return None
     packer = NativePacker(kernel, weight_scales, other)
-    # A compiler that rounds differently must not decide anybody's weights.
+    # A compiler that rounds differently would give other weights.
     if proof_of(packer) != PROOFS[weight_scales]:
         text = "the C kernel computes other bytes than torch on this machine"
         raise TrtspecError(text, "set TRTSPEC_KERNEL=torch")
@@ -189,9 +206,12 @@ def native_packer(weight_scales: str, other: Callable[[], Packer]) -> NativePack
 
 
 class NativePacker:
-    """Packs with the C kernel. Formats that C does not decode are left to `other`.
+    """Packer that uses the C kernel. Only one thread may use it at a time.
 
-    One thread at a time may use it: its tables are the scratch space of a call.
+    Args:
+        kernel: the loaded kernel.
+        weight_scales: rule for the block scales, "max" or "mse".
+        other: function that creates the packer for formats that C does not decode.
     """
 
     name = "c"
@@ -203,19 +223,22 @@ class NativePacker:
         self.weight_scales = weight_scales
         self._make_other = other
         size = kernel.searches_bytes() if weight_scales == "mse" else kernel.tables_bytes()
-        # An anonymous map begins as zeros, and only the pages that are written take memory.
+        # Scratch memory of calls. An anonymous map begins as zeros, and only written pages take
+        # memory.
         self._tables = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
 
     @functools.cached_property
     def _other(self) -> Packer:
-        """Made on first use: the packer in torch takes seconds to import."""
+        """The packer for other formats. Created on first use, because torch imports in seconds."""
         return self._make_other()
 
     def translates(self, rows: Rows) -> bool:
+        """Whether the rows are INT4 in groups that the kernel can pack."""
         is_int4 = rows.format.is_grouped_integer and rows.scale_dtype == "BF16"
         return is_int4 and _block_pairs_per_scale(rows) > 0
 
     def decode(self, rows: Rows, result: Array) -> None:
+        """Decodes rows into `result` [n, K], which holds BF16 values as uint16."""
         has_blocks = rows.scale is not None and "blocks" in rows.format.storage.kinds
         if self.translates(rows):
             self.kernel.int4_decode(*_int4_arguments(rows), _address(result))
@@ -225,7 +248,7 @@ class NativePacker:
             self._other.decode(rows, result)
 
     def _decode_fp8(self, rows: Rows, result: Array) -> None:
-        """Decodes band by band: the rows of a band share their scales."""
+        """Decodes FP8 rows into `result`, one band of 128 rows with common scales at a time."""
         assert rows.scale is not None
         count, columns = rows.shape
         height, width = FP8_BLOCK_SIZE
@@ -237,6 +260,7 @@ class NativePacker:
             self.kernel.fp8_decode(values, scale, band_rows, columns, width, target)
 
     def amax(self, rows: Rows) -> float:
+        """Returns max|w|. NaN or infinity if the weight is not finite."""
         if rows.scale is None:
             bf16_bits = self.kernel.bf16_amax(_address(rows.values), rows.values.size)
         else:
@@ -245,6 +269,7 @@ class NativePacker:
         return float(float32_bits.view(np.float32))
 
     def pack(self, rows: Rows, scaling: Scaling, packed: Array, scale: Array) -> int:
+        """Packs rows into `packed` and `scale`. Returns the number of zero blocks."""
         searches = self.weight_scales == "mse"
         arguments = [scaling.scale_2]
         if searches:
@@ -260,6 +285,7 @@ class NativePacker:
     def errors(
         self, rows: Rows, scaling: Scaling, packed: Array, scale: Array
     ) -> tuple[float, float]:
+        """Returns two sums of squares: differences of packed rows and source, and the source."""
         weight = decoded_rows(rows, self).values
         blocks = weight.size // BLOCK
         sources = (_address(weight), _address(packed), _address(scale))
@@ -269,21 +295,26 @@ class NativePacker:
 
 
 def _address(array: Array) -> int:
+    """Address of the array's first byte."""
     address: int = array.ctypes.data
     return address
 
 
 def _int4_arguments(rows: Rows) -> tuple[int, int, int, int]:
-    """The first arguments of the kernel's INT4 functions."""
+    """Returns the first four arguments of the kernel's INT4 functions.
+
+    They are the addresses of values and scales, the number of scales, and the number of block
+    pairs per scale.
+    """
     assert rows.scale is not None
     pairs = _block_pairs_per_scale(rows)
     return _address(rows.values), _address(rows.scale), rows.scale.size, pairs
 
 
 def _block_pairs_per_scale(rows: Rows) -> int:
-    """Pairs of NVFP4 blocks that share an INT4 scale. 0 if a group is not whole pairs of blocks.
+    """Number of pairs of NVFP4 blocks that share an INT4 scale.
 
-    The kernel takes two blocks at a time.
+    0 if a group is not a multiple of two blocks, because the kernel packs two blocks at a time.
     """
     assert rows.scale is not None
     group = rows.shape[1] // rows.scale.shape[1]
@@ -292,10 +323,11 @@ def _block_pairs_per_scale(rows: Rows) -> int:
 
 
 def _search_unit(amax: float) -> float:
-    """The same number as `nvfp4.search_unit`. 0 for a tensor of zeros."""
+    """Value of a block scale of 1.0 in the search, as in `nvfp4.search_unit`. 0 if amax is 0."""
     if not amax:
         return 0.0
-    # torch divides a number by a tensor through the tensor's reciprocal, so each step rounds.
+    # torch divides a number by a tensor through the tensor's reciprocal. So each operation rounds
+    # to float32.
     reciprocal = float32(1.0 / float32(amax / 6.0))
     return float32(1.0 / float32(reciprocal * 448.0))
 
@@ -303,9 +335,9 @@ def _search_unit(amax: float) -> float:
 SOURCE = Path(__file__).with_name("nvfp4_kernel.c")
 COMPILERS = ("cc", "gcc", "clang")
 COMPILE_TIMEOUT_S = 120
-# Contraction would fuse a product and a sum into one rounding: then the bytes would depend on the
-# processor. errno and floating-point exceptions are not read, and keeping them would forbid
-# vectors.
+# Compiler flags. Contraction would fuse a product and a sum into one rounding, and the bytes would
+# depend on the processor. Keeping errno and floating-point exceptions, which nobody reads, would
+# forbid vector instructions.
 FLAGS = (
     "-O3",
     "-march=native",
@@ -321,7 +353,7 @@ POINTER = ctypes.c_void_p
 SIZE = ctypes.c_size_t
 FLOAT = ctypes.c_float
 UINT32 = ctypes.c_uint32
-# Result and arguments of each function of the kernel.
+# Types of the result and of the arguments, by function of the kernel.
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "bf16_amax": (UINT32, (POINTER, SIZE)),
     "bf16_pack": (SIZE, (POINTER, SIZE, FLOAT, POINTER, POINTER)),
@@ -342,9 +374,10 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 @functools.cache
 def load_kernel() -> ctypes.CDLL | None:
-    """Compiles the kernel for this processor.
+    """Compiles the kernel for this processor, and loads it. Later calls return the same kernel.
 
-    None if no compiler compiles it, or with TRTSPEC_KERNEL=torch.
+    None if there is no working compiler, or if the environment variable TRTSPEC_KERNEL is "torch".
+    Raises UsageError if the variable has any other value.
     """
     choice = os.environ.get("TRTSPEC_KERNEL", "")
     if choice not in ("", "torch"):
@@ -352,6 +385,7 @@ def load_kernel() -> ctypes.CDLL | None:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if choice == "torch" or compiler is None:
         return None
+    # If the compiler or the loader fails, torch computes the same bytes.
     with (
         contextlib.suppress(OSError, subprocess.SubprocessError),
         tempfile.TemporaryDirectory() as directory,
@@ -364,7 +398,7 @@ def load_kernel() -> ctypes.CDLL | None:
 
 
 def open_kernel(path: Path) -> ctypes.CDLL:
-    """Loads a compiled kernel and declares its functions."""
+    """Loads a compiled kernel, and declares the types of its functions."""
     library = ctypes.CDLL(str(path))
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name)
@@ -374,9 +408,13 @@ def open_kernel(path: Path) -> ctypes.CDLL:
 
 
 def proof_of(packer: Packer) -> str:
-    """SHA-256 of what a packer makes of 8,192 values of every magnitude, in BF16 and in INT4."""
+    """SHA-256 of a packer's results for fixed weights in BF16 and in INT4, as hex digits.
+
+    The 8,192 values of each weight have 32 different exponents.
+    """
     # Knuth's multiplier scatters the bits, and gives the same numbers on every machine.
     bits = np.arange(8192, dtype=np.uint32) * np.uint32(2654435761)
+    # Each of the 32 rows has an exponent of its own, from 2^-20 to 2^11.
     exponents = np.arange(107, 139, dtype=np.uint32)[:, None] << 7
     sign_and_mantissa = bits.reshape(32, 256) >> 16 & 0x807F
     weight = (sign_and_mantissa | exponents).astype(np.uint16)
@@ -395,7 +433,7 @@ def proof_of(packer: Packer) -> str:
     return digest.hexdigest()
 
 
-# `proof_of` the packer in torch. A test computes them.
+# `proof_of` of the packer in torch, by rule for block scales. A test computes them.
 PROOFS = {
     "max": "1fad1dd66a0ee87e555a6df9579f8769410d1a256ed8fc3be2a7b748d10357ea",
     "mse": "ea22220413d9fb104a94b86bea5646ff3820f40307d8b705728af8532b8413dc",

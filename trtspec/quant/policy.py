@@ -1,13 +1,13 @@
-"""Which tensors become NVFP4, by which scales of weights and activations, and the exclude list.
+"""Quantization policies (which linears become NVFP4, and by which scales), and activation scales.
 
-A policy is what a publisher did, and is data (data/policies.yaml). Options may differ from it: then
-`deviations` names every difference.
+A policy records how a publisher quantized a release. The policies are in data/policies.yaml. If
+options differ from a policy, `Conversion.deviations` lists every difference.
 
-Activation scales are 1.0 everywhere, or read from a file of calibrated ones: input_scale =
-amax / (6 * 448). NVIDIA's data-free recipes pin amax to 2688, so that it is 1.0. Block scales are
-computed per token anyway, so 1.0 costs only where a block's amax / 6 leaves E4M3's range. A scale
-fits one model only, and its value does not show which. So `trtspec calibrate` writes the source's
-identity into the file, and the file is refused for any other source.
+Activation scales are 1.0 for every linear, or calibrated: input_scale = amax / (6 * 448). NVIDIA's
+data-free recipes fix amax to 2688, which gives 1.0. Kernels compute a block scale per token anyway.
+So 1.0 only loses accuracy if amax / 6 of a block is outside E4M3's range. Calibrated scales fit one
+model only, and their values do not show which. So `trtspec calibrate` writes the source's identity
+into the file, and the file is refused for any other source.
 """
 
 from __future__ import annotations
@@ -30,27 +30,33 @@ from trtspec.errors import TrtspecError, UsageError
 from trtspec.families.family import Role
 from trtspec.specs import ModelSpec
 
+# Values of options, and their descriptions for model cards.
 WEIGHT_SCALES = {
     "max": "by the maximum of each block",
     "mse": "of least squared error for each block (ModelOpt's mse with fp8_scale_sweep)",
 }
 INPUT_SCALES = {"one": "1.0 for every linear, uncalibrated", "calibrated": "measured on text"}
 KV_CACHES = {"fp8": "FP8 E4M3 by a plain cast, no scales", "none": "as the engine chooses"}
-METADATA_KEY = "trtspec"  # of the safetensors header
+METADATA_KEY = "trtspec"  # key in the metadata of the scales' safetensors header
 REMEDY = "measure the scales of this source with `trtspec calibrate`"
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How a publisher quantized a release.
+    """Record of how a publisher quantized a release.
 
     Args:
-        releases: releases of Kimi whose default this policy is.
-        source: where the quantized checkpoint was published.
-        recipe: ModelOpt's recipe, if one was published.
+        name: name of the policy.
+        summary: sentence that describes the policy.
+        releases: Kimi releases that are quantized by this policy unless the user chooses another.
+        source: id of the published checkpoint, and its file that has the ignore list.
         quantize: roles of the linears that become NVFP4.
         exclude: templates of the published ignore list.
+        weight_scales: rule for the block scales, a key of WEIGHT_SCALES.
+        input_scales: activation scales, a key of INPUT_SCALES.
+        kv_cache: data type of the KV cache, a key of KV_CACHES.
         exclude_vision: further templates for a model with a vision tower.
+        recipe: name of ModelOpt's recipe. "" if no recipe was published.
         modelopt: ModelOpt releases whose export has the same bytes.
     """
 
@@ -68,7 +74,7 @@ class Policy:
     modelopt: list[str] = field(default_factory=list)
 
     def exclude_patterns(self, spec: ModelSpec) -> list[str]:
-        """The ignore list for this model, written and sorted as the published list."""
+        """Returns the ignore list for a model, in the format and order of the published list."""
         num_dense = spec.first_k_dense_replace
         num_layers = spec.num_hidden_layers
         layers_of_slot = {
@@ -82,7 +88,7 @@ class Policy:
         for template in self.exclude:
             template = template.replace("{prefix}", spec.family.prefix)
             slot = next((slot for slot in layers_of_slot if slot in template), "")
-            if not slot:
+            if not slot:  # the template does not depend on the layer
                 patterns.add(template)
                 continue
             for layer in layers_of_slot[slot]:
@@ -91,8 +97,12 @@ class Policy:
 
 
 def _fill_layer(template: str, slot: str, layer: int, num_layers: int) -> str:
-    """The template with the layer's number in place of the slot."""
-    # `layers.1*` would also match layers 10 to 19, so a star right behind the number becomes `.*`.
+    """Returns the template with the layer's number in place of `slot`.
+
+    `num_layers`: number of layers of the model.
+    """
+    # `layers.1*` would also match layers 10 to 19. So a star directly after the number becomes
+    # `.*`, but only for numbers that other layers begin with, as in the published lists.
     matches_others = layer > 0 and layer * 10 < num_layers
     starred = f"{slot}*"
     if matches_others and template.endswith(starred):
@@ -101,15 +111,19 @@ def _fill_layer(template: str, slot: str, layer: int, num_layers: int) -> str:
 
 
 def load_policy(name: str) -> Policy:
-    """The policy of this name in data/policies.yaml."""
+    """Returns the policy `name` of data/policies.yaml."""
     return Policy(name, **load_yaml("policies.yaml")["policies"][name])
 
 
 def default_policy(spec: ModelSpec, name: str) -> Policy:
-    """The policy of a model's release.
+    """Returns the policy of a model's release.
 
-    It is the release of the published checkpoint `name`, else the release that the config shows.
     Raises UsageError if no policy was published for the release.
+
+    Args:
+        spec: architecture of the model.
+        name: id or name of the checkpoint. If it is a published one, its release counts.
+            Otherwise the release that the config shows counts.
     """
     published = known_target(name)
     release = spec.version
@@ -126,10 +140,11 @@ class InputScales:
     """Activation scales of linears.
 
     Args:
-        values: scale by linear, None for 1.0 everywhere.
-        digest: part of the journal's header, because other scales give another output.
-        file: name of the file that the scales were read from.
-        description: for the model card.
+        values: scale by linear. None: 1.0 for every linear.
+        digest: SHA-256 of the scales' file, or "one". It is part of the journal's header, because
+            other scales give another output.
+        file: name of the scales' file. "" without a file.
+        description: text for the model card.
     """
 
     values: dict[str, float] | None = None
@@ -139,10 +154,11 @@ class InputScales:
 
     @staticmethod
     def load(path: Path | None, checkpoint: Checkpoint) -> InputScales:
-        """Reads the scales that `trtspec calibrate` measured on `checkpoint`. None: 1.0 everywhere.
+        """Reads the file of scales that `trtspec calibrate` measured on `checkpoint`.
 
-        Raises UsageError if the file was not measured on this checkpoint. Raises TrtspecError if a
-        scale is not a positive finite number.
+        If `path` is None, the scales are 1.0 for every linear. Raises UsageError if the file was
+        not measured on this checkpoint. Raises TrtspecError if a scale is not a positive finite
+        number.
         """
         if path is None:
             return InputScales()
@@ -154,15 +170,18 @@ class InputScales:
             if not math.isfinite(scale) or scale <= 0:
                 text = f"{path}: {linear}.input_scale is {scale}, a scale must be positive"
                 raise TrtspecError(text, REMEDY)
-        source, texts, tokens = (metadata.get(key) for key in ("source", "texts", "tokens"))
+        source = metadata.get("source")
+        texts = metadata.get("texts")
+        tokens = metadata.get("tokens")
         origin = f"measured on {source} with {texts} texts, {tokens} tokens"
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         return InputScales(values, digest, path.name, f"{path.name}, {origin}")
 
     def scale(self, linears: list[str]) -> float:
-        """The scale of linears that read the same input: the largest in the file for any of them.
+        """Returns the common activation scale of linears that read the same input.
 
-        Raises TrtspecError if the file has a scale for none of them.
+        It is the largest scale in the file. Raises TrtspecError if the file has no scale for any of
+        these linears.
         """
         if self.values is None:
             return 1.0
@@ -174,7 +193,7 @@ class InputScales:
 
 
 def _read(path: Path) -> tuple[dict[str, float], dict[str, Any]]:
-    """(scale by linear, metadata that calibration wrote).
+    """Reads a file of scales. Returns the scale by linear, and the metadata of the calibration.
 
     Raises UsageError if `trtspec calibrate` did not write the file.
     """
@@ -182,7 +201,7 @@ def _read(path: Path) -> tuple[dict[str, float], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as stream:
             metadata = json.loads(stream.metadata()[METADATA_KEY])
-            for name in stream.keys():  # noqa: SIM118
+            for name in stream.keys():  # noqa: SIM118  # safe_open objects are not iterable
                 linear = name.removesuffix(".input_scale")
                 values[linear] = stream.get_tensor(name).item()
     except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError):
@@ -193,7 +212,13 @@ def _read(path: Path) -> tuple[dict[str, float], dict[str, Any]]:
 
 
 def _refuse_other_source(path: Path, metadata: dict[str, Any], checkpoint: Checkpoint) -> None:
-    """Raises UsageError if the scales were measured on a checkpoint with another identity."""
+    """Raises UsageError if the scales were measured on another checkpoint.
+
+    Args:
+        path: file of the scales, for the message.
+        metadata: metadata that the calibration wrote.
+        checkpoint: the source of the conversion.
+    """
     measured_on = metadata["fingerprint"]
     source: Mapping[str, Any] = identity(checkpoint)
     changed = [name for key, name in MODEL.items() if measured_on.get(key) != source[key]]

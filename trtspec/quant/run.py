@@ -1,6 +1,7 @@
-"""`trtspec quantize`: a BF16, FP8-block or INT4 Kimi checkpoint -> NVFP4, and what it reports.
+"""`trtspec quantize`: converts a BF16, FP8-block or INT4 Kimi checkpoint to NVFP4.
 
-It takes bounded memory and can be resumed. The fields of its results are the keys of `--json`.
+A quantization needs bounded memory and can be resumed. The fields of its results are the keys of
+`--json`.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ from trtspec.report import (
     write_json,
 )
 
-# The layout is ModelOpt's, version for version, and loaders look for this name. provenance.json
-# says who wrote the file.
+# The files have the layout of this ModelOpt version, and loaders look for this name. The true
+# producer is recorded in provenance.json.
 PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 
 
@@ -65,15 +66,19 @@ def quantize_checkpoint(
     output_options: OutputOptions = OutputOptions(),
     bar: ProgressBar = ProgressBar(),
 ) -> Quantized | QuantizePlan:
-    """Converts `source` to `output`. A dry run returns a QuantizePlan and writes nothing.
+    """Converts a checkpoint to NVFP4. A dry run returns a QuantizePlan and writes nothing.
 
-    After a kill the same call resumes. It keeps shards whose checksum is in the journal and whose
-    sources were not written since. Raises TrtspecError or UsageError before the first byte for
-    everything that headers, options, disk and permissions show.
+    If a call was interrupted, the same call resumes. It keeps finished shards whose checksum is in
+    the journal and whose source files did not change. Headers, options, disk space and permissions
+    are checked before the first byte is written. Raises TrtspecError or UsageError if one is wrong.
 
     Args:
-        policy: None for the policy of the source's release.
-        bar: shows the source bytes that are done.
+        source: directory of the source, or an opened checkpoint.
+        output: directory to write.
+        policy: linears to quantize, and their scales. None: the policy of the source's release.
+        options: options of the conversion.
+        output_options: options of the output directory, such as a dry run.
+        bar: progress bar, which shows the number of converted source bytes.
     """
     start = time.monotonic()
     conversion = prepare(source, output, policy, options)
@@ -108,9 +113,17 @@ def quantize_checkpoint(
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeSize:
-    """The size of a quantization: counts of tensors by action, bytes read and written.
+    """Properties and sizes that a finished quantization and a dry run both report.
 
-    `deviations`: a sentence for each difference from what the policy's publisher did.
+    output: path of the output directory.
+    policy: name of the policy.
+    weight_scales: rule for the block scales, a key of WEIGHT_SCALES.
+    deviations: one sentence for each difference from what the policy's publisher did.
+    quantized: number of tensors that become NVFP4.
+    decoded: number of quantized tensors that become BF16.
+    copied: number of tensors that stay unchanged.
+    bytes_in: number of bytes of the source's tensors.
+    bytes_out: number of bytes of the output's tensors.
     """
 
     output: str
@@ -126,7 +139,12 @@ class QuantizeSize:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearErrors:
-    """Rounding error of one class of linears, relative to the norm of the source's weights."""
+    """Rounding error of one class of linears.
+
+    tensors: number of linears.
+    relative_error: norm of the differences over norm of the source, in the measured rows.
+    zero_blocks: number of NVFP4 blocks that are entirely zero.
+    """
 
     tensors: int
     relative_error: float
@@ -135,10 +153,13 @@ class LinearErrors:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized(QuantizeSize):
-    """A finished quantization.
+    """Result of a finished quantization.
 
-    `classes`: rounding error by class of linear. `problems`: of the source, from its headers and
-    from the bytes that were read.
+    classes: rounding error by class of linear.
+    problems: problems of the source, found in its headers and in its bytes.
+    seconds: duration in seconds.
+    peak_rss_bytes: largest resident memory of the process in bytes.
+    shards_resumed: number of shards that an earlier run had finished.
     """
 
     classes: dict[str, LinearErrors]
@@ -150,9 +171,14 @@ class Quantized(QuantizeSize):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizePlan(QuantizeSize):
-    """A run that is not started: its output, and whether it would resume an earlier run.
+    """Result of a dry run: what a quantization would do.
 
-    `hub`: id, revision and bytes read of a source whose headers were read from the hub.
+    tensors_by_class: number of tensors that become NVFP4, by class of linear.
+    exclude_modules: ignore list for the output's configs.
+    workers: number of threads.
+    free_bytes: free disk space for the output in bytes.
+    resumes: whether the call would resume an earlier one.
+    hub: id, revision and bytes read if the headers came from the hub. None for a local source.
     """
 
     tensors_by_class: dict[str, int]
@@ -165,45 +191,54 @@ class QuantizePlan(QuantizeSize):
 
 
 def to_json(result: Quantized | QuantizePlan) -> dict[str, Any]:
-    """The object of `--json`. `hub` is left out if it is None."""
+    """Returns the object for `--json`, without fields that are None.
+
+    The problems are left out, because the command reports them separately.
+    """
     values = asdict(result)
     values.pop("problems", None)
     return {key: value for key, value in values.items() if value is not None}
 
 
 def _header(conversion: Conversion) -> dict[str, Any]:
-    """The journal's header: everything that decides the bytes."""
+    """Returns the journal's header: source and options, which together decide the output's bytes.
+
+    A run resumes an earlier run only if the headers are equal.
+    """
     checkpoint = conversion.checkpoint
     source = identity(checkpoint) | commit_record(checkpoint.path)
     return {"source": source, "options": conversion.decisive_options}
 
 
 def _kept_shards(conversion: Conversion, journal: Journal) -> set[str]:
-    """Shards that need no work.
+    """Returns the names of the shards that an earlier run finished.
 
-    Such a shard is recorded, has the recorded content, and its sources were not written since.
+    Such a shard is in the journal, has the recorded SHA-256, and its sources were not written
+    since.
     """
 
-    def is_whole(plan: ShardPlan) -> bool:
+    def is_finished(plan: ShardPlan) -> bool:
         record = journal.done.get(plan.shard)
         if record is None or record.get("times") != plan.source_times(conversion.checkpoint.path):
             return False
         path = conversion.output / plan.shard
         return path.is_file() and file_sha256(path) == record["sha256"]
 
+    # Threads, because hashing large files takes long.
     with ThreadPoolExecutor(machine.cores()) as pool:
-        whole = pool.map(is_whole, conversion.plans)
-        return {plan.shard for plan, kept in zip(conversion.plans, whole, strict=True) if kept}
+        finished = pool.map(is_finished, conversion.plans)
+        return {plan.shard for plan, kept in zip(conversion.plans, finished, strict=True) if kept}
 
 
 def _summary(conversion: Conversion, records: dict[str, Record]) -> Quantized:
-    """The counts and errors of all shards, from their journal records."""
+    """Returns the result of all shards, from their journal records by shard name."""
     entries = list[tuple[str, Errors]]()
     for record in records.values():
         entries += record["classes"].items()
     classes = {}
     for name, total in sorted(summed(entries).items()):
         relative_error = 0.0
+        # Both sums are squared. The norm is 0 if all weights of the class are zero.
         if total["norm"]:
             relative_error = (total["error"] / total["norm"]) ** 0.5
         classes[name] = LinearErrors(
@@ -211,33 +246,37 @@ def _summary(conversion: Conversion, records: dict[str, Record]) -> Quantized:
             relative_error=round(relative_error, 6),
             zero_blocks=int(total["zero_blocks"]),
         )
-    # The pass over all bytes reports zero tensors itself.
+    # The headers' check samples tensors for zeros. The conversion saw all bytes and reports zero
+    # tensors itself.
     known = [problem for problem in conversion.problems if problem.code != ALL_ZERO]
     problems = known + content_problems(_findings(conversion, records))
     return Quantized(**_size(conversion), classes=classes, problems=problems)
 
 
 def _findings(conversion: Conversion, records: dict[str, Record]) -> Findings:
-    """Findings of all shards' records, and matrices with the same bytes as another."""
+    """Returns the findings in all shards' records, and findings of matrices with equal bytes."""
     findings = Findings()
     for record in records.values():
+        # The journal's JSON has lists. Findings are tuples.
         findings += [(code, name) for code, name in record["found"]]
     zeros = {name for code, name in findings if code == ALL_ZERO}
     digests = []
     for plan in conversion.plans:
+        # A record has one digest per weight, in the order of the groups.
         weights = list[Weight]()
         for group in plan.groups:
             weights += group.weights
         for weight, digest in zip(weights, records[plan.shard]["read"], strict=True):
             part = weight.parts[0]
-            is_matrix = len(part.shape) == 2 and part.nbytes >= MIN_REPEATED_BYTES
-            if is_matrix and part.name not in zeros:
+            # Small tensors and zero tensors may be equal without a fault.
+            is_large_matrix = len(part.shape) == 2 and part.nbytes >= MIN_REPEATED_BYTES
+            if is_large_matrix and part.name not in zeros:
                 digests.append((part.name, digest))
     return findings + repeated(digests)
 
 
 def _size(conversion: Conversion) -> dict[str, Any]:
-    """The fields of QuantizeSize."""
+    """Returns the values of QuantizeSize's fields, by name."""
     actions = Counter[str]()
     for plan in conversion.plans:
         actions.update(weight.action for weight in plan.weights)
@@ -255,7 +294,7 @@ def _size(conversion: Conversion) -> dict[str, Any]:
 
 
 def _estimate(conversion: Conversion, resumes: bool) -> QuantizePlan:
-    """The result of a dry run."""
+    """Returns the result of a dry run. `resumes`: whether the call would resume an earlier one."""
     classes = Counter[str]()
     for plan in conversion.plans:
         quantized = [weight for weight in plan.weights if weight.action == "quantize"]
@@ -275,12 +314,19 @@ def _estimate(conversion: Conversion, resumes: bool) -> QuantizePlan:
 def _finish(
     conversion: Conversion, records: dict[str, Record], result: Quantized, header: dict[str, Any]
 ) -> None:
-    """Writes index, carried files, card and provenance, then the configs.
+    """Writes index, carried files, model card and provenance, and last the configs.
 
-    The configs make the directory a checkpoint, so they come last.
+    Loaders need the configs, so an interrupted run leaves no directory that looks complete.
+
+    Args:
+        conversion: the conversion.
+        records: journal record by shard.
+        result: counts and errors for the model card.
+        header: the journal's header.
     """
     output = conversion.output
     source = conversion.checkpoint.path
+    # A checkpoint in a single file needs no index.
     if list(records) != ["model.safetensors"]:
         weight_map: dict[str, str] = {}
         for plan in conversion.plans:
@@ -303,16 +349,17 @@ def _finish(
 
 
 def _write_configs(conversion: Conversion) -> None:
-    """Writes hf_quant_config.json, which TensorRT-LLM reads first, then config.json.
+    """Writes hf_quant_config.json, which TensorRT-LLM reads first, and last config.json.
 
-    config.json is the source's with our quantization in place of its own, also of that inside
-    text_config. It comes last: without it a directory is no checkpoint to any loader.
+    config.json is the source's file with a new `quantization_config`. The source's own is removed,
+    also inside text_config.
     """
     exclude = conversion.policy.exclude_patterns(conversion.spec)
     kv_cache = conversion.options.kv_cache
     quantization = {
         "quant_algo": "NVFP4",
-        "kv_cache_quant_algo": "FP8" if kv_cache else None,  # the scale-free cast: no scale tensors
+        # FP8 without scale tensors is a plain cast.
+        "kv_cache_quant_algo": "FP8" if kv_cache else None,
         "group_size": NVFP4_BLOCK,
         "exclude_modules": exclude,
     }
@@ -339,9 +386,14 @@ def _write_configs(conversion: Conversion) -> None:
 
 
 def _model_card(conversion: Conversion, result: Quantized, problems: list[Problem]) -> str:
-    """README.md of the output, with the `problems` of the source's bytes.
+    """Returns the text of the output's README.md.
 
-    It does not depend on when or how fast the conversion ran.
+    The text has no times, so that equal conversions write equal files.
+
+    Args:
+        conversion: the conversion.
+        result: counts and rounding errors.
+        problems: problems of the source's bytes.
     """
     policy = conversion.policy
     name = source_name(conversion.checkpoint.path)

@@ -1,8 +1,8 @@
-"""Converts shards to NVFP4: groups of linears that share their scales, on a pool of threads.
+"""Conversion of shards to NVFP4 by a pool of threads, one group of linears at a time.
 
-A thread reads a group, computes it in C and writes it to its place in the shard. All three release
-the interpreter lock, and no more groups are in memory than there are threads. Results come back in
-the plan's order, so nothing depends on which thread was first.
+The linears of a group share their scale. A thread reads a group, packs it in C, and writes it into
+the shard. All of these release the interpreter lock. At most one group per thread is in memory.
+Results are returned in the plan's order, so they do not depend on the speed of the threads.
 """
 
 from __future__ import annotations
@@ -45,13 +45,16 @@ from trtspec.quant.native import (
 from trtspec.report import ProgressBar, file_sha256
 
 REMEDY = "download that file again and compare its sha256 with the hub's"
-ERROR_ROWS = 64  # the rows of each tensor on which the rounding error is measured
-COPY_BYTES = 16 << 20  # of a copied tensor in memory at a time
-# More than a thread holds of any Kimi: gate and up of the dense layer, stored and packed.
+ERROR_ROWS = 64  # number of first rows of a tensor on which the rounding error is measured
+COPY_BYTES = 16 << 20  # bytes of a copied tensor in memory at a time
+# Memory for each thread. The largest group of any Kimi (gate and up projections of the dense
+# layer, stored and packed) needs less.
 THREAD_BYTES = 1 << 30
-# A shard's record for the journal. `classes` sums errors and zero blocks by class of linear.
+# Journal record of a shard. `read`: digest of each weight. `found`: findings. `classes`: Errors by
+# class of linear. `times`: last write of each source in nanoseconds. `sha256`: of the shard.
 Record = dict[str, Any]
-# `tensors`, `error` and `norm` (squared, of their first rows), `zero_blocks`
+# Sums over linears. `tensors`: number of linears. `error` and `norm`: squared norms of difference
+# and source in the measured rows. `zero_blocks`: number of blocks that are entirely zero.
 Errors = dict[str, float]
 
 
@@ -62,16 +65,17 @@ def convert_shards(
     hashes: dict[str, str],
     bar: ProgressBar,
 ) -> Iterator[tuple[ShardPlan, Record]]:
-    """Yields each shard's plan and journal record once the shard is durable.
+    """Converts shards. Yields plan and journal record of each shard after it is durably on disk.
 
-    The first failure stops the other threads. Raises TrtspecError naming the tensor that cannot be
-    converted. Then no unfinished file is left behind.
+    Raises TrtspecError if a tensor cannot be converted. Unfinished files are then removed.
 
     Args:
+        conversion: the conversion.
         plans: the shards to write.
-        hashes: recorded SHA-256 by source file. Each is taken out and compared after the first
-            shard that its file is read for.
-        bar: gets source bytes as they are done.
+        threads: number of threads.
+        hashes: recorded SHA-256 by source file. An entry is removed and compared after the first
+            shard that reads the file.
+        bar: progress bar, which advances by converted source bytes.
     """
     source = conversion.checkpoint.path
     options = conversion.options
@@ -86,7 +90,7 @@ def convert_shards(
     try:
         converter = Converter(reader, new_packer)
         for plan in plans:
-            # Before the first read, so that a resumed run sees later writes.
+            # Taken before the first read, so that a resumed run notices any later write.
             times = plan.source_times(source)
             file = ShardFile(conversion.output / plan.shard, plan.layout())
             files.append(file)
@@ -95,6 +99,7 @@ def convert_shards(
             for group, result in zip(plan.groups, converted, strict=True):
                 results.append(result)
                 bar.advance(sum(weight.bytes_in for weight in group.weights))
+                # Shards are published in the background, and reported in their order.
                 while publishing and publishing[0][1].done():
                     published, future = publishing.popleft()
                     yield published, future.result()
@@ -113,17 +118,20 @@ def convert_shards(
 
 
 def thread_count(requested: int, plans: list[ShardPlan]) -> int:
-    """Threads for these shards. `requested` 0: as many as cores and memory allow."""
+    """Number of threads for these shards, at most one per group of linears.
+
+    `requested`: number of threads that the user wants. 0: as many as cores and memory allow.
+    """
     groups = sum(len(plan.groups) for plan in plans)
     fitting = min(machine.cores(), machine.free_memory() // THREAD_BYTES)
     return max(1, min(requested or fitting, groups))
 
 
 def _set_torch_threads(count: int) -> int:
-    """Sets the threads of torch, and returns how many there were.
+    """Sets torch's number of threads, and returns the previous number.
 
-    Torch's own threads would wait for each other at every step. Where C computes, torch is not
-    even imported, and `count` is returned.
+    The conversion has threads of its own, and torch's threads in each of them would wait for each
+    other. If torch is not imported, because C computes, returns `count`.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -135,11 +143,11 @@ def _set_torch_threads(count: int) -> int:
 
 @dataclass
 class Converted:
-    """A group that is written.
+    """Result of a converted group.
 
     Args:
-        read: the digest of each weight that was read.
-        findings: what is wrong with the weights.
+        read: digest of the stored bytes of each weight.
+        findings: faults of the weights' bytes, as code and tensor name.
         errors: class and rounding error of each linear.
     """
 
@@ -149,16 +157,21 @@ class Converted:
 
 
 class Converter:
-    """Converts groups of one checkpoint, in any number of threads at once."""
+    """Converter of the groups of one checkpoint. Several threads may use it at once.
+
+    Args:
+        reader: reader of the source's shards.
+        new_packer: function that creates a packer, which is called once per thread.
+    """
 
     def __init__(self, reader: ShardReader, new_packer: Callable[[], Packer]) -> None:
         self.reader = reader
         self._thread = _ThreadPacker(new_packer)
 
     def convert(self, file: ShardFile, group: Group) -> Converted:
-        """Writes the tensors that the group's weights become into `file`."""
+        """Converts the weights of a group, and writes the resulting tensors into `file`."""
         result = Converted()
-        weight = group.weights[0]
+        weight = group.weights[0]  # the only weight, unless the group is quantized
         if weight.action == "copy":
             self._copy(file, weight, result)
         elif weight.action == "decode":
@@ -168,7 +181,10 @@ class Converter:
         return result
 
     def _copy(self, file: ShardFile, weight: Weight, result: Converted) -> None:
-        """Writes a tensor as it is, a chunk at a time, because embeddings are large."""
+        """Copies a tensor unchanged, in chunks, because embeddings are large.
+
+        Raises TrtspecError if the tensor holds NaN or infinity.
+        """
         info = weight.parts[0]
         content = Content(info)
         digest = xxhash.xxh3_128()
@@ -186,7 +202,10 @@ class Converter:
         result.read.append(digest.hexdigest())
 
     def _decode(self, file: ShardFile, weight: Weight, result: Converted) -> None:
-        """Writes a quantized tensor that the policy excludes, as BF16."""
+        """Writes a quantized tensor that the policy excludes as BF16.
+
+        Raises TrtspecError if the decoded tensor holds NaN or infinity.
+        """
         rows = decoded_rows(self._read(weight, result), self._thread.packer)
         values = rows.values.reshape(-1)
         _, index = count_not_finite(values, "BF16")
@@ -195,7 +214,10 @@ class Converter:
         file.append(weight.name, values.view(np.uint8).data)
 
     def _quantize(self, file: ShardFile, group: Group, result: Converted) -> None:
-        """Writes linears with the scales that they share with each other and their partners."""
+        """Quantizes the linears of a group with the scale that they and their partners share.
+
+        Raises TrtspecError if a weight holds NaN or infinity, or if all weights are too small.
+        """
         packer = self._thread.packer
         rows = [packable_rows(self._read(weight, result), packer) for weight in group.weights]
         maxima = [
@@ -205,11 +227,11 @@ class Converter:
         for partner in group.partners:
             partner_rows = packable_rows(self._read(partner, result), packer)
             maxima.append(_finite_amax(partner, partner_rows, packer))
-        # Partners are weights of other groups, whose digests are recorded there.
+        # The digests of partners are dropped, because the partners' own groups record them.
         del result.read[len(group.weights) :]
         amax = max(maxima)
         if 0 < amax < TINIEST_AMAX:
-            # The search of block scales would leave the range of float32.
+            # The search of block scales would underflow in float32.
             first = group.weights[0]
             text = f"{first.name} in {first.parts[0].shard} has no weight above 2^-88"
             raise TrtspecError(text, REMEDY, "TS-CONTENT-MAGNITUDE")
@@ -223,7 +245,7 @@ class Converter:
     def _read(self, weight: Weight, result: Converted) -> Rows:
         """Reads the stored tensors of a weight, and adds their digest and findings to `result`.
 
-        Raises TrtspecError if they contradict each other or hold a negative scale.
+        Raises TrtspecError if the stored shapes contradict each other, or if a scale is negative.
         """
         digest = xxhash.xxh3_128()
 
@@ -248,7 +270,7 @@ class Converter:
 
 
 class _ThreadPacker(threading.local):
-    """A packer for each thread, because a call uses the packer's tables."""
+    """Thread-local packer. Each thread has a packer of its own, because calls use its tables."""
 
     def __init__(self, new_packer: Callable[[], Packer]) -> None:
         self.packer = new_packer()
@@ -257,17 +279,19 @@ class _ThreadPacker(threading.local):
 def choose_packer(
     weight_scales: str = "max", device: str = "cpu", by_modelopt: bool = False
 ) -> Packer:
-    """The packer in C if it compiles and proves itself, else the packer in torch.
+    """Returns the packer for these options.
 
-    Raises UsageError for scales that ModelOpt's class does not search.
+    On a CPU it is the packer in C if it compiles. Otherwise it is the packer in torch. Raises
+    UsageError if ModelOpt's class does not compute the scales. Raises TrtspecError if the C packer
+    gives other bytes than torch.
 
     Args:
-        weight_scales: max or mse.
-        device: torch device. C computes on a CPU only.
-        by_modelopt: ModelOpt's own class.
+        weight_scales: "max" or "mse".
+        device: torch device.
+        by_modelopt: whether ModelOpt's own class packs.
     """
     if by_modelopt:
-        from trtspec.quant.modelopt import ModelOptPacker  # only now: it imports torch
+        from trtspec.quant.modelopt import ModelOptPacker  # here, because it imports torch
 
         if weight_scales != "max":
             message = f"`engine` modelopt computes no `weight_scales` {weight_scales}"
@@ -275,7 +299,7 @@ def choose_packer(
         return ModelOptPacker(weight_scales, device)
 
     def torch_packer() -> Packer:
-        from trtspec.quant.decode import TorchPacker  # only now: importing torch takes seconds
+        from trtspec.quant.decode import TorchPacker  # here, because importing torch takes seconds
 
         return TorchPacker(weight_scales, device)
 
@@ -287,7 +311,7 @@ def choose_packer(
 
 
 def _finite_amax(weight: Weight, rows: Rows, packer: Packer) -> float:
-    """max|w|. Raises TrtspecError naming the index if the weight holds NaN or infinity."""
+    """Returns max|w|. Raises TrtspecError with the index if the weight holds NaN or infinity."""
     amax = packer.amax(rows)
     if not math.isfinite(amax):
         _, index = count_not_finite(decoded_rows(rows, packer).values, "BF16")
@@ -296,7 +320,10 @@ def _finite_amax(weight: Weight, rows: Rows, packer: Packer) -> float:
 
 
 def _not_finite(weight: Weight, index: int | None) -> TrtspecError:
-    """The error for NaN or infinity at the flat `index` of a weight."""
+    """Returns the error for a weight with NaN or infinity.
+
+    `index`: flat index of the value in the weight. None: the message has no index.
+    """
     text = f"TS-QUANT-NOT-FINITE {weight.name} in {weight.parts[0].shard} holds NaN or infinity"
     if index is not None and math.prod(weight.shape) > 1:
         position = [int(axis) for axis in np.unravel_index(index, weight.shape)]
@@ -312,7 +339,10 @@ def _pack(
     scaling: Scaling,
     input_scale: float,
 ) -> Errors:
-    """Packs a linear into `file`. Returns the rounding error of its first rows."""
+    """Packs a linear, and writes its four tensors into `file`.
+
+    Returns the rounding error, measured on the first ERROR_ROWS rows.
+    """
     count, columns = rows.shape
     packed = np.empty((count, columns // 2), np.uint8)
     scale = np.empty((count, columns // BLOCK), np.uint8)
@@ -330,6 +360,7 @@ def _pack(
     return {"tensors": 1, "error": error, "norm": norm, "zero_blocks": zero_blocks}
 
 
+# Beginning of a class's name, by a part of the linear's name. The first match counts.
 CLASSES = {
     ".experts.": "routed experts ",
     ".shared_experts.": "shared experts ",
@@ -339,14 +370,19 @@ CLASSES = {
 
 
 def weight_class(name: str) -> str:
-    """The class of a linear in figures by class, such as `routed experts down_proj`."""
+    """Name of a linear's class in reports, such as `routed experts down_proj`."""
     module = name.removesuffix(".weight")
     title = next((title for part, title in CLASSES.items() if part in module), "")
     return title + module.rpartition(".")[2]
 
 
 def _shard_record(results: list[Converted], times: dict[str, int]) -> Record:
-    """The journal record of a shard. `times`: when its sources were last written."""
+    """Returns the journal record of a shard, still without the shard's checksum.
+
+    Args:
+        results: results of the shard's groups, in order.
+        times: time of the last write of each source, in nanoseconds.
+    """
     digests = list[str]()
     findings = Findings()
     errors = list[tuple[str, Errors]]()
@@ -364,7 +400,7 @@ def _shard_record(results: list[Converted], times: dict[str, int]) -> Record:
 
 
 def summed(entries: Iterable[tuple[str, Errors]]) -> dict[str, Errors]:
-    """Adds up the figures of each class."""
+    """Returns the sums of the errors by class. `entries`: class and errors of each linear."""
     totals: dict[str, Errors] = {}
     for name, entry in entries:
         total = totals.setdefault(name, dict.fromkeys(entry, 0))
@@ -374,9 +410,13 @@ def summed(entries: Iterable[tuple[str, Errors]]) -> dict[str, Errors]:
 
 
 def _publish(file: ShardFile, record: Record, recorded: dict[Path, str]) -> Record:
-    """Makes the shard durable under its name. Returns the record with checksum and findings.
+    """Makes a shard durable under its final name. Returns the completed journal record.
 
-    `recorded`: SHA-256 of source files that were just read and so are in the page cache.
+    Args:
+        file: the written shard.
+        record: journal record without the checksum.
+        recorded: recorded SHA-256 by source file. A file that differs is added to the findings.
+            The files were just read, so hashing them finds their bytes in the page cache.
     """
     digest = file_sha256(file.temporary)
     findings = list(record["found"])

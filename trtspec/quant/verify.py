@@ -1,4 +1,4 @@
-"""A derived checkpoint re-read against its source: names, shapes, dtypes, scales, errors."""
+"""Comparison of an NVFP4 checkpoint with its source: names, shapes, dtypes, scales and bytes."""
 
 from __future__ import annotations
 
@@ -30,19 +30,25 @@ from trtspec.quant.policy import WEIGHT_SCALES
 from trtspec.quant.shards import choose_packer, weight_class
 
 SCALES = ("weight_scale", "weight_scale_2", "input_scale")
-NEARLY_ALL = 0.8  # of the linears follow from the source: then the others were changed
-NVFP4_ERROR_LIMIT = 0.2  # random weights round with 0.095; a wrong scale or order is far above
+# Fraction of linears with the scale or the bytes that packing the source gives. If so many agree,
+# the exporter computes like trtspec, and the other linears were changed.
+NEARLY_ALL = 0.8
+# Largest error of a linear, as a fraction of the norm of its source. Random weights have 0.095. A
+# wrong scale or a wrong order of values is far above.
+NVFP4_ERROR_LIMIT = 0.2
 
 
 @dataclass(frozen=True)
 class CheckpointComparison:
-    """The result of re-reading a derived checkpoint against its source.
+    """Result of the comparison of a derived checkpoint with its source.
 
     Args:
-        compared: tensors that were decoded and compared.
-        tensors: all tensors.
+        compared: number of tensors that were decoded and compared.
+        tensors: number of all tensors.
         classes: rounding error by class of linear.
-        repacked_alike: linears that trtspec packs from the source to the same bytes.
+        zero_blocks: number of NVFP4 blocks that are entirely zero, in the compared tensors.
+        repacked_alike: number of linears for which packing the source gives the same bytes.
+        problems: differences that are errors or warnings.
     """
 
     compared: int
@@ -55,9 +61,11 @@ class CheckpointComparison:
 
 @dataclass(frozen=True)
 class RoundingError:
-    """Norm of the differences over norm of the source, of one class of linears.
+    """Rounding error of one class of linears.
 
-    `worst`: the same ratio of a single tensor.
+    tensors: number of linears.
+    relative_error: norm of the differences over norm of the source, of all linears together.
+    worst: largest relative error of a single linear.
     """
 
     tensors: int
@@ -66,9 +74,12 @@ class RoundingError:
 
 
 def compare(target: ReadTarget, source: Checkpoint, sample: int = 64) -> CheckpointComparison:
-    """Re-reads `target` against `source`. `sample`: tensors to decode and compare, 0 for all.
+    """Compares a derived checkpoint with its source.
 
-    Nothing is decoded if `target` alone has an error.
+    Args:
+        target: the derived checkpoint. If it has errors by itself, no tensor is decoded.
+        source: the source.
+        sample: number of tensors to decode and compare. 0: all tensors.
     """
     derived = target.checkpoint
     names = plain_names(derived.tensors)
@@ -95,7 +106,10 @@ def compare(target: ReadTarget, source: Checkpoint, sample: int = 64) -> Checkpo
 
 
 def _name_problems(names: dict[str, str], source_names: dict[str, str]) -> list[Problem]:
-    """Problems of tensors that only one of the checkpoints has."""
+    """Returns problems of tensors that only one of the checkpoints has.
+
+    `names` and `source_names`: stored tensor name by plain weight name.
+    """
     lost = sorted(source_names.keys() - names.keys())
     new = sorted(names.keys() - source_names.keys())
     problems = []
@@ -111,9 +125,15 @@ def _name_problems(names: dict[str, str], source_names: dict[str, str]) -> list[
 def _shape_problems(
     derived: Checkpoint, source: Checkpoint, names: dict[str, str], source_names: dict[str, str]
 ) -> list[Problem]:
-    """Problems of tensors whose decoded shape is not the source's, or whose dtype changed.
+    """Returns problems of tensors whose decoded shape or dtype differs from the source.
 
-    A tensor may have another dtype if its format is another. `names`: stored name by plain name.
+    The dtype may differ if the storage format differs.
+
+    Args:
+        derived: the derived checkpoint.
+        source: the source.
+        names: stored tensor name by plain weight name, in the derived checkpoint.
+        source_names: stored tensor name by plain weight name, in the source.
     """
     problems = []
     for name in names.keys() & source_names.keys():
@@ -132,6 +152,7 @@ def _shape_problems(
 
 
 def _decoded_shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
+    """Shape of the decoded weight with the plain name `name`."""
     format = _format(checkpoint, name)
     stored_name = name
     if not format.is_plain:
@@ -143,19 +164,23 @@ def _decoded_shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
 
 
 def _format(checkpoint: Checkpoint, name: str) -> WeightFormat:
+    """Storage format of the weight with the plain name `name`."""
     return stored_format(checkpoint.tensors, name.removesuffix(".weight"))
 
 
 def _sample(names: list[str], derived: Checkpoint, count: int) -> list[str]:
-    """`count` of the names, the same choice each time. 0: all of them.
+    """Returns a sample of `count` plain names, sorted. The same arguments give the same sample.
 
-    Three quarters or more are quantized tensors, if there are as many.
+    If possible, at least three quarters are names of NVFP4 weights. A `count` of 0 returns all
+    names.
     """
     if count == 0 or count >= len(names):
         return names
     quantized = [name for name in names if _format(derived, name).is_fp4]
     others = [name for name in names if not _format(derived, name).is_fp4]
-    wanted = max(count - count // 4, count - len(others))
+    three_quarters = count - count // 4
+    # More are needed if there are too few other tensors.
+    wanted = max(three_quarters, count - len(others))
     num_quantized = min(len(quantized), wanted)
     draw = random.Random(0)
     chosen = draw.sample(quantized, num_quantized)
@@ -163,11 +188,11 @@ def _sample(names: list[str], derived: Checkpoint, count: int) -> list[str]:
 
 
 class _Reread:
-    """Decodes tensors of both checkpoints, and packs the source by each rule for block scales.
+    """Comparison of single tensors of a derived checkpoint with its source.
 
-    Another exporter may choose other scales (from activations, by another search). So bytes that
-    differ are an error only if trtspec made the checkpoint, or if nearly all other linears are as
-    the source gives them.
+    Linears of the source are packed again, by each rule for block scales. Another exporter may
+    choose other scales, from activations or by another search. So differing bytes are an error only
+    if trtspec wrote the checkpoint, or if nearly all linears have the expected bytes.
     """
 
     def __init__(
@@ -184,17 +209,18 @@ class _Reread:
         self.source_reader = source_reader
         self.packers = [choose_packer(rule) for rule in WEIGHT_SCALES]
         self.problems: list[Problem] = []
-        # (norm of the difference, norm of the source) of each tensor, by class
+        # Norm of the difference and norm of the source of each linear, by class of linear.
         self.errors: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         self.zero_blocks = 0
         self.repacked_alike = 0
-        # weight_scale_2 over the one that the source gives
+        # Ratio of the stored weight_scale_2 to the expected one, by name of the linear.
         self.scaled_otherwise: dict[str, float] = {}
         self.packed_otherwise: list[str] = []
         self._amax: dict[str, float] = {}
 
     def add(self, name: str) -> None:
-        """Compares one tensor, unless its shape is another, which is a problem already."""
+        """Compares one tensor, and records problems and errors. `name`: plain name."""
+        # A differing shape is reported already, and the bytes cannot be compared.
         if _decoded_shape(self.derived, name) != _decoded_shape(self.source, name):
             return
         if _format(self.derived, name).is_fp4:
@@ -204,9 +230,10 @@ class _Reread:
             self.problems.append(Problem("TS-QUANT-CHANGED", "error", name, text))
 
     def all_problems(self, by_trtspec: bool) -> list[Problem]:
-        """The problems of all tensors that were added.
+        """Returns the problems of all compared tensors.
 
-        `by_trtspec`: `trtspec quantize` made the checkpoint, so each byte follows from the source.
+        `by_trtspec`: whether `trtspec quantize` wrote the checkpoint. All bytes must then equal the
+        bytes that packing the source gives.
         """
         problems = list(self.problems)
         scaled_alike = self.repacked_alike + len(self.packed_otherwise)
@@ -223,7 +250,7 @@ class _Reread:
         return problems
 
     def _has_source_bytes(self, name: str) -> bool:
-        """Whether an unquantized tensor has the source's bytes, or its decoded values' bytes."""
+        """Whether an unquantized tensor has the bytes of the source, or of the decoded source."""
         info = self.derived.tensors[name]
         if _format(self.source, name).is_plain:
             return same_bytes(self.derived, info, self.source, self.source.tensors[name])
@@ -232,15 +259,16 @@ class _Reread:
         return np.array_equal(values.reshape(-1).view(np.uint8), stored)
 
     def _source_rows(self, name: str) -> Rows:
-        """A linear of the source as packers take it."""
+        """Returns the rows of a linear of the source, in a form that all packers can pack."""
         format, parts = stored_weight(self.source.tensors, name)
         rows = read_rows(partial(read_bytes, self.source_reader), format, parts)
+        # The packer in C takes plain rows only in BF16.
         is_other_float = format.is_plain and rows.dtype != "BF16"
         convert = decoded_rows if is_other_float else packable_rows
         return convert(rows, self.packers[0])
 
     def _add_quantized(self, name: str) -> None:
-        """Compares a linear with its source: valid scales, rounding error, and bytes."""
+        """Compares an NVFP4 linear with its source: valid scales, rounding error and bytes."""
         tensors = self.derived.tensors
         for suffix in SCALES:
             info = tensors[f"{name.removesuffix('.weight')}.{suffix}"]
@@ -264,7 +292,7 @@ class _Reread:
         error, norm = map(math.sqrt, squares)
         self.errors[weight_class(name)].append((error, norm))
         relative = error / norm if norm else error
-        # A NaN is not within the limit either.
+        # Written with `not`, so that NaN is above the limit too.
         if not relative <= NVFP4_ERROR_LIMIT:
             text = (
                 f"differs from the source by {relative:.3f} of its norm; "
@@ -275,7 +303,15 @@ class _Reread:
             self._repack(name, rows, packed, scale, scale_2)
 
     def _repack(self, name: str, rows: Rows, packed: Array, scale: Array, scale_2: float) -> None:
-        """Packs the source by each rule, and records whether one gives the stored bytes."""
+        """Packs the source by each rule, and records whether a rule gives the stored bytes.
+
+        Args:
+            name: plain name of the linear.
+            rows: rows of the source.
+            packed: stored codes, uint8 [N, K/2].
+            scale: stored block scales, uint8 [N, K/16].
+            scale_2: stored scale of the tensor.
+        """
         scaling = Scaling.of(max(self._amax[name], *self._partner_maxima(name), 0.0))
         if scale_2 != scaling.scale_2:
             self.scaled_otherwise[name] = scale_2 / scaling.scale_2
@@ -290,7 +326,7 @@ class _Reread:
         self.packed_otherwise.append(name)
 
     def _partner_maxima(self, name: str) -> list[float]:
-        """max|w| of each linear that shares the scale of `name`."""
+        """Returns max|w| of each other linear that shares the scale of the linear `name`."""
         maxima = []
         for module in self.family.partners(name.removesuffix(".weight")):
             partner = f"{module}.weight"
@@ -302,7 +338,10 @@ class _Reread:
 
 
 def _rounding(tensors: list[tuple[float, float]]) -> RoundingError:
-    """Sums up (norm of the difference, norm of the source) of each tensor of a class."""
+    """Returns the rounding error of a class of linears.
+
+    `tensors`: norm of the difference and norm of the source, of each linear.
+    """
     errors, norms = zip(*tensors, strict=True)
     norm = math.hypot(*norms)
     relative_error = math.hypot(*errors) / norm if norm else 0.0
