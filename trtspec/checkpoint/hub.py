@@ -245,8 +245,8 @@ def cached_snapshot(hub_id: HubId, complete: bool) -> Path | None:
 
     `complete`: whether the snapshot must have every shard of its index.
     """
-    # Reads the documented layout (models--org--name/refs/main names the snapshot), because importing
-    # huggingface_hub takes longer than a command that does not load torch.
+    # The cache's documented layout is read here (models--org--name/refs/main names the snapshot),
+    # because importing huggingface_hub takes longer than a command that does not load torch.
     repository = cache_directory() / hub_id.folder
     snapshot = _snapshot(repository, hub_id.revision or "main")
     if snapshot is None or not (snapshot / "config.json").is_file():

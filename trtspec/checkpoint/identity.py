@@ -23,8 +23,8 @@ NUMBER = re.compile(r"\d+")  # of a layer or an expert in a tensor's name
 SAMPLE_BYTES = 1 << 12  # of each tensor in the sample
 # Keys of config.json that do not describe the model.
 VOLATILE = {"_name_or_path", "transformers_version", "auto_map"}
-# Digests that do not depend on the distribution of tensors over shards, with the words for what they
-# cover in messages.
+# names of the digests that do not depend on the distribution of tensors over shards, with the words
+# for messages
 MODEL = {
     "config": "the config",
     "tensors": "tensor names, dtypes or shapes",
