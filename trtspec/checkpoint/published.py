@@ -148,7 +148,7 @@ class PublishedHead(PublishedModel):
     def measured_on(self, target: str) -> PublishedAcceptance | None:
         """Returns the first measurement on this target, or on a target that was not stated.
 
-        If there is none, returns the first measurement. None if nothing was measured.
+        Without such a measurement, returns the first of all. None if nothing was measured.
         """
         for measured in self.acceptance:
             if measured.target in (None, target):
@@ -275,7 +275,7 @@ def similar_id(name_or_id: str) -> str | None:
 
 
 def published_as(name: str) -> str | None:
-    """Returns the published id whose last part is this name. None if there is none."""
+    """Returns the published id whose last part is this name, or None."""
     ids = [*catalogue().targets, *catalogue().heads]
     suffix = f"/{name.casefold()}"
     return next((id for id in ids if id.casefold().endswith(suffix)), None)

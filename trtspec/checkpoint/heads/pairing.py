@@ -101,7 +101,7 @@ def reported_once(problems: list[Problem]) -> list[Problem]:
         problem
         for problem in problems
         if not any(
-            problem.code == code and problem.where.startswith(place) for code, _, place in caused
+            problem.code == code and problem.where.startswith(prefix) for code, _, prefix in caused
         )
     ]
 
