@@ -295,8 +295,7 @@ def _function(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
     stated |= {
         f"eagle_config.{key}" for key, value in (config.get("eagle_config") or {}).items() if value
     }
-    for engine_name in dialect.read_by:
-        engine = ENGINES[engine_name]
+    for engine in map(ENGINES.__getitem__, dialect.read_by):
         for flag, keys in engine.flags.items():
             if getattr(spec, flag) and stated.isdisjoint(keys):
                 message = (
