@@ -32,6 +32,7 @@ class StoredTensor(Protocol):
     """Entry of a safetensors header.
 
     dtype: safetensors code such as "BF16".
+    shape: number of elements in each dimension.
     """
 
     @property
@@ -211,7 +212,7 @@ for _format in WeightFormat:
 def recognised(tensors: Mapping[str, StoredTensor]) -> WeightFormat | None:
     """Returns the format of a linear as its stored tensors show it, whatever the config states.
 
-    Suffix and dtype of the values decide. If several formats share both, the format that agrees
+    Suffix and dtype of the values decide. If several formats share them, the format that agrees
     with most of the other dtypes and shapes wins. None if no format has such values.
 
     `tensors`: header entries of the linear by suffix.
@@ -271,8 +272,9 @@ def format_of_config(
 ) -> tuple[WeightFormat, int, tuple[int, int] | None] | None:
     """Returns format, group size and block size that a quantization_config states.
 
-    The group size is 0 and the block size None if the format has no groups or blocks. None in place
-    of all if Kimi checkpoints are not published with such a scheme.
+    The group size is the number of values along a row that share a scale, 0 without groups. The
+    block size is rows and columns that share a scale, None without blocks. Returns None if Kimi
+    checkpoints are not published with such a scheme.
     """
     method = block.get("quant_method", "")
     if method == "modelopt" and (block.get("quant_algo") == "NVFP4" or formats_of_layers(block)):

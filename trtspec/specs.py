@@ -171,6 +171,7 @@ class RopeSpec:
 
     @property
     def is_yarn(self) -> bool:
+        """Whether YaRN extends the positions."""
         return self.rope_type == "yarn"
 
     @staticmethod
@@ -360,6 +361,7 @@ class ModelSpec(Sizes):
 
     @property
     def qk_head_dim(self) -> int:
+        """Width of an attention head of queries and keys."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
@@ -385,8 +387,9 @@ class ModelSpec(Sizes):
     ) -> ModelSpec:
         """Reads a target's record from its config.json.
 
-        Raises TrtspecError if no family has its model_type, if a key is missing or has an invalid
-        value, or if it lists a format for each layer and its family is never published so.
+        Raises TrtspecError if no family has its model_type, or if a key is missing or has an
+        invalid value. Also raises it if ModelOpt's list gives each layer a format and the family is
+        never published so.
 
         Args:
             hf_quant_config: ModelOpt's file, if the checkpoint has it.
@@ -489,6 +492,7 @@ class HeadSpec(LatentSizes):
 
     @property
     def is_mla(self) -> bool:
+        """Whether the head has latent attention."""
         return self.attention == "mla"
 
     @property

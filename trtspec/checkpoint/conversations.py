@@ -175,10 +175,10 @@ def _refuse(fields: dict[str, Any], keys: tuple[str, ...]) -> None:
 def _body(
     fields: dict[str, Any], read: set[str], unread: Counter[str]
 ) -> tuple[str, list[Message]]:
-    """Returns the row's raw text and its messages. One of both is empty.
+    """Returns the row's raw text and its messages, either of which is empty.
 
-    Adds the keys of the text or messages to `read`. Raises ValueError if there is none or if keys
-    contradict each other.
+    Adds the keys of the text or messages to `read`. Raises ValueError if the row has neither, or if
+    keys contradict each other.
     """
     keys = [key for key in BODIES if key in fields]
     if not keys:

@@ -83,7 +83,7 @@ class TensorInfo(NamedTuple):
 
 
 class RangedFiles(Protocol):
-    """Shard files that are read by byte ranges, such as those on the hub.
+    """Shard files that are read by byte ranges, such as files on the hub.
 
     bytes_at: reads `size` bytes from offset `begin` of a shard.
     to_dict: facts about the files for JSON reports.
@@ -103,7 +103,8 @@ class Checkpoint:
     """Checkpoint directory, opened by its headers.
 
     path: directory of all files, or of all but the weights if they are on the hub.
-    hf_quant_config: contents of ModelOpt's file. None if there is no such file.
+    config: contents of config.json.
+    hf_quant_config: contents of ModelOpt's file. None if the file does not exist.
     tensors: header entries by tensor name, ordered by shard and offset.
     shards: names of the weight files.
     remote: weight files on the hub. None if the weights are in `path`.
@@ -122,10 +123,10 @@ class Checkpoint:
     ) -> Checkpoint:
         """Reads config.json, hf_quant_config.json and the headers of all shards.
 
-        The index names the shards. Without an index they are the single file or every *.safetensors
-        file. Raises TrtspecError if the directory, config.json or a shard is missing, if all
-        weights are pickled, if a shard is truncated or damaged, or if the index disagrees with the
-        shards.
+        The index names the shards. Without an index the shards are the single file or every
+        *.safetensors file. Raises TrtspecError if the directory, config.json or a shard is missing,
+        or if all weights are pickled. Also raises it if a shard is truncated or damaged, or if the
+        index disagrees with the shards.
 
         Args:
             names: names of the shards, if they are not in the directory and no index names them.
@@ -270,8 +271,8 @@ def _missing_shard(path: Path) -> TrtspecError:
 def downloads_in(directory: Path, shard: str) -> list[str]:
     """Returns the names of files that show an unfinished download of a shard.
 
-    They are the shard's name with a tool's suffix, or unfinished files in the hub's own folders.
-    The latter have other names, so they may be of any shard.
+    The names are the shard's name with a tool's suffix, and unfinished files in the hub's own
+    folders. The hub's unfinished files have other names, so they may be of any shard.
     """
     paths = [directory / f"{shard}{suffix}" for suffix in DOWNLOAD_SUFFIXES]
     folders = [directory / ".cache" / "huggingface" / "download"]
@@ -284,7 +285,7 @@ def downloads_in(directory: Path, shard: str) -> list[str]:
 
 
 def weight_map(path: Path) -> dict[str, PlainName] | None:
-    """Returns the shard of each tensor as the index states it. None if there is no index.
+    """Returns the shard of each tensor as the index states it. None without an index.
 
     Raises TrtspecError if the index has no such map, or maps a tensor to something other than a
     file name.
@@ -401,9 +402,9 @@ class ShardReader:
             begin += count
 
     def pieces(self, info: TensorInfo, size: int) -> Iterator[memoryview]:
-        """Yields the tensor's bytes in chunks of `size`, the last one possibly shorter.
+        """Yields the tensor's bytes in chunks of `size`. The last chunk may be shorter.
 
-        All chunks share a buffer, so each overwrites the one before it.
+        All chunks share a buffer, so each overwrites the chunk before it.
         """
         buffer = memoryview(bytearray(min(size, info.nbytes)))
         for begin in range(info.begin, info.end, size):

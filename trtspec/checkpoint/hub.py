@@ -163,10 +163,12 @@ class Resolved:
         return code_of({"config.json": self.config()}, None)
 
     def head_spec(self, *, values: bool = False) -> HeadSpec:
-        """Returns the head's record from its tensors, or from config.json if they are not here.
+        """Returns the head's record, from its tensors if the weights are on this machine.
 
-        `values`: whether a sample of the weights is checked too. Raises TrtspecError if the head
-        has errors.
+        Otherwise the record comes from config.json alone. Raises TrtspecError if the head has
+        errors.
+
+        `values`: whether a sample of the weights is checked too.
         """
         from trtspec.checkpoint.heads.dialects import DIALECTS
         from trtspec.checkpoint.heads.read import head_spec, head_spec_from_config
@@ -182,7 +184,7 @@ class Resolved:
 def local_directory(name: str) -> Path | None:
     """Returns the directory called `name`, or the folder of the shipped model with this name.
 
-    None if there is neither.
+    None if neither exists.
     """
     path = user_path(name)
     if name and path.is_dir():
@@ -275,7 +277,7 @@ def _snapshot(repository: Path, revision: str) -> Path | None:
 
 
 def _has_all_shards(snapshot: Path) -> bool:
-    """Whether every shard of the index is present, or any shard if there is no index."""
+    """Whether every shard of the index is present. Without an index, any shard is enough."""
     shards = weight_map(snapshot)
     if shards is None:
         return any(snapshot.glob("*.safetensors"))

@@ -1,8 +1,9 @@
 """Computes the fingerprint of a checkpoint for journals, scale files and hidden-state dumps.
 
-It covers the config, the names, dtypes, shapes and offsets of the tensors, the size of each shard,
-and the first bytes of two tensors of each class. So it changes after a fine-tune of one class, and
-reads less than a megabyte of a terabyte. Paths and times do not change it.
+The fingerprint covers the config, the names, dtypes, shapes and offsets of the tensors, and the
+size of each shard. It also covers the first bytes of two tensors of each class. So it changes after
+a fine-tune of one class, and reads less than a megabyte of a terabyte. Paths and times do not
+change it.
 """
 
 from __future__ import annotations

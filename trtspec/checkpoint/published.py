@@ -68,7 +68,10 @@ class PublishedAcceptance:
         return figures if isinstance(figures, dict) else {WHOLE: figures}
 
     def length(self, dataset: str) -> float:
-        """Returns the acceptance length on a data set, or else the mean of its categories."""
+        """Returns the acceptance length on a data set, in tokens per step of the target.
+
+        If only categories were published, returns their mean.
+        """
         figures = self.of(dataset)
         return figures.get(WHOLE) or round(sum(figures.values()) / len(figures), 3)
 

@@ -47,8 +47,8 @@ class Rendering:
 def render(conversation: Conversation, tokenizer: KimiTokenizer) -> list[Rendering]:
     """Returns one rendering, or several if the history of a later answer differs from its text.
 
-    Raises UsageError, with file and line, if the row has no answer, if the template does not read
-    its tool calls, or if the parsed answer is not the row's.
+    Raises UsageError, with file and line, if the row has no answer or if the template does not read
+    its tool calls. Also raises it if the parsed answer is not the row's.
     """
     if not conversation.messages:
         tokens = tokenizer.encode(conversation.text)

@@ -48,9 +48,9 @@ class ReadTarget:
 def read_target(path: Path | str | Checkpoint) -> ReadTarget:
     """Reads a target by its headers and returns it with every problem.
 
-    Raises TrtspecError, with a code, if the target cannot be read at all, because shards are
-    damaged, the index contradicts them, or config.json has another model or an unknown scheme.
-    Raises UsageError if the checkpoint is a head.
+    Raises TrtspecError, with a code, if the target cannot be read at all. The reasons are damaged
+    shards, an index that contradicts them, another model or an unknown scheme. Raises UsageError if
+    the checkpoint is a head.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
     if not HEAD_TENSORS.isdisjoint(checkpoint.tensors):

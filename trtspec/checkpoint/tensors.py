@@ -52,7 +52,7 @@ class LazyTensors(ShardReader):
         return raw.view(self.dtype(info)).reshape(info.shape)
 
     def info(self, name: str) -> TensorInfo:
-        """Returns the header entry of a tensor. Raises TrtspecError if there is no such tensor."""
+        """Returns the header entry of a tensor. Raises TrtspecError if no tensor has this name."""
         try:
             return self.checkpoint.tensors[name]
         except KeyError:

@@ -95,7 +95,8 @@ class KimiTokenizer:
     def eos_ids(self) -> tuple[int, ...]:
         """Ids of the tokens that end an answer.
 
-        They come from generation_config.json and config.json. Without both it is the id of [EOS].
+        They come from generation_config.json and config.json. If neither states an id, it is the id
+        of [EOS].
         """
         ids: list[int] = []
         model = read_optional(self.directory / "config.json")
@@ -378,7 +379,7 @@ class ChatTemplate:
         """Reads the template of a checkpoint directory.
 
         chat_template.jinja has priority over chat_template in tokenizer_config.json. Raises
-        TrtspecError if there is neither, or if the template is not valid.
+        TrtspecError if neither exists, or if the template is not valid.
         """
         path = directory / "chat_template.jinja"
         if path.is_file():

@@ -166,7 +166,7 @@ def _configured(
 ) -> Iterator[Problem]:
     """Yields errors of token ids in config.json and generation_config.json, and of eos_token.
 
-    An id is wrong if the family has another token there.
+    An id is wrong if it is not the id of the token that the key means in the family.
     """
     generation = "generation_config.json"
     files = [("config.json", config), ("config.json", config.get("text_config") or {})]

@@ -84,9 +84,9 @@ def decode(raw: bytes, dtype: str) -> np.ndarray:
 
 
 def count_not_finite(raw: memoryview | np.ndarray, dtype: str) -> tuple[int, int | None]:
-    """Counts NaN and infinite values. Returns their number and the index of the first.
+    """Returns the number of NaN and infinite values, and the index of the first.
 
-    The index is None if there are none. A dtype without NaN and infinity has none.
+    The index is None if all values are finite. Some dtypes have only finite values.
 
     Args:
         raw: bytes of the values.
@@ -157,7 +157,7 @@ def head_value_problems(
 def noted_digests(checkpoint: Checkpoint) -> dict[str, str]:
     """Returns the SHA-256 of each tensor that provenance.json records, by the tensor's name.
 
-    {} if there is no such record.
+    {} if provenance.json records none.
     """
     entries = recorded(checkpoint.path).get("tensors")
     digests: dict[str, str] = {}
@@ -184,7 +184,7 @@ def not_finite(name: str, bad: int, seen: int) -> Problem:
 def _sampled(reader: ShardReader, info: TensorInfo) -> Iterator[memoryview]:
     """Yields SAMPLED_CHUNKS evenly spread chunks of a large tensor.
 
-    All chunks share a buffer, so each overwrites the one before it.
+    All chunks share a buffer, so each overwrites the chunk before it.
     """
     buffer = memoryview(bytearray(CHUNK_BYTES))
     # A multiple of 64 bytes never splits a value.

@@ -123,7 +123,7 @@ class ShardFile:
         publish(self.temporary, self.path)
 
     def abandon(self) -> None:
-        """Closes and removes the temporary file, if there is one."""
+        """Closes and removes the temporary file if it exists."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -303,7 +303,7 @@ class Journal:
         return values
 
     def record(self, key: str, **fields: Any) -> None:
-        """Appends a record and fsyncs it. A later process then finds `key` in `done`."""
+        """Appends a record and fsyncs it. After a restart of the command, `done` has the key."""
         entry = {**fields, "key": key}
         self._append(entry)
         self.done[key] = entry

@@ -76,7 +76,7 @@ def stated_ids(config: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]
 def shared_config(source: dict[str, Any], spec: HeadSpec, dtype: str) -> dict[str, Any]:
     """Returns the keys that every layout has: sizes, rope, dtype, and other keys of the source.
 
-    A key of the source has priority over the same key made from the record.
+    A key that the source states has priority over the record's value.
 
     Args:
         source: config.json that the head had before.
@@ -178,7 +178,7 @@ def _speculators_config(
 def rope_scaling(rope: RopeSpec) -> dict[str, Any]:
     """Returns the rope settings as one JSON object.
 
-    It has both spellings of the type, because readers differ in the one that they use.
+    The type is under both spellings of its key, because readers differ in the key that they use.
     """
     scaling: dict[str, Any] = {"rope_type": rope.rope_type, "type": rope.rope_type}
     scaling["rope_theta"] = rope.theta

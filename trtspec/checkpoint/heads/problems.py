@@ -398,7 +398,7 @@ def _rope(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
 def _rope_contradictions(flat: dict[str, Any]) -> Iterator[Problem]:
     """Yields differences between the keys of one config.json that state the rope.
 
-    The keys are rope_theta, rope_scaling and rope_parameters. Engines differ in the one that they
+    The keys are rope_theta, rope_scaling and rope_parameters. Engines differ in the key that they
     read.
     """
     scaling = flat.get("rope_scaling") or {}
