@@ -28,7 +28,7 @@ INDEX_NAME = "model.safetensors.index.json"
 HF_QUANT_NAME = "hf_quant_config.json"
 MAX_SHARDS = 100_000
 # Bytes of a chunk, few enough to stay in the CPU's cache while they are compared.
-COMPARED_BYTES = 1 << 20
+PIECE = 1 << 20
 DOWNLOAD_AGAIN = "download the checkpoint again, or check the disk it lies on"
 # first bytes of the text that Git LFS leaves in place of a file
 POINTER = b"version https://git-lfs"
@@ -446,7 +446,7 @@ def same_bytes(
     if (info.dtype, info.shape) != (other_info.dtype, other_info.shape):
         return False
     with ShardReader(checkpoint.path) as reader, ShardReader(other.path) as other_reader:
-        chunks = reader.pieces(info, COMPARED_BYTES)
-        other_chunks = other_reader.pieces(other_info, COMPARED_BYTES)
+        chunks = reader.pieces(info, PIECE)
+        other_chunks = other_reader.pieces(other_info, PIECE)
         pairs = zip(chunks, other_chunks, strict=True)
         return all(bytes(chunk) == bytes(other_chunk) for chunk, other_chunk in pairs)
