@@ -269,22 +269,7 @@ class QuantSpec:
         hf_quant_config.json. Raises TrtspecError if the format is not one that Kimi checkpoints
         have.
         """
-        where = "config.json"
-        block = config.get("quantization_config")
-        if not block and isinstance(config.get("text_config"), dict):
-            block = config["text_config"].get("quantization_config")
-            where = "config.json:text_config"
-        if not block and hf_quant_config:
-            stated = hf_quant_config.get("quantization", {})
-            # The keys that ModelOpt itself writes for the same facts into config.json.
-            block = {
-                **stated,
-                "quant_method": "modelopt",
-                "ignore": stated.get("exclude_modules", []),
-            }
-            if stated.get("kv_cache_quant_algo"):
-                block["kv_cache_scheme"] = {"num_bits": 8}
-            where = "hf_quant_config.json"
+        block, where = _quantization_config(config, hf_quant_config)
         if not block:
             return QuantSpec()
         known = format_of_config(block)
@@ -306,6 +291,32 @@ class QuantSpec:
             kv_cache = "fp8"
         layers = formats_of_layers(block)
         return QuantSpec(format, group_size, exclude, kv_cache, block_size, layers, where)
+
+
+def _quantization_config(
+    config: dict[str, Any], hf_quant_config: dict[str, Any] | None
+) -> tuple[dict[str, Any] | None, str]:
+    """Returns a checkpoint's quantization_config, and the file and level that it comes from.
+
+    hf_quant_config.json is translated to the same keys. None or {} if no file states a format.
+    """
+    block = config.get("quantization_config")
+    where = "config.json"
+    if not block and isinstance(config.get("text_config"), dict):
+        block = config["text_config"].get("quantization_config")
+        where = "config.json:text_config"
+    if not block and hf_quant_config:
+        stated = hf_quant_config.get("quantization", {})
+        # The keys that ModelOpt itself writes for the same facts into config.json.
+        block = {
+            **stated,
+            "quant_method": "modelopt",
+            "ignore": stated.get("exclude_modules", []),
+        }
+        if stated.get("kv_cache_quant_algo"):
+            block["kv_cache_scheme"] = {"num_bits": 8}
+        where = "hf_quant_config.json"
+    return block, where
 
 
 def _ignore_entry_regex(pattern: str) -> str:

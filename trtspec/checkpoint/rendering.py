@@ -94,36 +94,37 @@ def _render_messages(conversation: Conversation, tokenizer: KimiTokenizer) -> li
     """
     messages = conversation.messages
     tools = list(conversation.tools) or None
-    ends = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if messages[-1]["role"] != "assistant":
-        ends.append(len(messages))  # The prompt of an answer that the row does not have.
+        answers.append(len(messages))  # The row lacks the last answer, so its prompt is the end.
+    # Starts with an empty rendering, which the first prompt continues.
     renderings = [Rendering([], [], 0)]
-    for number, index in enumerate(ends):
+    for number, index in enumerate(answers):
         reply = messages[index] if index < len(messages) else {}
         thinking = "reasoning_content" in reply
         text, prompt = tokenizer.encode_chat(messages[:index], tools, thinking=thinking)
-        written: list[int] = []
+        answer_ids: list[int] = []
         if reply:
             cut = index == len(messages) - 1 and conversation.finish_reason == "length"
-            written = _written(reply, text, tokenizer, cut)
+            answer_ids = _answer_ids(reply, text, tokenizer, cut)
         last = renderings.pop()
         repeated = last.repeated
-        answer = last.answer
+        mask = last.answer
         # If the prompt continues the last rendering, it replaces it. Otherwise both remain.
         if prompt[: len(last.tokens)] != last.tokens:
             renderings.append(last)
-            history = messages[: ends[number - 1] + 1]
-            _, known = tokenizer.encode_chat(history, tools, add_generation_prompt=False)
-            repeated = len(os.path.commonprefix([known, prompt]))
-            answer = []
-        new_prompt_tokens = len(prompt) - len(answer)
-        answer = answer + [0] * new_prompt_tokens + [1] * len(written)
+            history = messages[: answers[number - 1] + 1]
+            _, history_ids = tokenizer.encode_chat(history, tools, add_generation_prompt=False)
+            repeated = len(os.path.commonprefix([history_ids, prompt]))
+            mask = []
+        new_prompt_tokens = len(prompt) - len(mask)
+        mask = mask + [0] * new_prompt_tokens + [1] * len(answer_ids)
         start = len(prompt) if reply else last.prompt
-        renderings.append(Rendering(prompt + written, answer, start, repeated))
+        renderings.append(Rendering(prompt + answer_ids, mask, start, repeated))
     return renderings
 
 
-def _written(reply: Message, prompt: str, tokenizer: KimiTokenizer, cut: bool) -> list[int]:
+def _answer_ids(reply: Message, prompt: str, tokenizer: KimiTokenizer, cut: bool) -> list[int]:
     """Returns the token ids of an answer as the target writes it.
 
     Raises TrtspecError if the parsed answer has other reasoning, content or calls than the row.

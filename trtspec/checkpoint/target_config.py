@@ -156,7 +156,7 @@ def _rope_mappings(text: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _rope(text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
-    """Yields problems of type, settings and context length of the rotary embedding."""
+    """Yields problems of type and settings of the rotary embedding, and of the context length."""
     code = "TS-TARGET-ROPE"
     mappings = _rope_mappings(text)
     rope_types = set()
@@ -177,14 +177,20 @@ def _rope(text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
             yield _problem(code, key, message)
         elif key not in YARN_SCALING_KEYS and not _is_one_of(stated[0], published[key]):
             yield _other(code, key, stated[0], spec.family)
+    if is_yarn:
+        yield from _context(spec)
+
+
+def _context(spec: ModelSpec) -> Iterator[Problem]:
+    """Yields a problem if YaRN does not extend the positions to the stated context length."""
     factor = spec.rope.factor
     positions = spec.max_position_embeddings
     reach = factor * spec.rope.original_max_position_embeddings
     possible = 1 <= factor <= MAX_FACTOR and positions <= MAX_POSITIONS
-    if is_yarn and (reach != positions or not possible):
+    if reach != positions or not possible:
         reached = f"factor x original_max_position_embeddings = {reach:,.0f}"
         message = f"{positions:,}, and YaRN reaches {reached}"
-        severity = "warning" if possible else "error"
+        severity: Severity = "warning" if possible else "error"
         yield _problem("TS-TARGET-CONTEXT", "max_position_embeddings", message, severity)
 
 

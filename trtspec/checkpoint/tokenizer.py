@@ -205,7 +205,9 @@ class KimiTokenizer:
             """Returns a copy of `value` with the mark inserted into each of these names."""
             if isinstance(value, str):
                 return self._special_names.sub(
-                    lambda m: m[0][0] + mark + m[0][1:] if m[0] in names else m[0],
+                    lambda match: (
+                        match[0][0] + mark + match[0][1:] if match[0] in names else match[0]
+                    ),
                     value,
                 )
             if isinstance(value, list):
@@ -225,15 +227,21 @@ class KimiTokenizer:
             thinking=thinking,
             **marked(variables, all_names),
         )
-        # The names that are still whole are the template's, or an assistant's visible ones.
+        return text.replace(mark, ""), self._encode_marked(text, mark)
+
+    def _encode_marked(self, text: str, mark: str) -> list[int]:
+        """Returns the token ids of a rendered conversation without the mark.
+
+        Names without the mark become tokens. They are the template's and an assistant's visible
+        names.
+        """
         ids: list[int] = []
         position = 0
         for match in self._special_names.finditer(text):
             ids += self.encode(text[position : match.start()].replace(mark, ""))
             ids.append(self.special_tokens[match[0]])
             position = match.end()
-        ids += self.encode(text[position:].replace(mark, ""))
-        return text.replace(mark, ""), ids
+        return ids + self.encode(text[position:].replace(mark, ""))
 
 
 class Detokenizer:

@@ -417,17 +417,25 @@ def _class_faults(
         if suffix == "weight_shape":
             # A shape of another dtype is read as empty, so that it never agrees.
             values = raw.view(NUMPY_DTYPES[dtype]) if dtype in ("I64", "I32") else raw[:, :0]
-            for info, stated in zip(infos, values.tolist(), strict=True):
-                module = info.name.removesuffix(f".{suffix}")
-                format = stored_format(checkpoint.tensors, module)
-                packed = checkpoint.tensors.get(f"{module}.{format.parts[0]}")
-                if packed and len(packed.shape) == 2 and not _is_shape_of(packed, stated, format):
-                    text = f"{info.name} is {stated}, the weight {list(packed.shape)}"
-                    yield "TS-TARGET-WEIGHT-SHAPE", "error", text
+            yield from _shape_faults(checkpoint, infos, values.tolist())
         if suffix in ("weight_scale_2", "input_scale") and (dtype, nbytes) == ("F32", 4):
             numbers = raw.view("<f4")[:, 0].tolist()
             for info, number in zip(infos, numbers, strict=True):
                 scales[suffix][info.name.removesuffix(f".{suffix}")] = number
+
+
+def _shape_faults(
+    checkpoint: Checkpoint, infos: list[TensorInfo], stated_shapes: list[list[int]]
+) -> Iterator[Fault]:
+    """Yields a fault for each `weight_shape` tensor that is not the shape of its packed weight."""
+    for info, stated in zip(infos, stated_shapes, strict=True):
+        module = info.name.removesuffix(".weight_shape")
+        format = stored_format(checkpoint.tensors, module)
+        packed = checkpoint.tensors.get(f"{module}.{format.parts[0]}")
+        # Header checks report a packed weight that is absent or not a matrix.
+        if packed and len(packed.shape) == 2 and not _is_shape_of(packed, stated, format):
+            text = f"{info.name} is {stated}, the weight {list(packed.shape)}"
+            yield "TS-TARGET-WEIGHT-SHAPE", "error", text
 
 
 def _neighbours(infos: list[TensorInfo]) -> Iterator[list[TensorInfo]]:
