@@ -223,7 +223,7 @@ def _items(value: Any, key: str) -> list[Any]:
     """
     items = _parsed(value)
     if not isinstance(items, list) or not items:
-        raise ValueError(f"has {key} that are no list, or an empty one")
+        raise ValueError(f"has {key} that are not a list, or an empty list")
     return items
 
 
@@ -264,7 +264,7 @@ def _message(value: Any, unread: set[str]) -> Message:
     Adds the keys that are not read to `unread`. Raises ValueError if the message is invalid.
     """
     if not isinstance(value, dict):
-        raise ValueError("has a message that is no object")
+        raise ValueError("has a message that is not an object")
     fields = {key: item for key, item in value.items() if item is not None}
     _refuse(fields, MESSAGE_REFUSED)
     role_key = "role" if "role" in fields else "from"
@@ -272,7 +272,7 @@ def _message(value: Any, unread: set[str]) -> Message:
     role = ROLES.get(str(stated_role))
     if role is None:
         known = ", ".join(ROLES)
-        raise ValueError(f"has a message of the role {stated_role!r}, which is none of {known}")
+        raise ValueError(f"has a message of the role {stated_role!r}, which is not one of {known}")
     content_key = "content" if "content" in fields else "value"
     read = {role_key, content_key, "tool_call_id", "name", *MESSAGE_REFUSED}
     content = _joined(fields.get(content_key, ""), "content")
@@ -327,7 +327,7 @@ def answer_of(fields: dict[str, Any]) -> Message:
         parsed = parse_reply(content, opened)
         # Writing the parsed answer again must give the content, or parsing lost text.
         if calls or reply_text(parsed, opened, tags) != content:
-            reason = "has marks of reasoning or tool calls in its content that are no answer's"
+            reason = "has marks of reasoning or tool calls in its content as no model writes them"
             raise ValueError(reason)
         content = parsed["content"] or ""
         calls = parsed.get("tool_calls", [])
@@ -415,7 +415,7 @@ def _objects(value: Any, key: str) -> list[dict[str, Any]]:
     """
     items = _parsed(value)
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise ValueError(f"has {key} that are no list of objects, or JSON text of one")
+        raise ValueError(f"has {key} that are not a list of objects, or JSON text of such a list")
     return items
 
 

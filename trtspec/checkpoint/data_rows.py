@@ -82,7 +82,7 @@ def _file_rows(path: Path) -> Iterator[DataRow]:
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         endings = ", ".join(SUFFIXES)
-        message = f"{path} is data of an unknown kind: its name ends in none of {endings}"
+        message = f"{path} is data of an unknown type: its name must end in one of {endings}"
         remedy = 'write JSON lines, such as {"prompt": "..."}, or pass a hub data set'
         raise UsageError(message, remedy)
     if suffix == ARRAY_OR_LINES and _begins_with_bracket(path):
@@ -152,7 +152,7 @@ def _parsed(text: str, where: str) -> Any:
     except ValueError as error:
         remedy = "repair the line"
         if text[:1] in "[]":
-            remedy = "one JSON object per line; a JSON array is a .json file"
+            remedy = "write one JSON object per line, or give a JSON array the suffix .json"
         raise UsageError(f"{CODE} {where} is not JSON: {error}", remedy) from None
 
 

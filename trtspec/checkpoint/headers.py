@@ -202,7 +202,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
     Raises TrtspecError if the file is absent, a Git LFS pointer, damaged or not readable.
     """
-    # Imported late, because it loads numpy, and commands without a checkpoint need neither.
+    # Imported late, because it loads numpy, which many commands do not need.
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -222,7 +222,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise _missing_shard(path) from None
     except (SafetensorError, ValueError) as error:
         size = path.stat().st_size
-        damage = f"truncated, damaged or no safetensors file ({size:,} bytes)"
+        damage = f"truncated, damaged or not a safetensors file ({size:,} bytes)"
         message = f"{path} is {damage}: {error}"
         raise TrtspecError(message, DOWNLOAD_AGAIN, "TS-SHARD-DAMAGED") from None
     except (OSError, MemoryError) as error:
@@ -297,7 +297,7 @@ def weight_map(path: Path) -> dict[str, PlainName] | None:
     if not isinstance(weight_map, dict) or not weight_map:
         raise TrtspecError(f"{index} has no weight_map", DOWNLOAD_AGAIN, "TS-INDEX-MALFORMED")
     if not all(isinstance(shard, str) for shard in weight_map.values()):
-        message = f"{index} places a tensor in something else than a file name"
+        message = f"{index} maps a tensor to something other than a file name"
         raise TrtspecError(message, DOWNLOAD_AGAIN, "TS-INDEX-MALFORMED")
     shards = {shard: plain_name(shard, str(index)) for shard in set(weight_map.values())}
     return {name: shards[shard] for name, shard in weight_map.items()}

@@ -232,7 +232,7 @@ def _not_a_checkpoint(name: str) -> UsageError:
     elif what == "not there":
         if near:
             remedy = f"did you mean {near}? Else {remedy}"
-        remedy += "; where a job makes it later, build-config takes `like`"
+        remedy += "; if a job creates it later, pass `like` to build-config"
         return UsageError(f"{name!r} is neither a directory nor a hub id", remedy)
     return UsageError(f"{name} is {what}, not a checkpoint directory", remedy)
 

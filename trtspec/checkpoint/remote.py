@@ -169,7 +169,7 @@ LOGIN = "run `hf auth login` with an account that may read it"
 FAILURES = {
     "GatedRepoError": ("is gated", f"accept its licence on the hub, then {LOGIN}"),
     "RepositoryNotFoundError": ("is not on the hub, or is private", f"check the id, or {LOGIN}"),
-    "RevisionNotFoundError": ("is no commit, tag or branch on the hub", "write a whole commit"),
+    "RevisionNotFoundError": ("is not a commit, tag or branch on the hub", "write a whole commit"),
     401: ("is refused by the hub (HTTP 401)", LOGIN),
     403: ("is refused by the hub (HTTP 403)", LOGIN),
     None: (
@@ -212,7 +212,7 @@ def _suggest(hub_id: HubId, remedy: str) -> str:
         return f"did you mean {close}? Otherwise {remedy}"
     if "k2" in hub_id.name.casefold():
         return remedy
-    return f"by its name it is of another family; trtspec takes Kimi-K2. Otherwise {remedy}"
+    return f"its name is of another family; trtspec supports Kimi-K2. Otherwise {remedy}"
 
 
 def cache_directory() -> Path:

@@ -143,12 +143,12 @@ def head_value_problems(
                 seen += len(chunk)
                 if digest:
                     sha256.update(chunk)
-            # A digest is of all bytes, so a sample cannot be compared with it.
             values = seen * info.numel // nbytes
             if bad:
                 problems.append(not_finite(name, bad, values))
             elif all_zero and floats:
                 problems.append(finding("TS-HEAD-ZERO", name))
+            # The digest is of all bytes, so only a tensor that was read entirely is compared.
             elif digest and whole and sha256.hexdigest() != digest:
                 problems.append(finding("TS-HEAD-DIGEST", name))
     return problems

@@ -337,7 +337,7 @@ def refuse_changed(
     """Raises UsageError, naming the differences, if `new` is not the earlier header `old`."""
     changed = differences(old, new)
     if changed:
-        raise UsageError(f"{path} was begun with something else: {'; '.join(changed)}", remedy)
+        raise UsageError(f"{path} was started with something else: {'; '.join(changed)}", remedy)
 
 
 class JournalContent(NamedTuple):

@@ -117,7 +117,7 @@ def config_problems(head: dict[str, Any], target: dict[str, Any]) -> list[Proble
     target_ids = _end_ids(text, target)
     if head_ids and target_ids and not head_ids & target_ids:
         ends = f"the head ends text at {sorted(head_ids)}, the target at {sorted(target_ids)}"
-        message = f"{ends}: it was made for another model"
+        message = f"{ends}, so the head was made for another model"
         problems.append(Problem("TS-PAIR-EOS", "warning", "config.json:eos_token_id", message))
     quantization = target.get("quantization_config") or text.get("quantization_config") or {}
     rotation = [
@@ -128,7 +128,7 @@ def config_problems(head: dict[str, Any], target: dict[str, Any]) -> list[Proble
     if rotation:
         message = (
             f"the target's quantization rotates its states ({rotation[0]}); "
-            "a head of the plain one accepts ~1.1"
+            "a head of the unrotated target accepts about 1.1 tokens per step"
         )
         problems.append(Problem("TS-PAIR-ROTATED", "warning", "quantization_config", message))
     return problems

@@ -237,7 +237,7 @@ def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
     if -1 in layers and -1 not in (top or nested):
         message = (
             f"layer ids {list(top or nested)} count the layers that ran; "
-            "no engine hands on 0, the embedding"
+            "no engine passes on 0, the embedding"
         )
         return [Problem("TS-HEAD-LAYER-IDS", "error", "layer ids", message, REMEDY)]
     # Sorting puts -1 first, as TensorRT-LLM does with the final state.
@@ -264,7 +264,7 @@ def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
         f"(vLLM, SGLang); read as {list(spec.aux_layers or ())}"
     )
     remedy = (
-        "look which pair has the higher acceptance, "
+        "compare the acceptance of both readings, "
         "`trtspec inspect HEAD --against TARGET` says what is usual"
     )
     return [Problem("TS-HEAD-LAYER-IDS", "warning", "eagle_config", message, remedy)]
@@ -369,7 +369,7 @@ def _rope(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
     if rope.theta < 1 or (yarn and (rope.factor < 1 or rope.beta_fast < rope.beta_slow)):
         message = (
             f"a rope of theta {rope.theta:g}, factor {rope.factor:g}, "
-            f"beta {rope.beta_fast:g}-{rope.beta_slow:g} turns no position as any head was trained"
+            f"beta {rope.beta_fast:g}-{rope.beta_slow:g} rotates positions as in no trained head"
         )
         yield Problem("TS-HEAD-ROPE-VALUES", "error", "config.json:rope_scaling", message)
         return
