@@ -229,7 +229,7 @@ def recognised(tensors: Mapping[str, StoredTensor]) -> WeightFormat | None:
 def stored_format(tensors: Mapping[str, StoredTensor], module: str) -> WeightFormat:
     """Returns the format in which the weight of `module` is stored.
 
-    BF16 if the tensors of the module have no known format, or if it has none.
+    BF16 if the module has no tensors of a quantized format.
     """
     names = {suffix: f"{module}.{suffix}" for suffix in SUFFIXES}
     parts = {suffix: tensors[name] for suffix, name in names.items() if name in tensors}

@@ -135,6 +135,7 @@ def _conversation(
     `fields`: keys of the row that are not null.
     """
     _refuse(fields, ROW_REFUSED)
+    # Any other status, such as "ok" or a number, does not mean that the answer failed.
     status = str(fields.get("status", "")).lower()
     failed_status = status if status in FAILED else ""
     read = {*METADATA, *ROW_REFUSED}
@@ -150,6 +151,7 @@ def _conversation(
     with_parts = [message for message in messages if not isinstance(message["content"], str)]
     if with_parts and not pictures:
         raise ValueError(f"has content with {' or '.join(PICTURES)}, and only text is read")
+    # An empty field has nothing that could be read.
     unread.update(key for key in fields if key not in read and fields[key] not in ("", [], {}))
     return Conversation(
         row.file,

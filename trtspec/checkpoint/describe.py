@@ -271,7 +271,8 @@ def target_facts(spec: ModelSpec, config: dict[str, Any]) -> dict[str, Any]:
 def hash_problems(directory: Path, shards: tuple[str, ...]) -> tuple[int, list[Problem]]:
     """Reads every byte of the shards and compares their SHA-256 with the recorded one.
 
-    Returns the number of shards with the recorded hash, and problems for all others.
+    Returns the number of shards with the recorded hash, and problems. Problems are other hashes,
+    shards without a record, and recorded files that are missing.
     """
     recorded = recorded_hashes(directory)
     known = [shard for shard in shards if shard in recorded]
@@ -292,7 +293,7 @@ def hash_problems(directory: Path, shards: tuple[str, ...]) -> tuple[int, list[P
         counts = f"{len(unknown)} of {len(shards)} weight files"
         message = f"no hash is recorded for {counts}, first {first}"
         problems.append(Problem("TS-HASH-UNKNOWN", "warning", first, message))
-    lost = sorted(name for name in recorded if name not in shards)
-    if lost:
-        problems.append(grouped("TS-HASH-LOST", lost))
+    missing = sorted(name for name in recorded if name not in shards)
+    if missing:
+        problems.append(grouped("TS-HASH-LOST", missing))
     return sum(whole), problems

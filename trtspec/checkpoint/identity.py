@@ -40,11 +40,13 @@ def identity(checkpoint: Checkpoint) -> dict[str, Any]:
     """
     config = {key: value for key, value in checkpoint.config.items() if key not in VOLATILE}
     infos = sorted(checkpoint.tensors.values(), key=lambda info: info.name)
+    layouts = [(info.name, info.dtype, info.shape) for info in infos]
+    places = [(info.name, info.shard, info.begin) for info in infos]
     return {
         "config": _digest(json.dumps(config, sort_keys=True)),
-        "tensors": _digest(repr([(info.name, info.dtype, info.shape) for info in infos])),
+        "tensors": _digest(repr(layouts)),
         "sample": _sample_digest(checkpoint, infos),
-        "places": _digest(repr([(info.name, info.shard, info.begin) for info in infos])),
+        "places": _digest(repr(places)),
         "shards": checkpoint.shard_bytes,
     }
 

@@ -53,6 +53,7 @@ def render(conversation: Conversation, tokenizer: KimiTokenizer) -> list[Renderi
     if not conversation.messages:
         tokens = tokenizer.encode(conversation.text)
         return [Rendering(tokens, [0] * len(tokens), len(tokens))]
+    # `tools_ts_str` is text that the tokenizer's own code writes, which is not run.
     if conversation.tools and "tools_ts_str" in tokenizer.template.variables:
         _note_tools(tokenizer.template.where)
     try:

@@ -291,15 +291,17 @@ def _scheme_problems(file: str, block: dict[str, Any]) -> Iterator[Problem]:
     if format is not None and len(groups) > 1:
         message = f"{len(groups)} config_groups; which tensors each means is not read"
         yield Problem(code, "error", f"{file}: config_groups", message)
-    words = load_yaml("quantization_words.yaml").get(format, ())
-    formats = next((word["values"] for word in words if word["path"] == "format"), None)
+    # Each rule has a path of keys, the published values, and the effect of another value.
+    rules = load_yaml("quantization_words.yaml").get(format, ())
+    formats = next((rule["values"] for rule in rules if rule["path"] == "format"), None)
     if formats and block.get("format") not in formats:
         return  # The same tool has other schemes, which other checks refuse.
-    for word in words:
-        published = [(type(value), value) for value in word["values"]]
-        for path, value in _values_at(block, word["path"].split("."), ()):
+    for rule in rules:
+        # The type is compared too, because True equals 1.
+        published = [(type(value), value) for value in rule["values"]]
+        for path, value in _values_at(block, rule["path"].split("."), ()):
             if (type(value), value) not in published:
-                message = f"{value!r:.60} is not what published Kimis have; {word['why']}"
+                message = f"{value!r:.60} is not what published Kimis have; {rule['why']}"
                 yield Problem(code, "error", f"{file}: {'.'.join(path)}", message)
 
 

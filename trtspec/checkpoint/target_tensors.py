@@ -328,6 +328,7 @@ def coverage_problems(
             continue
         if role in never:
             routers.append(module)
+        # A weight that should be plain may still have the checkpoint's main format.
         expected = stated if wanted.is_plain else wanted
         if format is not expected:
             other_formats.append(f"{module} is {format}, not {expected}")

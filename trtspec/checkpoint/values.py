@@ -345,7 +345,7 @@ def target_value_problems(target: ReadTarget, sample: int | None = None) -> list
     scales: Scales = {"weight_scale_2": {}, "input_scale": {}}
     by_shard: dict[str, list[TensorInfo]] = {}
     for info in checkpoint.tensors.values():
-        if 0 < info.nbytes <= SMALL_BYTES:
+        if 0 < info.nbytes <= SMALL_BYTES:  # Empty tensors have no values.
             by_shard.setdefault(info.shard, []).append(info)
     faults: list[Fault] = []
     with ThreadPoolExecutor(READERS) as pool:

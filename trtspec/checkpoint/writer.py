@@ -279,7 +279,7 @@ class Journal:
         earlier = self.servers
         self.servers = {name: earlier.get(name, {}) | facts for name, facts in servers.items()}
         if earlier or self.done:
-            # Filling in the new facts makes an unknown fact equal.
+            # A fact that one side lacks is filled in there, so that it is no difference.
             old = {name: self.servers.get(name, {}) | facts for name, facts in earlier.items()}
             refuse_changed(self.path, old, self.servers, self.remedy)
         if self.servers != earlier:
@@ -425,7 +425,8 @@ def lock_file(file: int, path: Path) -> BaseFileLock | None:
     which the caller must release. A lock file of a process that was killed on this machine is
     replaced. Raises UsageError if another process holds the lock.
     """
-    from filelock import SoftFileLock, Timeout, lock_descriptor  # here, because `--help` needs none
+    # Imported late, because most commands need no lock.
+    from filelock import SoftFileLock, Timeout, lock_descriptor
 
     remedy = "wait for it to end, or choose another output"
     beside = path.with_name(f"{path.name}.lock")
@@ -437,6 +438,7 @@ def lock_file(file: int, path: Path) -> BaseFileLock | None:
         if error.errno not in NO_FLOCK:
             text = f"{path} cannot be locked: {error.strerror}"
             raise TrtspecError(text, "choose an output on another file system") from None
+        # It replaces the lock file of a dead process within this time.
         lock = SoftFileLock(beside, timeout=STALE_SECONDS)
         try:
             lock.acquire()

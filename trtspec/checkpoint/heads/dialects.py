@@ -73,14 +73,22 @@ class HeadEngine:
             capture: layer outputs for the configuration of TensorRT-LLM, which never reads them
                 from the head. None if its default is right or the layers are unknown.
         """
+        quoted_head = _quoted(head)
+        # A name that needs quotes in a shell needs JSON's quotes in YAML.
+        head_in_yaml = head
+        if quoted_head != head:
+            head_in_yaml = json.dumps(head)
+        layers = ""
+        if capture:
+            layers = f"\n    eagle3_layers_to_capture: {capture}"
         return self.command.format(
-            head=_quoted(head),
-            head_in_yaml=json.dumps(head) if _quoted(head) != head else head,
+            head=quoted_head,
+            head_in_yaml=head_in_yaml,
             target=_quoted(target),
             gpus=self.tensor_parallel,
             draft_len=DRAFT_LEN,
             tokens=DRAFT_LEN + 1,
-            layers=f"\n    eagle3_layers_to_capture: {capture}" if capture else "",
+            layers=layers,
             speculation=shlex.quote(json.dumps(vllm_speculation(head))),
         )
 

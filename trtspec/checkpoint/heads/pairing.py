@@ -187,7 +187,7 @@ def _published(head_id: str | None, target_id: str | None) -> list[Problem]:
 
 
 def _shapes(head: HeadSpec, target: ModelSpec) -> Iterator[Problem]:
-    """Yields problems of widths and vocabularies, and of parts that the target must lend."""
+    """Yields problems of widths, vocabularies, a borrowed lm_head and the KV cache of MHA."""
     if head.target_hidden_size != target.hidden_size:
         states = f"the head fuses states of width {head.target_hidden_size}"
         message = f"{states}, the target's have {target.hidden_size}"
@@ -197,10 +197,10 @@ def _shapes(head: HeadSpec, target: ModelSpec) -> Iterator[Problem]:
             f"the head's vocabulary has {head.vocab_size} tokens, the target's {target.vocab_size}"
         )
         yield Problem("TS-PAIR-VOCAB", "error", "vocab_size", message)
-    if not head.has_lm_head and (head.draft_vocab_size, head.hidden_size) != (
-        target.vocab_size,
-        target.hidden_size,
-    ):
+    # A head without lm_head uses the target's, which must have the same shape.
+    head_shape = (head.draft_vocab_size, head.hidden_size)
+    target_shape = (target.vocab_size, target.hidden_size)
+    if not head.has_lm_head and head_shape != target_shape:
         yield finding("TS-PAIR-LM-HEAD", "lm_head.weight")
     if not head.is_mla:
         yield finding("TS-PAIR-MHA-CACHE", "attention", "info")

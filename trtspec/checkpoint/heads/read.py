@@ -81,7 +81,8 @@ def read_head(
     is_latent = any(name.startswith(LATENT_TENSORS) for name in tensors)
     attention: Attention = "mla" if is_latent else "mha"
     prefix = layer_prefix(checkpoint.tensors)
-    if problems := unreadable(tensors, declared, attention):
+    problems = unreadable(tensors, declared, attention)
+    if problems:
         return replace(declared, attention=attention, layer_prefix=prefix), problems
     spec = replace(measured(tensors, declared, config), layer_prefix=prefix)
     problems = misfits(tensors, spec, declared) + fc_width(tensors, spec, config)
@@ -142,6 +143,7 @@ def head_spec_from_config(
 
 def _flags(config: dict[str, Any], dialect: Dialect) -> dict[str, bool]:
     """Returns the flags of the head's norms, by their names in `HeadSpec`."""
+    # Projects have different keys for the same flag.
     eagle = config.get("eagle_config") or {}
     fc_norm = bool(config.get("fc_norm"))
     norm_output = bool(
