@@ -316,8 +316,10 @@ def _joined(value: Any, key: str) -> str | list[dict[str, Any]]:
 def answer_of(fields: dict[str, Any]) -> Message:
     """Returns an assistant's message with reasoning and tool calls in OpenAI's keys.
 
-    They may be in keys of the message, or in the content as the model writes them. Raises
-    ValueError if two of these contradict each other, or if no model writes such a content.
+    Reasoning and calls may be in keys of the message, or in the content as the model writes them.
+    Raises ValueError if two places contradict each other, or if no model writes such a content.
+
+    `fields`: keys of the message that are not null.
     """
     content = _text(fields.get("content") or "", "content")
     calls = _calls(fields.get("tool_calls") or [])
@@ -335,7 +337,8 @@ def answer_of(fields: dict[str, Any]) -> Message:
         calls = parsed.get("tool_calls", [])
         if "reasoning_content" in parsed:
             reasoning["content"] = parsed["reasoning_content"]
-    if len(set(reasoning.values())) > 1:
+    distinct = set(reasoning.values())
+    if len(distinct) > 1:
         raise ValueError(f"has reasoning in {' and '.join(reasoning)}, which differ")
     message: Message = {"role": "assistant", "content": content}
     if reasoning:
@@ -355,7 +358,7 @@ def _calls(value: Any) -> list[dict[str, Any]]:
         function = call.get("function")
         if not isinstance(function, dict) or not {"name", "arguments"} <= function.keys():
             raise ValueError("has tool_calls without function.name or function.arguments")
-        _text(function["name"], "function.name")
+        _text(function["name"], "function.name")  # raises ValueError if the name is not text
         arguments = function["arguments"]
         if isinstance(arguments, dict):
             arguments = json.dumps(arguments, ensure_ascii=False)

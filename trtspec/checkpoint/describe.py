@@ -179,7 +179,7 @@ def _spec_and_problems(
     """
     checkpoint = resolved.checkpoint
     wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
-    # A full model is no wrong head here, but a target.
+    # A full model is a target, which is judged below.
     if wrong is not None and wrong.code != "TS-HEAD-FULL-MODEL":
         return None, [wrong]
     if detect(checkpoint) == "head":

@@ -412,10 +412,10 @@ def findable(name: str) -> bool:
         if local_directory(name) is not None:
             return True
         hub_id = parse_hub_id(name)
-        here = hub_id is not None and cached_snapshot(hub_id, complete=False) is not None
+        cached = hub_id is not None and cached_snapshot(hub_id, complete=False) is not None
     except OSError:  # The name is longer than a path may be.
         return False
-    return here or known(name) is not None
+    return cached or known(name) is not None
 
 
 def engine_name(name: str) -> str:

@@ -199,6 +199,7 @@ class KimiTokenizer:
                 "the conversation holds the name of a special token and every private-use character"
             )
             raise TrtspecError(fault, "leave out either of them")
+        # An assistant may write the other names, such as think tags, as tokens.
         hidden = {name for name, token in self.special_tokens.items() if token in self.hidden_ids}
 
         def marked(value: Any, names: Collection[str]) -> Any:

@@ -127,6 +127,7 @@ def head_value_problems(
             nbytes = info.nbytes
             digest = digests.get(info.name)
             floats = info.dtype in FLOATS and name not in MAP_DTYPES
+            # An empty tensor, or integers without a digest, have nothing to check.
             if not nbytes or not (floats or digest):
                 continue
             whole = everything or nbytes <= WHOLE_BYTES

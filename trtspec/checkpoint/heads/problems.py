@@ -149,7 +149,7 @@ def _stated(
     dtype_key = "dtype" if "dtype" in stated and "torch_dtype" not in stated else "torch_dtype"
 
     def wrong(key: str, wanted: Any, effect: str, severity: Severity = "error") -> Problem:
-        """Returns the problem of a key. `wanted`: the right value. None: the key must go."""
+        """Returns the problem of a key. `wanted`: right value, None if the key must be absent."""
         value = f"`{key}: {json.dumps(stated[key])}`" if key in stated else f"no {key}"
         remedy = "remove the key" if wanted is None else f"set `{key}: {json.dumps(wanted)}`"
         message = f"config.json has {value:.200}: {effect}"
@@ -180,6 +180,7 @@ def _stated(
             True,
             "vLLM would hand the head one state, and its fc takes several",
         )
+    # The key may be absent, but must not be null.
     if stated.get("target_hidden_size", 1) is None:
         yield wrong("target_hidden_size", None, "loaders that only test for the key fail")
     if pruned and not stated.get("draft_vocab_size"):
@@ -418,6 +419,7 @@ def _rope_contradictions(flat: dict[str, Any]) -> Iterator[Problem]:
             "`trtspec convert --rope-theta` writes it everywhere"
         )
         yield Problem("TS-HEAD-ROPE-TWICE", "error", ROPE_BASE, message, remedy)
+    # Without one of the two keys nothing can differ.
     if "rope_scaling" not in flat or not parameters:
         return
     # An equal base, because the bases were compared above.
