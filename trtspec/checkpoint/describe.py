@@ -189,7 +189,8 @@ def _spec_and_problems(
             problems += head_value_problems(checkpoint, tensors, everything=all_values)
         return head, problems
     target = resolved.target
-    from trtspec.checkpoint.values import target_value_problems  # here, because numpy loads slowly
+    # Imported late, because numpy loads slowly.
+    from trtspec.checkpoint.values import target_value_problems
 
     problems = list(target.problems)
     if checkpoint.remote is None:

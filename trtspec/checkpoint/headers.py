@@ -396,7 +396,7 @@ class ShardReader:
                 raise TrtspecError(message, "check the disk it lies on") from error
             if not count:
                 message = f"shard {path} ends before {info.name} does"
-                remedy = "the file changed while it was read; download it again"
+                remedy = "download it again, because the file changed while it was read"
                 raise TrtspecError(message, remedy)
             target = target[count:]
             begin += count

@@ -205,6 +205,7 @@ class OutputDirectory:
         for pattern in (".*.partial", *patterns):
             leftovers.update(self.path.glob(pattern))
         for path in leftovers:
+            # Only a command that writes folders leaves unfinished folders.
             if self.folders or not path.is_dir():
                 remove_folder(self.path, PlainName(path.name))
         if resumes:

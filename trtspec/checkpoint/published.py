@@ -219,7 +219,7 @@ def known(name_or_id: str) -> PublishedTarget | PublishedHead | None:
     folded_id = hub_id.name.casefold()
     for name, reason in catalogue().refused.items():
         if name.casefold() == folded_id:
-            remedy = "trtspec serves K2, K2-Thinking, K2.5, K2.6 and K2.7-Code"
+            remedy = "pass a K2, K2-Thinking, K2.5, K2.6 or K2.7-Code checkpoint"
             raise TrtspecError(f"{hub_id} is {reason}", remedy)
     records: list[PublishedTarget | PublishedHead]
     records = [*catalogue().targets.values(), *catalogue().heads.values()]
@@ -267,7 +267,7 @@ def require_published(name: str, dataset: str) -> None:
     if re.split("[:=]", dataset)[0] not in figures:
         message = f"no acceptance was published for {name} on {dataset}, as far as is known here"
         published = ", ".join(figures) or "nothing"
-        raise UsageError(message, f"published on: {published}")
+        raise UsageError(message, f"pass a data set that it was published on: {published}")
 
 
 def similar_id(name_or_id: str) -> str | None:

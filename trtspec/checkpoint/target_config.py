@@ -241,7 +241,9 @@ def _vision(config: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
         return
     towers = (config.get("vision_config") for config in _configs(spec.family))
     published: dict[str, Any] = next(filter(None, towers), {})
+    # Sizes of a small tower only have to exist, so its own values count as needed.
     needed = {key: vision.get(key) if key in SCALED else value for key, value in published.items()}
+    # Two keys state each of these widths.
     needed |= {"text_hidden_size": spec.hidden_size, "mm_hidden_size": vision.get("vt_hidden_size")}
     for key, value in needed.items():
         stated = vision.get(key)

@@ -66,5 +66,5 @@ class LazyTensors(ShardReader):
         except KeyError:
             fault = f"has dtype {info.dtype}, which trtspec does not read"
             message = f"{info.name} in {self.checkpoint.path} {fault}"
-            remedy = "Kimi-K2 checkpoints use BF16, F32, F8_E4M3, U8, I32 and I64"
+            remedy = "pass a Kimi-K2 checkpoint, which has BF16, F32, F8_E4M3, U8, I32 and I64"
             raise TrtspecError(message, remedy) from None

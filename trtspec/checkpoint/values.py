@@ -475,7 +475,7 @@ def byte_faults(infos: list[TensorInfo], raw: np.ndarray) -> Iterator[Fault]:
     """
     dtype = infos[0].dtype
     if dtype not in (*FLOATS, "F8_E4M3"):
-        return
+        return  # Integers and packed weights have no NaN, and zero is a usual value.
     suffix = infos[0].name.rpartition(".")[2]
     is_scale = suffix in SIDE_PARTS
     mask, least = NOT_FINITE_BITS[dtype]
@@ -483,11 +483,13 @@ def byte_faults(infos: list[TensorInfo], raw: np.ndarray) -> Iterator[Fault]:
     bad = (codes & codes.dtype.type(mask)).max(1) >= least
     if is_scale:
         bad |= (codes > mask).any(1)  # A code above the mask has the sign bit.
+        # Only a scale of one group may be zero, and only as a plain float.
         if dtype not in FLOATS or suffix not in ("weight_scale", "weight_scale_inv"):
             bad |= ~codes.all(1)
     code = "TS-TARGET-BAD-SCALE" if is_scale else "TS-TARGET-NOT-FINITE"
     for index in np.flatnonzero(bad):
         yield code, "error", infos[index].name
+    # A bias may be all zeros.
     if not is_scale and dtype in FLOATS and not suffix.endswith("bias"):
         for index in np.flatnonzero(~codes.any(1)):
             yield _zero(infos[index])

@@ -120,6 +120,7 @@ def config_problems(head: dict[str, Any], target: dict[str, Any]) -> list[Proble
         message = f"{ends}, so the head was made for another model"
         problems.append(Problem("TS-PAIR-EOS", "warning", "config.json:eos_token_id", message))
     quantization = target.get("quantization_config") or text.get("quantization_config") or {}
+    # compressed-tensors describes a rotation in transform_config, other tools in their own keys.
     rotation = [
         key
         for key, value in quantization.items()
@@ -223,7 +224,7 @@ def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
             "the head does not say which layers it reads; "
             f"engines capture the outputs of {list(default)}"
         )
-        remedy = "right for every published Kimi head; `trtspec bench` shows the acceptance"
+        remedy = "compare the acceptance by `trtspec bench`; the default is right for all published Kimi heads"
         return [Problem("TS-PAIR-LAYERS-UNKNOWN", "info", "eagle_config", message, remedy)]
     # -1 is the embedding in some dialects, and the final state in TensorRT-LLM.
     outside = [layer for layer in layers if not -1 <= layer < count]
@@ -238,13 +239,13 @@ def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
             "the ids probably count layers that ran"
         )
         remedy = (
-            f"if so, store {list(default)}; `trtspec bench` with both shows which ids accept more"
+            f"store {list(default)} if so; `trtspec bench` with both shows which ids accept more"
         )
         return [Problem(SHIFTED, "warning", "eagle_config", message, remedy)]
     message = (
         f"the head reads layers {list(layers)}, TensorRT-LLM captures {list(default)} by default"
     )
-    remedy = f"`trtspec build-config` writes eagle3_layers_to_capture: {list(layers)}"
+    remedy = f"run `trtspec build-config`, which writes eagle3_layers_to_capture: {list(layers)}"
     return [Problem("TS-PAIR-LAYERS-NOT-DEFAULT", "info", "eagle_config", message, remedy)]
 
 

@@ -303,7 +303,9 @@ def _function(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
                     f"{engine.title} reads {flag} at {' or '.join(keys)} alone, "
                     "and would compute a head without"
                 )
-                remedy = f"`trtspec convert HEAD -o OUT --to {engine.name}` writes it there"
+                remedy = (
+                    f"run `trtspec convert HEAD -o OUT --to {engine.name}`, which writes it there"
+                )
                 yield Problem("TS-HEAD-CONFIG", "warning", f"config.json:{flag}", message, remedy)
 
 
@@ -348,8 +350,8 @@ def unloadable(spec: HeadSpec) -> Iterator[Problem]:
             continue
         first = DIALECTS[spec.dialect].read_by[:1] == (engine.name,)
         remedy = (
-            f"for {engine.title} train a head with the whole vocabulary, or an MHA head; "
-            "others load this one"
+            f"train a head with the whole vocabulary, or an MHA head, for {engine.title}; "
+            "other engines load this one"
         )
         severity: Severity = "warning" if first else "info"
         yield Problem("TS-HEAD-PRUNED-MLA", severity, "d2t", reason, remedy)
