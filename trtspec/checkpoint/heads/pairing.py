@@ -224,7 +224,10 @@ def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
             "the head does not say which layers it reads; "
             f"engines capture the outputs of {list(default)}"
         )
-        remedy = "compare the acceptance by `trtspec bench`; the default is right for all published Kimi heads"
+        remedy = (
+            "measure acceptance with `trtspec bench`; "
+            "the default is right for every published Kimi head"
+        )
         return [Problem("TS-PAIR-LAYERS-UNKNOWN", "info", "eagle_config", message, remedy)]
     # -1 is the embedding in some dialects, and the final state in TensorRT-LLM.
     outside = [layer for layer in layers if not -1 <= layer < count]

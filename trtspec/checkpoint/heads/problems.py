@@ -303,9 +303,7 @@ def _function(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
                     f"{engine.title} reads {flag} at {' or '.join(keys)} alone, "
                     "and would compute a head without"
                 )
-                remedy = (
-                    f"run `trtspec convert HEAD -o OUT --to {engine.name}`, which writes it there"
-                )
+                remedy = f"run `trtspec convert HEAD -o OUT --to {engine.name}`"
                 yield Problem("TS-HEAD-CONFIG", "warning", f"config.json:{flag}", message, remedy)
 
 
