@@ -237,7 +237,7 @@ def test_the_commit_is_recorded_and_a_resume_with_another_is_refused(
     done = trtspec("quantize", NAME, *words)
     said = " ".join(done.stderr.split())
     assert done.status == 2, said
-    assert f'begun with something else: source.commit was "{OLDER}", now "{COMMIT}" ->' in said
+    assert f'started with something else: source.commit was "{OLDER}", now "{COMMIT}" ->' in said
     found("quantize", f"{NAME}@{OLDER}", *words)
 
 
