@@ -177,7 +177,7 @@ def _refuse(fields: dict[str, Any], keys: tuple[str, ...]) -> None:
 def _body(
     fields: dict[str, Any], read: set[str], unread: Counter[str]
 ) -> tuple[str, list[Message]]:
-    """Returns the row's raw text and its messages, either of which is empty.
+    """Returns the row's raw text and its messages. A row has only one, so the other is empty.
 
     Adds the keys of the text or messages to `read`. Raises ValueError if the row has neither, or if
     keys contradict each other.
