@@ -1,9 +1,8 @@
 """Frozen, torch-free records of a target model, a draft head, a quantization and a GPU.
 
-The typed values of a config.json, from which they are read, are here too. The error for a value of
-another type names its key. `ModelSpec.from_config` reads a `ModelSpec` from a Hugging Face
-`config.json`. `trtspec.checkpoint.heads` makes a `HeadSpec`, and prefers tensor shapes to
-config.json.
+`ModelSpec.from_config` reads a `ModelSpec` from a Hugging Face config.json. `Values` reads the
+single keys and names the key of a wrong value. `trtspec.checkpoint.heads` makes a `HeadSpec`, and
+prefers tensor shapes to config.json.
 """
 
 from __future__ import annotations
@@ -26,14 +25,16 @@ from trtspec.formats import WeightFormat, format_of_config, formats_of_layers
 if TYPE_CHECKING:
     Gpu = str
 else:
-    Gpu = Literal[tuple(gpu_names())]  # a row in gpus.yaml is a choice of every option
+    # Every GPU of gpus.yaml becomes a choice of the command line's options.
+    Gpu = Literal[tuple(gpu_names())]
 
-MOST = 2**31 - 1  # largest size
+MAX_INTEGER = 2**31 - 1  # largest size or token id that is accepted
 REMEDY = "correct config.json, or download it again"
 CODE = "TS-CONFIG-KEY"
-SHOWN = 60  # characters of a wrong value
-NUMBER = confloat(strict=True, ge=-1e300, le=1e300)
-ID: Any = conint(strict=True, ge=-MOST, le=MOST)
+MAX_SHOWN_CHARS = 60  # of a wrong value in an error message
+FINITE_NUMBER = confloat(strict=True, ge=-1e300, le=1e300)
+ID: Any = conint(strict=True, ge=-MAX_INTEGER, le=MAX_INTEGER)
+# keys of JSON objects inside a config.json that hold keys of KEY_TYPES themselves
 NESTED = (
     "text_config",
     "transformer_layer_config",
@@ -41,7 +42,7 @@ NESTED = (
     "quantization_config",
     "quantization",
 )
-# the type of each key that readers of a config.json rely on, at any level
+# names of the keys that readers of a config.json rely on at any level, by the type of their values
 KEY_TYPES: dict[Any, tuple[str, ...]] = {
     dict: (*NESTED, "vision_config", "speculators_config", "rope_scaling", "rope_parameters"),
     dict[str, dict[str, Any]]: ("config_groups", "quantized_layers"),
@@ -58,17 +59,22 @@ KEY_TYPES: dict[Any, tuple[str, ...]] = {
 
 
 class Values:
-    """One mapping of a config.json, read key by key. `where` names it in messages."""
+    """Reader of one JSON object of a config.json that checks the type of each value.
+
+    values: the JSON object.
+    where: name of the object in error messages, such as "config.json: text_config".
+    """
 
     def __init__(self, values: dict[str, Any], where: str = "config.json") -> None:
         self.values = values
         self.where = where
 
     def read(self, key: str, key_type: Any, default: Any = None) -> Any:
-        """The value of a key as pydantic's `key_type`.
+        """Returns the value of a key, validated by pydantic as `key_type`.
 
-        Absent and null give the default, if there is one. Raises TrtspecError with the key and the
-        fault of its value.
+        Returns the default if the value is absent or null and the default is not None. Raises
+        TrtspecError, with the key and the reason, if the key is absent or the value has another
+        type.
         """
         value = self.values.get(key)
         if value is None and default is not None:
@@ -79,31 +85,41 @@ class Values:
             return _adapter(key_type).validate_python(value)
         except ValidationError as error:
             reason = error.errors(include_url=False, include_input=False)[0]["msg"]
-            message = f"{self.where}: {key} is {ascii(value)[:SHOWN]}: {reason}"
+            message = f"{self.where}: {key} is {ascii(value)[:MAX_SHOWN_CHARS]}: {reason}"
             raise TrtspecError(message, REMEDY, CODE) from None
 
-    def whole(self, key: str, default: int | None = None, least: int = 0, most: int = MOST) -> int:
-        """An integer within its limits. 0 gives the default too."""
+    def whole(
+        self, key: str, default: int | None = None, least: int = 0, most: int = MAX_INTEGER
+    ) -> int:
+        """Returns the integer at a key, or the default if the integer is absent, null or 0.
+
+        Raises TrtspecError if the value is not an integer from `least` to `most`.
+        """
         return self.read(key, conint(strict=True, ge=least, le=most), default) or default or 0
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number. 0 gives the default too."""
-        return float(self.read(key, NUMBER, default) or default or 0)
+        """Returns the finite number at a key, or the default if the number is absent, null or 0.
+
+        Raises TrtspecError if the value is not a finite number.
+        """
+        return float(self.read(key, FINITE_NUMBER, default) or default or 0)
 
     def mapping(self, key: str) -> Values:
-        """The mapping at a key, empty if the key is absent or null."""
+        """Returns a reader of the object at a key. An absent or null object is read as empty."""
         return Values(self.read(key, dict, {}), f"{self.where}: {key}")
 
 
 @functools.cache
 def _adapter(key_type: Any) -> TypeAdapter[Any]:
+    """Returns pydantic's validator of a type. Cached, because building a validator is slow."""
     return TypeAdapter(key_type)
 
 
 def check_kinds(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns the config.json if every key of KEY_TYPES has its type.
+    """Returns the config if every key of KEY_TYPES has its type, in nested objects too.
 
-    Raises TrtspecError with the first key of another type.
+    Raises TrtspecError with the first key that has another type. `where` names the config in the
+    message.
     """
     values = Values(config, where)
     for key_type, keys in KEY_TYPES.items():
@@ -113,6 +129,7 @@ def check_kinds(config: dict[str, Any], where: str) -> dict[str, Any]:
     for key in NESTED:
         if config.get(key):
             check_kinds(config[key], f"{where}: {key}")
+    # compressed-tensors writes -1 as the group size of a scale for each whole row.
     groups = values.mapping("config_groups")
     for group in groups.values:
         groups.mapping(group).mapping("weights").whole("group_size", 0, least=-1)
@@ -121,13 +138,14 @@ def check_kinds(config: dict[str, Any], where: str) -> dict[str, Any]:
 
 Attention = Literal["mha", "mla"]
 
+# sizes of ModelSpec that every config.json has as integers of at least 1
 SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "q_lora_rank", "kv_lora_rank",
     "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size",
     "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "vocab_size",
     "max_position_embeddings",
 )  # fmt: skip
-# far beyond any model: loops run over both
+# Far beyond any model. Loops run over both sizes, so a damaged config must not state billions.
 LIMITS = {"num_hidden_layers": 2000, "n_routed_experts": 20_000}
 YARN_NUMBERS = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -135,7 +153,12 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding. `rope_type` is "default" or "yarn". "default" uses no yarn field."""
+    """Settings of a rotary position embedding, with the names that config.json has for them.
+
+    theta: base of the rotation frequencies.
+    rope_type: "default" or "yarn". "default" uses only theta.
+    original_max_position_embeddings: number of positions before YaRN extends them by `factor`.
+    """
 
     theta: float = 10000.0
     rope_type: str = "default"
@@ -148,13 +171,16 @@ class RopeSpec:
 
     @property
     def is_yarn(self) -> bool:
+        """Whether YaRN extends the positions."""
         return self.rope_type == "yarn"
 
     @staticmethod
     def from_config(config: dict[str, Any]) -> RopeSpec:
-        """Reads `rope_parameters` (transformers 5), else `rope_scaling` and `rope_theta`.
+        """Reads the settings from a text config.
 
-        Both spellings of the type are read.
+        `rope_parameters` (transformers 5) has priority over `rope_scaling`. Both may hold
+        `rope_theta`, which is otherwise a key of the config itself. The type may be called
+        `rope_type` or `type`. Raises TrtspecError if the type is neither "default" nor "yarn".
         """
         values = Values(config)
         key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
@@ -173,25 +199,35 @@ class RopeSpec:
             raise TrtspecError(message, remedy, "TS-CONFIG-ROPE")
         numbers = {name: scaling.number(name, getattr(RopeSpec, name)) for name in YARN_NUMBERS}
         if scaling.values.get("mscale") == 0:
-            # The models read 0 so. For other numbers 0 means the default.
+            # The models compute with a zero mscale. `number` replaced it by the default.
             numbers["mscale"] = 0.0
-        length = scaling.whole(
+        trained_positions = scaling.whole(
             "original_max_position_embeddings", RopeSpec.original_max_position_embeddings, least=1
         )
-        return RopeSpec(theta, "yarn", original_max_position_embeddings=length, **numbers)
+        return RopeSpec(
+            theta, "yarn", original_max_position_embeddings=trained_positions, **numbers
+        )
 
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How a checkpoint stores its weights. `exclude`: the patterns as published, in their order."""
+    """Quantization of a checkpoint's weights, as its configuration files state it.
+
+    format: format of the quantized linears.
+    group_size: number of values along a row that share a scale. 0 if the format has no groups.
+    exclude: patterns of modules that are not quantized, in their published order.
+    kv_cache: "fp8", or None if no format of the KV cache is stated.
+    block_size: rows and columns that share a scale, for fp8-block only.
+    layers: formats by module name, if ModelOpt mixed several. Empty for one format.
+    where: "config.json", "config.json:text_config" or "hf_quant_config.json". "" for BF16.
+    """
 
     format: WeightFormat = WeightFormat.BF16
     group_size: int = 0
     exclude: tuple[str, ...] = ()
-    kv_cache: str | None = None  # "fp8" or None
-    block_size: tuple[int, int] | None = None  # fp8-block only
-    layers: dict[str, WeightFormat] = field(default_factory=dict, hash=False)  # of several formats
-    # "config.json", "config.json:text_config" or "hf_quant_config.json"; "" for bf16
+    kv_cache: str | None = None
+    block_size: tuple[int, int] | None = None
+    layers: dict[str, WeightFormat] = field(default_factory=dict, hash=False)
     where: str = ""
 
     def __post_init__(self) -> None:
@@ -200,18 +236,22 @@ class QuantSpec:
 
     @functools.cached_property
     def unquantized(self) -> re.Pattern[str]:
-        """Matches the modules that `exclude` leaves alone, as the format's own library reads it.
+        """Pattern that matches the names of modules that `exclude` lists as not quantized.
 
-        ModelOpt reads shell patterns. compressed-tensors reads names, also without their prefix, or
-        `re:` and a regular expression. An invalid regular expression matches nothing.
+        ModelOpt (NVFP4) lists shell patterns. compressed-tensors and FP8 list names, also without
+        their prefix, or `re:` and a regular expression. An invalid regular expression matches
+        nothing.
         """
-        translate = fnmatch.translate if self.format.is_fp4 else _named_or_regex
-        return re.compile("|".join(map(translate, self.exclude)) or r"(?!)")
+        translate = fnmatch.translate if self.format.is_fp4 else _ignore_entry_regex
+        alternatives = "|".join(map(translate, self.exclude))
+        # An empty pattern would match every name.
+        return re.compile(alternatives or r"(?!)")
 
     def format_of(self, module: str, role: str) -> WeightFormat:
-        """The format of a linear as an engine decides it.
+        """Returns the format in which an engine expects the weight of a linear.
 
-        The list of layers decides. Without one, the exclude list does.
+        `layers` decides if it lists formats. Otherwise a linear is BF16 if `exclude` matches its
+        module, or if the format never quantizes its role.
         """
         if self.layers:
             return self.layers.get(module, WeightFormat.BF16)
@@ -223,25 +263,13 @@ class QuantSpec:
     def from_configs(
         config: dict[str, Any], hf_quant_config: dict[str, Any] | None = None
     ) -> QuantSpec:
-        """Detects the format from `quantization_config` and hf_quant_config.json.
+        """Returns the quantization that a checkpoint's configs state, BF16 if they state none.
 
-        `quantization_config` may be at the top level or inside text_config.
+        `quantization_config` in config.json has priority over the same key in text_config, and over
+        hf_quant_config.json. Raises TrtspecError if the format is not one that Kimi checkpoints
+        have.
         """
-        where = "config.json"
-        block = config.get("quantization_config")
-        if not block and isinstance(config.get("text_config"), dict):
-            block = config["text_config"].get("quantization_config")
-            where = "config.json:text_config"
-        if not block and hf_quant_config:
-            stated = hf_quant_config.get("quantization", {})
-            block = {
-                **stated,
-                "quant_method": "modelopt",
-                "ignore": stated.get("exclude_modules", []),
-            }
-            if stated.get("kv_cache_quant_algo"):
-                block["kv_cache_scheme"] = {"num_bits": 8}
-            where = "hf_quant_config.json"
+        block, where = _quantization_config(config, hf_quant_config)
         if not block:
             return QuantSpec()
         known = format_of_config(block)
@@ -253,8 +281,9 @@ class QuantSpec:
                 "are published in"
             )
             supported = ", ".join(format.storage.title for format in WeightFormat)
-            raise TrtspecError(message, f"supported: {supported}", "TS-TARGET-FORMAT-UNKNOWN")
+            raise TrtspecError(message, f"pass one in {supported}", "TS-TARGET-FORMAT-UNKNOWN")
         format, group_size, block_size = known
+        # Tools write the list under several keys. dict.fromkeys drops repeated patterns.
         lists = (block.get(key) or () for key in format.storage.unquantized)
         exclude = tuple(dict.fromkeys(itertools.chain.from_iterable(lists)))
         kv_cache = None
@@ -264,10 +293,36 @@ class QuantSpec:
         return QuantSpec(format, group_size, exclude, kv_cache, block_size, layers, where)
 
 
-def _named_or_regex(pattern: str) -> str:
-    """Translates an entry of an ignore list to an alternative of a regular expression.
+def _quantization_config(
+    config: dict[str, Any], hf_quant_config: dict[str, Any] | None
+) -> tuple[dict[str, Any] | None, str]:
+    """Returns a checkpoint's quantization_config, and the file and level that it comes from.
 
-    The list is of compressed-tensors or FP8.
+    hf_quant_config.json is translated to the same keys. None or {} if no file states a format.
+    """
+    block = config.get("quantization_config")
+    where = "config.json"
+    if not block and isinstance(config.get("text_config"), dict):
+        block = config["text_config"].get("quantization_config")
+        where = "config.json:text_config"
+    if not block and hf_quant_config:
+        stated = hf_quant_config.get("quantization", {})
+        # The keys that ModelOpt itself writes for the same facts into config.json.
+        block = {
+            **stated,
+            "quant_method": "modelopt",
+            "ignore": stated.get("exclude_modules", []),
+        }
+        if stated.get("kv_cache_quant_algo"):
+            block["kv_cache_scheme"] = {"num_bits": 8}
+        where = "hf_quant_config.json"
+    return block, where
+
+
+def _ignore_entry_regex(pattern: str) -> str:
+    """Translates an entry of an ignore list (compressed-tensors or FP8) to a regular expression.
+
+    An entry is a module's name, whole or without its prefix, or `re:` and a regular expression.
     """
     if not pattern.startswith("re:"):
         return rf"(?:.*\.)?{re.escape(pattern)}\Z"
@@ -276,14 +331,22 @@ def _named_or_regex(pattern: str) -> str:
         re.compile(alternative)
     except (re.error, RecursionError, OverflowError):
         return r"(?!)"
+    # The expressions are joined to one, in which a group's name must not occur twice.
     return r"(?!)" if "(?P" in alternative else alternative
 
 
 @dataclass(frozen=True)
 class ModelSpec(Sizes):
-    """A Kimi text model (DeepSeek-V3 shape) and its surroundings.
+    """Record of a target: a Kimi text model (DeepSeek-V3 architecture) and what belongs to it.
 
-    Fields have the names of config.json.
+    Fields without a line here have the names of keys in config.json.
+
+    family: record of the model's family.
+    architecture: class that engines load, the first of `architectures`.
+    quant: quantization of the weights.
+    eos_token_ids: token ids that end an answer.
+    has_vision: whether config.json describes a vision tower.
+    remote_code: whether the checkpoint brings Python code.
     """
 
     family: Family
@@ -303,27 +366,27 @@ class ModelSpec(Sizes):
 
     @property
     def version(self) -> str:
-        """The release within the family, as precisely as a config shows it."""
-        return self.family.version(
-            self, self.eos_token_ids, self.quant.format.values_per_element > 1
-        )
+        """Name of the release within the family, such as k2.5, as exactly as config.json tells."""
+        packed = self.quant.format.values_per_element > 1
+        return self.family.version(self, self.eos_token_ids, packed)
 
     @property
     def qk_head_dim(self) -> int:
+        """Width of an attention head of queries and keys."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def default_aux_layers(self) -> tuple[int, ...]:
-        """Layer outputs that TensorRT-LLM and ModelOpt capture by default: 1, L//2-1, L-4.
+        """Indices from 0 of the layers whose outputs TensorRT-LLM and ModelOpt capture by default.
 
-        They count from 0.
+        For a model of L layers they are 1, L//2-1 and L-4. A small model has fewer.
         """
-        last = self.num_hidden_layers
-        return tuple(sorted({1, max(0, last // 2 - 1), max(0, last - 4)}))
+        layers = self.num_hidden_layers
+        return tuple(sorted({1, max(0, layers // 2 - 1), max(0, layers - 4)}))
 
     @property
     def kv_elements_per_token(self) -> int:
-        """Latent KV cache elements per token, all layers: L * (kv_lora_rank + qk_rope_head_dim)."""
+        """Number of elements that a token takes in the latent KV cache of all layers."""
         return self.num_hidden_layers * (self.kv_lora_rank + self.qk_rope_head_dim)
 
     @staticmethod
@@ -333,9 +396,15 @@ class ModelSpec(Sizes):
         *,
         remote_code: bool = False,
     ) -> ModelSpec:
-        """Parses a target's config.json. `remote_code`: whether the checkpoint brings code.
+        """Reads a target's record from its config.json.
 
-        Raises TrtspecError if no family has its model type, or if a key is missing.
+        Raises TrtspecError if no family has its model_type, or if a key is missing or has an
+        invalid value. Also raises it if ModelOpt's list gives each layer a format and the family is
+        never published so.
+
+        Args:
+            hf_quant_config: ModelOpt's file, if the checkpoint has it.
+            remote_code: whether the checkpoint brings Python code.
         """
         family = family_of(config)
         top = Values(config)
@@ -343,7 +412,7 @@ class ModelSpec(Sizes):
         if config.get("text_config"):
             text = top.mapping("text_config")
         sizes = {
-            name: text.whole(family.key(name), least=1, most=LIMITS.get(name, MOST))
+            name: text.whole(family.key(name), least=1, most=LIMITS.get(name, MAX_INTEGER))
             for name in SIZES
         }
         quant = QuantSpec.from_configs(config, hf_quant_config)
@@ -354,9 +423,10 @@ class ModelSpec(Sizes):
             raise TrtspecError(message, "quantize its source again", "TS-TARGET-FORMAT-UNKNOWN")
         ids = {}
         for name in TOKEN_IDS:
+            # A key in text_config has priority, because engines read it for the text model.
             level = text if name in text.values else top
-            integers = level.read(name, list[ID] | ID, [])
-            ids[name] = tuple(integers) if isinstance(integers, list) else (integers,)
+            stated = level.read(name, list[ID] | ID, [])
+            ids[name] = tuple(stated) if isinstance(stated, list) else (stated,)
         architectures = top.read("architectures", list[str], [])
         return ModelSpec(
             family=family,
@@ -381,11 +451,24 @@ class ModelSpec(Sizes):
 
 @dataclass(frozen=True)
 class HeadSpec(LatentSizes):
-    """The canonical record of an Eagle3 head in any dialect.
+    """Record of an Eagle3 head, the same for all dialects.
 
-    `aux_layers` counts layer *outputs* from 0 (TensorRT-LLM's and ModelOpt's convention). None: the
-    checkpoint does not state them, so the target's default triple applies. Width of `fc`: num_aux *
-    target_hidden_size.
+    Fields without a line here have the names of keys in config.json.
+
+    dialect: name of the project's layout in which the head is stored.
+    target_hidden_size: width of a captured target state.
+    head_dim: width of an attention head in MHA, qk_nope_head_dim + qk_rope_head_dim in MLA.
+    draft_vocab_size: number of tokens that the head can draft.
+    num_aux: number of captured target states. `fc` takes num_aux * target_hidden_size inputs.
+    aux_layers: indices of the target layers whose outputs are captured. They count from 0, as in
+        TensorRT-LLM and ModelOpt. None if the checkpoint does not state them, so that the target's
+        default layers apply.
+    fc_norm: whether each captured state has its own norm before `fc`.
+    norm_output: whether the state that is fed back is normed.
+    norm_before_fc: whether one norm over all captured states precedes `fc`.
+    norm_before_residual: whether the residual of the layer is the normed state.
+    has_lm_head, has_embed_tokens, has_d2t: whether the checkpoint holds the tensor.
+    layer_prefix: prefix of the draft layer's tensor names, "layers.0." or "midlayer.".
     """
 
     attention: Attention
@@ -393,7 +476,7 @@ class HeadSpec(LatentSizes):
     target_hidden_size: int
     intermediate_size: int
     num_key_value_heads: int
-    head_dim: int  # MHA: size of a head; MLA: qk_nope + qk_rope
+    head_dim: int
     vocab_size: int
     draft_vocab_size: int
     rms_norm_eps: float
@@ -408,25 +491,32 @@ class HeadSpec(LatentSizes):
     has_lm_head: bool = True
     has_embed_tokens: bool = False
     has_d2t: bool = False
-    layer_prefix: str = "layers.0."  # or "midlayer."
+    layer_prefix: str = "layers.0."
 
     @property
     def eagle(self) -> Literal["3", "3.1"]:
-        """The version of EAGLE: 3.1 norms the captured states or the state that is fed back."""
+        """Version of EAGLE that the head needs.
+
+        It is "3.1" if the captured states or the state that is fed back are normed, else "3".
+        """
         return "3.1" if self.fc_norm or self.norm_output else "3"
 
     @property
     def is_mla(self) -> bool:
+        """Whether the head has latent attention."""
         return self.attention == "mla"
 
     @property
     def is_pruned(self) -> bool:
-        """Whether the head drafts from a part of the vocabulary."""
+        """Whether the head drafts from fewer tokens than the target's vocabulary has."""
         return self.draft_vocab_size != self.vocab_size
 
     @property
     def kv_elements_per_token(self) -> int:
-        """KV cache elements per token of the one draft layer: latent for MLA, K and V for MHA."""
+        """Number of elements that a token takes in the KV cache of the draft layer.
+
+        MLA stores the latent state and the rope part, MHA stores K and V.
+        """
         if self.is_mla:
             return self.kv_lora_rank + self.qk_rope_head_dim
         return 2 * self.num_key_value_heads * self.head_dim
@@ -434,10 +524,13 @@ class HeadSpec(LatentSizes):
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """One row of data/gpus.yaml.
+    """Record of a GPU from data/gpus.yaml.
 
-    Memory is as the device reports it, bandwidth in bytes/s. A node is one board or tray. NVLink
-    joins `nvlink_gpus` GPUs, which may be in several nodes.
+    memory_bytes: memory as the device reports it.
+    memory_bandwidth: bytes per second.
+    gpus_per_node: number of GPUs on one board or tray.
+    nvlink_gpus: number of GPUs that NVLink joins, which may be in several nodes.
+    source: publication of the figures.
     """
 
     name: str
@@ -450,11 +543,12 @@ class GpuSpec:
 
     @property
     def nvlink_joins_nodes(self) -> bool:
+        """Whether NVLink connects GPUs of several nodes."""
         return self.nvlink_gpus > self.gpus_per_node
 
 
 def gpu_spec(name: Gpu) -> GpuSpec:
-    """The row of gpus.yaml called `name` (b200, gb300, ..)."""
+    """Returns the record of a GPU by its name in data/gpus.yaml, such as b200 or gb300."""
     data = load_yaml("gpus.yaml")
     row = dict(data["gpus"][name])
     memory = row.pop("memory_mib") * 2**20

@@ -81,7 +81,7 @@ def test_a_run_that_is_stopped_again_and_again_loses_nothing(
         resume = ("--resume",)
     for wrong, says in (
         ((), "--resume"),
-        (("--resume", "--seed", "5"), "begun with something else"),
+        (("--resume", "--seed", "5"), "started with something else"),
     ):
         refused = ran(*bench(url, dataset, "-o", str(out), *wrong))
         assert refused.status == 2 and says in refused.stderr

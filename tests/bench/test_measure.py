@@ -158,5 +158,5 @@ def test_command_says_what_is_wrong(stand_in: Start, dataset: Path, tmp_path: Pa
     ids = tmp_path / "ids.jsonl"
     ids.write_text('{"prompt": [17, 4, 99]}\n')
     random = trtspec("bench", stand_in(), "--dataset", ids)
-    assert random.status == 2 and "a message that is no object" in random.stderr
+    assert random.status == 2 and "a message that is not an object" in random.stderr
     assert trtspec("bench", stand_in(), "--dataset", dataset, "--samples", "1,2").status == 2

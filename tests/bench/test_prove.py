@@ -273,4 +273,4 @@ def test_a_proof_killed_at_five_points_is_resumed(
     with capsys.disabled():
         print("", *table, found["sentence"], sep="\n")
     other = prove(out, port, "--samples", "7", *passed)
-    assert "was begun with something else: proof.samples was 6, now 7" in other.communicate()[1]
+    assert "was started with something else: proof.samples was 6, now 7" in other.communicate()[1]

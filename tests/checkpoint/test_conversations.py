@@ -123,8 +123,8 @@ def test_a_row_that_is_no_conversation_is_named_by_line(tmp_path, bad):
         ("a.json", b'[{"prompt": "x"}] x', "trailing characters at line 1"),
         ("a.json", b'[{"prompt": "x"}', "EOF while parsing a list at line 1"),
         ("a.json", b"[" * 100_000, "recursion limit"),
-        ("a.csv", b"prompt\nx\n", "unknown kind"),
-        ("a.parquet", b"PAR1", "unknown kind"),
+        ("a.csv", b"prompt\nx\n", "unknown type"),
+        ("a.parquet", b"PAR1", "unknown type"),
     ],
 )
 def test_a_damaged_file_is_named_by_line(tmp_path, name, data, says):

@@ -101,7 +101,7 @@ BROKEN: list[tuple[str, Callable[[Path], object]]] = [
     ("file not fully covered", lambda d: edit(d / TWO, lambda raw: raw[:-4])),
     ("(0 bytes)", lambda d: edit(d / TWO, lambda raw: b"")),
     (
-        "is truncated, damaged or no safetensors file",
+        "is truncated, damaged or not a safetensors file",
         lambda d: edit(d / TWO, lambda raw: raw + b"1234"),
     ),
     (

@@ -215,7 +215,7 @@ def test_a_commit_is_read_where_an_id_is(older, found, revision, out):
 
 def test_an_absent_commit_and_a_hostile_one_are_refused_by_name(older, trtspec):
     for revision, status, text in (
-        ("a" * 40, 1, f"{'a' * 40} is no commit, tag or branch on the hub"),
+        ("a" * 40, 1, f"{'a' * 40} is not a commit, tag or branch on the hub"),
         ("../../x", 2, "'../../x' is not a commit, tag or branch of someone/Kimi-K2.5-tune"),
     ):
         done = trtspec("inspect", f"{NAME}@{revision}")
@@ -237,7 +237,7 @@ def test_the_commit_is_recorded_and_a_resume_with_another_is_refused(
     done = trtspec("quantize", NAME, *words)
     said = " ".join(done.stderr.split())
     assert done.status == 2, said
-    assert f'begun with something else: source.commit was "{OLDER}", now "{COMMIT}" ->' in said
+    assert f'started with something else: source.commit was "{OLDER}", now "{COMMIT}" ->' in said
     found("quantize", f"{NAME}@{OLDER}", *words)
 
 

@@ -1,8 +1,8 @@
 """Parses and writes Kimi answers: reasoning between think tags, content, and a tool-call section.
 
-A section reads `<|tool_calls_section_begin|>`, then per call
-`<|tool_call_begin|>functions.{name}:{index}`, `<|tool_call_argument_begin|>`, JSON,
-`<|tool_call_end|>`, then `<|tool_calls_section_end|>`. It also ends reasoning.
+A section is `<|tool_calls_section_begin|>`, the calls and `<|tool_calls_section_end|>`. A call is
+`<|tool_call_begin|>functions.{name}:{index}`, `<|tool_call_argument_begin|>`, JSON and
+`<|tool_call_end|>`. The beginning of a section also ends the reasoning.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-END_OF_TURN = "<|im_end|>"  # behind each turn
+END_OF_TURN = "<|im_end|>"  # after each turn
 THINK = "<think>"
 THINK_END = "</think>"
 SECTION = "<|tool_calls_section_begin|>"
@@ -26,15 +26,17 @@ CALL = re.compile(
     r"<\|tool_call_argument_begin\|>(?P<arguments>.*?)<\|tool_call_end\|>",
     re.DOTALL,
 )
+# beginning of a call that reached its arguments
 CUT_OFF = re.compile(r"<\|tool_call_begin\|>\s*[^<\s]+\s*<\|tool_call_argument_begin\|>")
 CALL_ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?$")
 
 
 def parse_reply(text: str, thinking: bool) -> dict[str, Any]:
-    """Returns a whole answer as an OpenAI message with role and content.
+    """Returns a complete answer as an OpenAI message.
 
-    It has reasoning_content and tool_calls if the answer has them. `thinking`: the prompt already
-    opened the think tag.
+    The message has role and content, and reasoning_content and tool_calls if the answer has them.
+
+    `thinking`: whether the prompt already opened the think tag.
     """
     parser = ReplyParser(thinking)
     deltas = parser.push(text) + parser.finish()
@@ -53,7 +55,12 @@ def parse_reply(text: str, thinking: bool) -> dict[str, Any]:
 
 
 class ReplyParser:
-    """Splits an answer's text as it grows. `thinking`: the prompt already opened the think tag."""
+    """Splits an answer into reasoning, content and tool calls while its text grows.
+
+    thinking: whether the prompt already opened the think tag.
+    state: type of the text at the current position.
+    calls: number of complete tool calls so far.
+    """
 
     def __init__(self, thinking: bool) -> None:
         self.state: Literal["reasoning_content", "content", "tools"] = "content"
@@ -63,7 +70,10 @@ class ReplyParser:
         self.calls = 0
 
     def push(self, text: str) -> list[Delta]:
-        """Returns the deltas that are certain now. A tool call comes whole, after its end mark."""
+        """Adds text and returns the deltas that it completes.
+
+        A tool call is returned as one delta after its end mark.
+        """
         self._pending += text
         deltas: list[Delta] = []
         while self._advance(deltas):
@@ -71,10 +81,10 @@ class ReplyParser:
         return deltas
 
     def finish(self) -> list[Delta]:
-        """Returns the deltas of the text that is left at the end.
+        """Returns the deltas of the remaining text at the end of the answer.
 
-        A call that was cut off in its arguments is a call with the arguments so far. Any other
-        unfinished tool-call section becomes content.
+        A tool call that was cut off in its arguments is returned with the arguments so far. Any
+        other unfinished tool-call section becomes content.
         """
         text = self._pending
         self._pending = ""
@@ -85,7 +95,7 @@ class ReplyParser:
         return [Delta("content", text)] if text.strip() else []
 
     def _advance(self, deltas: list[Delta]) -> bool:
-        """Handles the text up to the next mark. False if more text is needed."""
+        """Handles the text up to the next mark. Returns False if more text is needed."""
         if self.state == "tools":
             return self._advance_tools(deltas)
         marks = (THINK, SECTION)
@@ -93,6 +103,7 @@ class ReplyParser:
             marks = (THINK_END, SECTION)
         positions = [(self._pending.find(mark), mark) for mark in marks if mark in self._pending]
         if not positions:
+            # The last characters may be the beginning of a mark.
             self._take(len(self._pending) - held_back(self._pending, marks), deltas)
             return False
         position, mark = min(positions)
@@ -103,7 +114,10 @@ class ReplyParser:
         return True
 
     def _advance_tools(self, deltas: list[Delta]) -> bool:
-        """Handles one call, or the end of the section. False if more text is needed."""
+        """Handles one tool call, or the end of the section.
+
+        Returns False if more text is needed.
+        """
         call_end = self._pending.find(CALL_END)
         section_end = self._pending.find(SECTION_END)
         if section_end >= 0 and (call_end < 0 or section_end < call_end):
@@ -119,14 +133,17 @@ class ReplyParser:
         return True
 
     def _take(self, size: int, deltas: list[Delta]) -> None:
-        """Adds the next `size` characters to `deltas`."""
+        """Moves the next `size` characters to `deltas`."""
         text = self._pending[:size]
         self._pending = self._pending[size:]
         if text and self.state != "tools":
             deltas.append(Delta(self.state, text))
 
     def _call(self, text: str) -> Delta:
-        """The delta of one call, up to its end mark. Text that is not a call is content."""
+        """Returns the delta of one tool call.
+
+        `text`: text of the call up to its end mark. It becomes content if it is not a call.
+        """
         match = CALL.search(text)
         if match is None:
             return Delta("content", text)
@@ -138,7 +155,10 @@ class ReplyParser:
 
 @dataclass(frozen=True)
 class Delta:
-    """Text of reasoning or content, or the whole tool call number `index`."""
+    """Part of an answer: text of reasoning or content, or one complete tool call.
+
+    index: number of the tool call in the answer, from 0.
+    """
 
     kind: Literal["reasoning_content", "content", "tool_call"]
     text: str = ""
@@ -148,13 +168,18 @@ class Delta:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call as the model wrote it: `id` is `functions.{name}:{index}`, `arguments` JSON text."""
+    """Tool call as the model wrote it.
+
+    id: text `functions.{name}:{index}`.
+    arguments: arguments as JSON text.
+    """
 
     id: str
     name: str
     arguments: str
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns the call as an entry of OpenAI's `tool_calls`."""
         return {
             "id": self.id,
             "type": "function",
@@ -163,7 +188,8 @@ class ToolCall:
 
 
 def held_back(text: str, stop: Sequence[str]) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of a stop string."""
+    """Number of characters at the end of `text` that may be the beginning of a stop string."""
+    # A complete stop string is found elsewhere, so only shorter beginnings count.
     longest = min(len(text), max(len(word) for word in stop) - 1)
     for size in range(longest, 0, -1):
         tail = text[-size:]
@@ -173,11 +199,12 @@ def held_back(text: str, stop: Sequence[str]) -> int:
 
 
 def reply_text(message: dict[str, Any], opened: bool, tags: bool) -> str:
-    """Returns an answer as the model writes it: the inverse of `parse_reply`.
+    """Returns an answer as the model writes it, from which `parse_reply` makes the message.
 
     Args:
-        opened: the prompt ends in an open think tag.
-        tags: the answer has think tags.
+        message: the OpenAI message of the answer.
+        opened: whether the prompt ends in an open think tag.
+        tags: whether the answer has think tags.
     """
     reasoning = ""
     if tags:
@@ -195,5 +222,5 @@ def reply_text(message: dict[str, Any], opened: bool, tags: bool) -> str:
 
 
 def call_id(name: str, index: int) -> str:
-    """Id of a call as the family writes it. `index` counts the conversation's calls from 0."""
+    """Returns the id of a tool call. `index` counts the calls of the conversation from 0."""
     return f"functions.{name}:{index}"

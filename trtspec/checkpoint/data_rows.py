@@ -1,8 +1,8 @@
-"""Reads rows of data that somebody else wrote, each with its file and line.
+"""Reads rows of data that users bring, each with its file and line.
 
-They are JSON lines, a JSON array, a directory of these, or a hub data set. A line ends at a line
-feed and nowhere else: JSON strings may hold U+2028 and its like as they are. Lines are read one at
-a time, so a file may be larger than memory.
+The data are JSON lines, a JSON array, a directory of such files, or a hub data set. Only a line
+feed ends a line, because JSON strings may hold U+2028 and similar characters unescaped. Lines are
+read one at a time, so a file may be larger than memory.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ ARRAY_OR_LINES = ".json"
 SUFFIXES = (*LINES, ARRAY_OR_LINES)
 MAX_LINE_BYTES = 256 * 2**20  # a conversation of a million tokens has about 5 MB
 MAX_ARRAY_BYTES = 4 * 2**30  # a JSON array is read whole
+# command that installs the datasets library
 EXTRA = "pip install 'trtspec[modelopt]'"
 TIMEOUT_S = 10.0  # of the first request to the hub
 CODE = "TS-DATA-ROW"
@@ -30,7 +31,12 @@ REMEDY = "pass a data file"
 
 @dataclass(frozen=True)
 class DataRow:
-    """`line` counts from 1: the line of a text, the row of a JSON array or a hub data set."""
+    """Row of a data file or a hub data set.
+
+    file: path of the file, or name of the hub data set with its split.
+    line: number from 1 of the line, or of the item of a JSON array or a hub data set.
+    value: parsed JSON value.
+    """
 
     file: str
     line: int
@@ -38,14 +44,17 @@ class DataRow:
 
     @property
     def where(self) -> str:
+        """Text FILE:LINE for messages."""
         return f"{self.file}:{self.line}"
 
 
 def read_rows(source: str, split: str | None = None) -> Iterator[DataRow]:
     """Yields every row of a file, a directory or a hub data set `org/name[@revision][:config]`.
 
-    The files of a directory come in the order of their names. `split` names the hub data set's
-    split. Raises UsageError if `source` is not data, with the line if one is at fault.
+    The files of a directory are read in the order of their names. Raises UsageError if `source` is
+    not data, with the line if it is invalid.
+
+    `split`: split of the hub data set. None: train.
     """
     path = Path(source)
     if from_hub(source):
@@ -64,15 +73,16 @@ def read_rows(source: str, split: str | None = None) -> Iterator[DataRow]:
 
 
 def from_hub(source: str) -> bool:
-    """Whether `source` names a hub data set: not a path that exists, and written like an id."""
+    """Whether `source` names a hub data set. An existing path is never a hub data set."""
     return not Path(source).exists() and parse_hub_id(source.partition(":")[0]) is not None
 
 
 def _file_rows(path: Path) -> Iterator[DataRow]:
+    """Yields the rows of one file. The beginning of a .json file shows whether it is an array."""
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         endings = ", ".join(SUFFIXES)
-        message = f"{path} is data of an unknown kind: its name ends in none of {endings}"
+        message = f"{path} is data of an unknown type: its name must end in one of {endings}"
         remedy = 'write JSON lines, such as {"prompt": "..."}, or pass a hub data set'
         raise UsageError(message, remedy)
     if suffix == ARRAY_OR_LINES and _begins_with_bracket(path):
@@ -82,13 +92,14 @@ def _file_rows(path: Path) -> Iterator[DataRow]:
 
 
 def _begins_with_bracket(path: Path) -> bool:
+    """Whether the first character of a file, after a byte order mark, is `[`."""
     with files.open_regular(path, REMEDY) as stream:
         text = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
         return text[:1] == b"["
 
 
 def _array_rows(path: Path) -> Iterator[DataRow]:
-    """Yields the items of a JSON array, which is read whole."""
+    """Yields the items of a JSON array, which is parsed as a whole."""
     with files.open_regular(path, REMEDY) as stream:
         data = stream.read(MAX_ARRAY_BYTES + 1)
     if len(data) > MAX_ARRAY_BYTES:
@@ -110,6 +121,7 @@ def _line_rows(path: Path) -> Iterator[DataRow]:
         while line := stream.readline(MAX_LINE_BYTES + 1):
             number += 1
             where = f"{path}:{number}"
+            # `readline` stops there, because a file without line feeds could exceed memory.
             if len(line) > MAX_LINE_BYTES:
                 message = f"{CODE} {where} is longer than {MAX_LINE_BYTES:,} bytes"
                 raise UsageError(message, "split the row")
@@ -119,6 +131,10 @@ def _line_rows(path: Path) -> Iterator[DataRow]:
 
 
 def _decoded(data: bytes, where: str, first: bool) -> str:
+    """Returns a line as text, without a byte order mark if it is the `first` line.
+
+    Raises UsageError if the line is not UTF-8.
+    """
     if first and data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UsageError(f"{CODE} {where} is UTF-16", files.TO_UTF8)
     try:
@@ -130,19 +146,23 @@ def _decoded(data: bytes, where: str, first: bool) -> str:
 
 
 def _parsed(text: str, where: str) -> Any:
+    """Returns the value of a line of JSON. Raises UsageError if the line is not JSON."""
     try:
         return files.parse_json(text)
     except ValueError as error:
         remedy = "repair the line"
         if text[:1] in "[]":
-            remedy = "one JSON object per line; a JSON array is a .json file"
+            remedy = "write one JSON object per line, or give a JSON array the suffix .json"
         raise UsageError(f"{CODE} {where} is not JSON: {error}", remedy) from None
 
 
 def hub_rows(name: str, split: str | None, revision: str | None = None) -> Iterator[DataRow]:
-    """Streams `org/name[@revision][:config]` (or a local data set) with the datasets library.
+    """Yields the rows of `org/name[@revision][:config]`, or of a local data set, one at a time.
 
-    A row without a category takes the name of the split, if one is asked for.
+    A row without a category has the name of the split as its category, if a split is given. Raises
+    MissingDependency without the datasets library, and UsageError if the data cannot be read.
+
+    `revision`: revision if the name has none.
     """
     try:
         import datasets
@@ -156,7 +176,8 @@ def hub_rows(name: str, split: str | None, revision: str | None = None) -> Itera
     split_name = split or "train"
     file = f"{name}[{split_name}]"
     try:
-        if is_online():  # the library below repeats each refused request for half a minute
+        # One request first, because `load_dataset` repeats a refused request for half a minute.
+        if is_online():
             HfApi().dataset_info(hub_id.name, timeout=TIMEOUT_S)
         stream = datasets.load_dataset(
             hub_id.name,
@@ -178,10 +199,12 @@ def hub_rows(name: str, split: str | None, revision: str | None = None) -> Itera
 
 
 def _without_nulls(value: Any) -> Any:
-    """Leaves out keys without a value, because a template would print them.
+    """Returns the value without keys whose value is null, because a template would print them.
 
-    A column gives every struct the keys of all rows, with null for absent ones.
+    A hub data set gives each object the keys of all rows, with null for missing ones.
     """
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value

@@ -1,7 +1,7 @@
-"""The report of `trtspec inspect`: type, size, storage and problems of a checkpoint.
+"""Makes the report of `trtspec inspect`: type, size, storage and problems of a checkpoint.
 
-A directory is read, and on request every byte compared with the SHA-256 that its maker or the hub
-recorded. A checkpoint on the hub is read by its headers (remote.py).
+A directory is read, and if the user asks for it, the SHA-256 of every file is compared with the
+recorded one. A checkpoint on the hub is read by its headers (remote.py).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from trtspec.errors import Problem, UsageError
 from trtspec.report import file_sha256
 from trtspec.specs import HeadSpec, ModelSpec
 
+# keys of JSON reports that are null for a draft that is not an Eagle3 head
 HEAD_KEYS = (
     "family",
     "model_type",
@@ -46,13 +47,15 @@ def describe(
 ) -> CheckpointReport:
     """Returns the report of a checkpoint.
 
-    Reads a checkpoint on disk. A published one that is not here is answered from data/models.yaml,
-    whose `unverified` fields are repeated. Raises UsageError for `sample` or `hashes` of those.
+    A checkpoint on this machine is read. A published checkpoint is otherwise answered from
+    data/models.yaml, and any other id from its headers on the hub. Raises UsageError if `sample` or
+    `hashes` is given and the weights are not on this machine.
 
     Args:
-        all_values: read a head's tensors whole, not in a sample.
-        sample: large tensors of a target to read besides its small ones. 0: all of them.
-        hashes: read every byte and compare it with the recorded SHA-256.
+        all_values: whether the tensors of a head are read entirely instead of sampled.
+        sample: number of large tensors of a target that are read besides the small ones. 0: all.
+            None: none.
+        hashes: whether every byte is read and compared with the recorded SHA-256.
     """
     if resolved.weights is not None:
         report = _from_checkpoint(resolved, all_values, sample)
@@ -74,12 +77,20 @@ def describe(
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointReport:
-    """A checkpoint and its problems.
+    """Report of a checkpoint.
 
-    `spec` is None for a draft that is not an Eagle3 head, and for one whose config is not known.
-    `known`: its published record, if it has one. Sizes are None if neither files nor catalogue
-    tell them. `dtypes`: bytes by safetensors dtype. `hashes_verified` is None if no hash was asked
-    for. `hub` is None if the files are here.
+    path: directory. None if no files are on this machine.
+    source: origin of the facts.
+    spec: record of the target or head. None for a draft that is not an Eagle3 head, or if the
+        config is not known.
+    known: record of a published checkpoint. None if the id is not listed.
+    parameters: number of parameters. None if it is not known.
+    bytes: bytes of all tensors. None if they are not known.
+    shards: number of weight files. None if it is not known.
+    dtypes: bytes of tensors by safetensors dtype. None if the tensors were not read.
+    code: Python code that the checkpoint brings.
+    hashes_verified: number of files with the recorded SHA-256. None if they were not compared.
+    hub: weight files on the hub. None if the weights were not read from the hub.
     """
 
     path: str | None
@@ -98,10 +109,14 @@ class CheckpointReport:
 
     @property
     def kind(self) -> Literal["target", "head"]:
+        """Type of the checkpoint."""
         return "target" if isinstance(self.spec, ModelSpec) else "head"
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON contract: one flat object, without the keys of parts that do not apply."""
+        """Returns the JSON object of `trtspec inspect --json`.
+
+        It is flat and leaves out keys that do not apply.
+        """
         names = ("kind", "path", "source", "parameters", "bytes", "shards", "dtypes")
         facts: dict[str, Any] = {name: getattr(self, name) for name in names}
         if isinstance(self.spec, ModelSpec):
@@ -128,7 +143,10 @@ class CheckpointReport:
 def _from_checkpoint(
     resolved: Resolved, all_values: bool = False, sample: int | None = None
 ) -> CheckpointReport:
-    """The report of an opened checkpoint. Checks values too if it is on this machine."""
+    """Returns the report of a checkpoint that is read, from its files or the hub.
+
+    Values are checked only if the weights are on this machine.
+    """
     checkpoint = resolved.checkpoint
     spec, problems = _spec_and_problems(resolved, all_values, sample)
     parameters = 0
@@ -155,8 +173,13 @@ def _from_checkpoint(
 def _spec_and_problems(
     resolved: Resolved, all_values: bool, sample: int | None
 ) -> tuple[ModelSpec | HeadSpec | None, list[Problem]]:
+    """Returns the record and the problems of a checkpoint that is read.
+
+    The record is None for a draft that is not an Eagle3 head.
+    """
     checkpoint = resolved.checkpoint
     wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
+    # A full model is a target, which is judged below.
     if wrong is not None and wrong.code != "TS-HEAD-FULL-MODEL":
         return None, [wrong]
     if detect(checkpoint) == "head":
@@ -166,7 +189,8 @@ def _spec_and_problems(
             problems += head_value_problems(checkpoint, tensors, everything=all_values)
         return head, problems
     target = resolved.target
-    from trtspec.checkpoint.values import target_value_problems  # here, because numpy loads slowly
+    # Imported late, because numpy loads slowly.
+    from trtspec.checkpoint.values import target_value_problems
 
     problems = list(target.problems)
     if checkpoint.remote is None:
@@ -175,9 +199,9 @@ def _spec_and_problems(
 
 
 def _from_config(resolved: Resolved) -> CheckpointReport:
-    """The report of a checkpoint that is not here, with the record's sizes.
+    """Returns the report of a checkpoint whose weights are not read.
 
-    A head whose config is not known has only its record.
+    Sizes come from the published record. A head whose config is not known has no other facts.
     """
     record = resolved.known
     spec: ModelSpec | HeadSpec | None = None
@@ -203,7 +227,7 @@ def _from_config(resolved: Resolved) -> CheckpointReport:
 
 
 def published_facts(record: PublishedTarget | PublishedHead) -> dict[str, Any]:
-    """The keys of the JSON contract that a published checkpoint has."""
+    """Returns the keys of `inspect --json` that only a published checkpoint has."""
     facts: dict[str, Any] = {
         "released": record.released,
         "licence": record.licence,
@@ -221,10 +245,10 @@ def published_facts(record: PublishedTarget | PublishedHead) -> dict[str, Any]:
 
 
 def target_facts(spec: ModelSpec, config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the JSON contract that only a target has.
+    """Returns the keys of `inspect --json` that only a target has.
 
-    `producer`: the tool that quantized, as it names itself. `excluded_patterns` counts the patterns
-    of modules that it left out.
+    producer: tool that quantized the target, as it calls itself.
+    excluded_patterns: number of patterns of modules that are not quantized.
     """
     quantization = config.get("quantization_config") or {}
     return {
@@ -246,14 +270,16 @@ def target_facts(spec: ModelSpec, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def hash_problems(directory: Path, shards: tuple[str, ...]) -> tuple[int, list[Problem]]:
-    """How many of `shards` have their recorded hash, and the problems of the others.
+    """Reads every byte of the shards and compares their SHA-256 with the recorded one.
 
-    Reads every byte.
+    Returns the number of shards with the recorded hash, and problems. Problems are other hashes,
+    shards without a record, and recorded files that are missing.
     """
     recorded = recorded_hashes(directory)
     known = [shard for shard in shards if shard in recorded]
 
     def is_whole(shard: str) -> bool:
+        """Whether a shard has its recorded hash."""
         return file_sha256(directory / shard) == recorded[shard]
 
     with ThreadPoolExecutor(machine.cores()) as pool:
@@ -268,7 +294,7 @@ def hash_problems(directory: Path, shards: tuple[str, ...]) -> tuple[int, list[P
         counts = f"{len(unknown)} of {len(shards)} weight files"
         message = f"no hash is recorded for {counts}, first {first}"
         problems.append(Problem("TS-HASH-UNKNOWN", "warning", first, message))
-    lost = sorted(name for name in recorded if name not in shards)
-    if lost:
-        problems.append(grouped("TS-HASH-LOST", lost))
+    missing = sorted(name for name in recorded if name not in shards)
+    if missing:
+        problems.append(grouped("TS-HASH-LOST", missing))
     return sum(whole), problems

@@ -1,6 +1,6 @@
-"""Finds targets and heads by the name that a user gives: a directory or a hub id.
+"""Finds targets and heads by the name that a user gives, a directory or a hub id.
 
-Returns the directory, or what is known about the id without one.
+Each lookup returns the directory, or the facts that are known about a hub id without its files.
 """
 
 from __future__ import annotations
@@ -31,24 +31,30 @@ if TYPE_CHECKING:
     from trtspec.checkpoint.target_problems import ReadTarget
 
 
+# models that are part of the package, by the names of their folders
 SHIPPED = ("kimi-nano", "kimi-nano-eagle3")
 SHORT_COMMIT = re.compile(r"[0-9a-f]{7,40}")
 WHOLE_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def find(name_or_path: str) -> Resolved:
-    """A checkpoint if all of it is here, else its name alone. Fetches nothing."""
+    """Finds a checkpoint on this machine and fetches nothing.
+
+    The result has no path if files of a hub id are missing.
+    """
     hub_id, record = hub_id_and_record(name_or_path)
     path = cached_snapshot(hub_id, complete=True) if hub_id else local_directory(name_or_path)
     return Resolved(name_or_path, path, hub_id, record)
 
 
 def resolve(name_or_path: str, *, weights: bool = True) -> Resolved:
-    """Finds a checkpoint.
+    """Finds a checkpoint and fetches the files that are needed.
 
-    A directory is taken as it is, a hub id from the hub's cache if all of it is there. Otherwise
-    `weights` fetches it. Without `weights` the record of a published id answers. For an id that is
-    not listed there, the two config files answer, which are fetched if need be.
+    A directory is used as it is. A hub id is answered from the hub's cache if all needed files are
+    cached.
+
+    `weights`: whether the weights are needed, which are fetched otherwise. Without them, the record
+    of a published id is enough, and other ids need only the two config files.
     """
     hub_id, record = hub_id_and_record(name_or_path)
     if hub_id is None:
@@ -61,7 +67,13 @@ def resolve(name_or_path: str, *, weights: bool = True) -> Resolved:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A checkpoint by name. `path` is None if only its id is known. `known`: its record."""
+    """Checkpoint that was found by name.
+
+    name: name that the user gave.
+    path: directory of the checkpoint. None if its files are not on this machine.
+    hub_id: hub id. None for a directory.
+    known: record of a published checkpoint. None if the id is not listed.
+    """
 
     name: str
     path: Path | None
@@ -70,7 +82,7 @@ class Resolved:
 
     @property
     def kind(self) -> str:
-        """`target` or `head`."""
+        """Type of the checkpoint, `target` or `head`."""
         from trtspec.checkpoint.target_problems import config_kind
 
         if self.known:
@@ -79,16 +91,16 @@ class Resolved:
 
     @property
     def weights(self) -> Path | None:
-        """The directory, if its tensors are in it."""
+        """Directory of the weights. None if the weights are not on this machine."""
         if self.path is not None and any(self.path.glob("*.safetensors")):
             return self.path
         return None
 
     @property
     def directory(self) -> Path:
-        """The directory whose tensors are to be read.
+        """Directory whose weights are to be read.
 
-        Raises UsageError if they are not on this machine.
+        Raises UsageError if the weights are not on this machine.
         """
         if self.path is None or (self.hub_id and self.weights is None):
             raise UsageError(f"the weights of {self.name} are not on this machine", self.fetch)
@@ -96,9 +108,10 @@ class Resolved:
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """The checkpoint by its headers, which are read once: of the directory, else on the hub.
+        """Checkpoint, opened once by its headers.
 
-        Raises TrtspecError for files that are not whole.
+        The headers come from the directory, or from the hub if the weights are not on this machine.
+        Raises TrtspecError if files are missing or damaged.
         """
         if self.hub_id is not None and self.weights is None:
             return open_remote(self.hub_id)
@@ -107,20 +120,23 @@ class Resolved:
 
     @cached_property
     def target(self) -> ReadTarget:
-        """The target that the headers show, judged once."""
+        """Target as its headers show it, with its problems. Read once."""
         from trtspec.checkpoint.target_problems import read_target
 
         return read_target(self.checkpoint)
 
     @property
     def fetch(self) -> str:
-        """The remedy if its files are needed and are not here."""
+        """Remedy for a command that needs files which are not on this machine."""
         if self.hub_id is None:
             return "pass the directory that holds its weights"
         return f"run `{self.hub_id.download}`"
 
     def config(self) -> dict[str, Any]:
-        """config.json of the directory, else of the record. Raises TrtspecError without both."""
+        """Reads config.json from the directory, or returns it from the published record.
+
+        Raises TrtspecError if neither has it.
+        """
         if self.path is not None:
             return read_config(self.path / "config.json")
         config = self.known.config if self.known else None
@@ -129,6 +145,7 @@ class Resolved:
         return config
 
     def target_spec(self) -> ModelSpec:
+        """Reads the target's record from its configuration files, without its tensors."""
         quant = None
         if self.path:
             quant_path = self.path / HF_QUANT_NAME
@@ -137,15 +154,21 @@ class Resolved:
         return ModelSpec.from_config(self.config(), quant, remote_code=bool(self.code()))
 
     def code(self) -> RemoteCode:
-        """The code that it brings: of a directory, else the files that config.json refers to."""
+        """Returns the Python code that the checkpoint brings.
+
+        Without a directory it is only the references in config.json.
+        """
         if self.path is not None:
             return read_code(self.path)
         return code_of({"config.json": self.config()}, None)
 
     def head_spec(self, *, values: bool = False) -> HeadSpec:
-        """Reads a head from its tensors if they are here, else from the known config.
+        """Returns the head's record, from its tensors if the weights are on this machine.
 
-        `values`: also check a sample of the weights.
+        Otherwise the record comes from config.json alone. Raises TrtspecError if the head has
+        errors.
+
+        `values`: whether a sample of the weights is checked too.
         """
         from trtspec.checkpoint.heads.dialects import DIALECTS
         from trtspec.checkpoint.heads.read import head_spec, head_spec_from_config
@@ -159,7 +182,10 @@ class Resolved:
 
 
 def local_directory(name: str) -> Path | None:
-    """The directory called `name`, else the directory of the shipped model called so, else None."""
+    """Returns the directory called `name`, or the folder of the shipped model with this name.
+
+    None if neither exists.
+    """
     path = user_path(name)
     if name and path.is_dir():
         return path
@@ -167,14 +193,17 @@ def local_directory(name: str) -> Path | None:
 
 
 def named_hub_id(name: str) -> HubId | None:
-    """The hub id that `name` is. None for a directory and for any other text."""
+    """Returns the hub id that `name` is. None for a directory and for any other text."""
     return parse_hub_id(name) if local_directory(name) is None else None
 
 
 def hub_id_and_record(
     name_or_path: str,
 ) -> tuple[HubId | None, PublishedTarget | PublishedHead | None]:
-    """The hub id and its record, or (None, None) for a directory. Else raises UsageError."""
+    """Returns the hub id and its published record, which is None for an unlisted id.
+
+    (None, None) for a directory. Raises UsageError if the name is neither a directory nor a hub id.
+    """
     if local_directory(name_or_path):
         return None, None
     hub_id = parse_hub_id(name_or_path)
@@ -185,7 +214,10 @@ def hub_id_and_record(
 
 
 def _not_a_checkpoint(name: str) -> UsageError:
-    """The error for a name that is neither a directory nor a hub id, by what the name is."""
+    """Returns the error for a name that is neither a directory nor a hub id.
+
+    The remedy depends on what the name looks like.
+    """
     what = what_is(name)
     path = user_path(name)
     near = nearest(name, SHIPPED) or beside(path) or published_as(name)
@@ -204,22 +236,23 @@ def _not_a_checkpoint(name: str) -> UsageError:
     elif what == "not there":
         if near:
             remedy = f"did you mean {near}? Else {remedy}"
-        remedy += "; where a job makes it later, build-config takes `like`"
+        remedy += "; if a job creates it later, pass `like` to build-config"
         return UsageError(f"{name!r} is neither a directory nor a hub id", remedy)
     return UsageError(f"{name} is {what}, not a checkpoint directory", remedy)
 
 
 def _published(hub_id: HubId, record: PublishedTarget | PublishedHead | None) -> HubId:
-    """The id as its publisher writes it."""
+    """Returns the id as its publisher spells it. `record` is None for an unlisted id."""
     return hub_id if record is None else replace(hub_id, name=record.id)
 
 
 def cached_snapshot(hub_id: HubId, complete: bool) -> Path | None:
-    """The snapshot in the hub cache. With `complete`, only one that has every shard of its index.
+    """Returns the directory of the id's snapshot in the hub cache. None if it is not cached.
 
-    Reads the cache's documented layout itself (models--org--name/refs/main names the snapshot).
-    Importing huggingface_hub takes longer than everything else that torch-free commands do.
+    `complete`: whether the snapshot must have every shard of its index.
     """
+    # The cache's documented layout is read here (models--org--name/refs/main names the snapshot),
+    # because importing huggingface_hub takes longer than a command that does not load torch.
     repository = cache_directory() / hub_id.folder
     snapshot = _snapshot(repository, hub_id.revision or "main")
     if snapshot is None or not (snapshot / "config.json").is_file():
@@ -228,7 +261,11 @@ def cached_snapshot(hub_id: HubId, complete: bool) -> Path | None:
 
 
 def _snapshot(repository: Path, revision: str) -> Path | None:
-    """The snapshot of a branch or tag, which refs/ has, or of a commit by its first digits."""
+    """Returns the snapshot of a branch, a tag or a commit. None if it is not cached.
+
+    refs/ names the commit of a branch or tag. The first digits of a commit are enough if they are
+    unique.
+    """
     snapshots = repository / "snapshots"
     try:
         commit = (repository / "refs" / revision).read_text(encoding="utf-8").strip()
@@ -239,11 +276,12 @@ def _snapshot(repository: Path, revision: str) -> Path | None:
         if len(commits) != 1:
             return None
         commit = commits[0]
+    # Any other text could lead out of the folder.
     return snapshots / commit if re.fullmatch(r"\w+", commit) else None
 
 
 def _has_all_shards(snapshot: Path) -> bool:
-    """Whether every shard of the index is there. Without an index, whether there is any shard."""
+    """Whether every shard of the index is present. Without an index, any shard is enough."""
     shards = weight_map(snapshot)
     if shards is None:
         return any(snapshot.glob("*.safetensors"))
@@ -251,9 +289,10 @@ def _has_all_shards(snapshot: Path) -> bool:
 
 
 def canonical_id(name: str) -> HubId | str:
-    """The hub's own id of a checkpoint, with its commit if the cache tells it, or a directory.
+    """Returns the same id for all names of one checkpoint.
 
-    Two names of one directory, one shipped model or one commit of a repository have the same.
+    It is the hub id as its publisher spells it, with the commit if the cache tells it. For a
+    directory that is not a snapshot of the hub, it is the path.
     """
     hub_id = named_hub_id(name)
     if hub_id is None:
@@ -267,7 +306,10 @@ def canonical_id(name: str) -> HubId | str:
 
 
 def snapshot_id(directory: Path) -> HubId | None:
-    """The id of a snapshot in a hub cache (models--org--name/snapshots/COMMIT), else None."""
+    """Returns the hub id of a snapshot in a hub cache. None for any other directory.
+
+    The path of a snapshot is models--org--name/snapshots/COMMIT.
+    """
     path = directory.resolve()
     folder = path.parent.parent.name
     name = folder.removeprefix("models--").replace("--", "/", 1)
@@ -277,13 +319,19 @@ def snapshot_id(directory: Path) -> HubId | None:
 
 
 def source_name(directory: Path) -> str:
-    """The name of a source in files: its hub id if it is a hub's snapshot, else its directory's."""
+    """Returns the name of a source for files that record it.
+
+    It is the hub id for a snapshot of the hub, and otherwise the name of the directory.
+    """
     hub_id = snapshot_id(directory)
     return hub_id.name if hub_id is not None else directory.resolve().name
 
 
 def commit_record(directory: Path) -> dict[str, str]:
-    """Repository and commit of a hub's snapshot for journals and provenance.json, else {}."""
+    """Returns repository and commit of a snapshot of the hub, for journals and provenance.json.
+
+    {} for any other directory.
+    """
     hub_id = snapshot_id(directory)
     if hub_id is None:
         return {}
@@ -291,20 +339,25 @@ def commit_record(directory: Path) -> dict[str, str]:
 
 
 class Target(NamedTuple):
+    """Target that was found by name, with its record."""
+
     resolved: Resolved
     spec: ModelSpec
 
 
 class Head(NamedTuple):
+    """Eagle3 head that was found by name, with its record."""
+
     resolved: Resolved
     spec: HeadSpec
 
 
 def find_target(name: str, like: str | None = None) -> Target:
-    """Returns the target called `name` with its spec.
+    """Returns the target called `name` with its record.
 
-    While it is not here, it is described by the published checkpoint `like`. Raises UsageError if
-    the name is a draft head's or unknown.
+    Raises UsageError if the name is unknown or a draft head's.
+
+    `like`: published checkpoint that describes the target if `name` does not exist yet.
     """
     described_by = name
     absent = like is not None and not user_path(name).exists()
@@ -320,7 +373,10 @@ def find_target(name: str, like: str | None = None) -> Target:
 
 
 def find_head(name: str) -> Resolved:
-    """Returns the Eagle3 head called `name`, unread. Raises UsageError if it is something else."""
+    """Returns the Eagle3 head called `name` without reading its tensors.
+
+    Raises UsageError if the name is not a head's.
+    """
     resolved = resolve(name, weights=False)
     if resolved.kind != "head":
         wrong = _no_head(resolved)
@@ -329,46 +385,47 @@ def find_head(name: str) -> Resolved:
 
 
 def load_head(name: str, *, values: bool = False) -> Head:
-    """Finds and reads an Eagle3 head.
+    """Finds an Eagle3 head and reads its record.
 
-    `values`: also check a sample of its weights. Raises TrtspecError if the head has errors.
+    Raises TrtspecError if the head has errors. `values`: whether a sample of the weights is checked
+    too.
     """
     resolved = find_head(name)
     return Head(resolved, resolved.head_spec(values=values))
 
 
 def _no_head(resolved: Resolved) -> Problem:
-    """The problem of a checkpoint that is not an Eagle3 head, by its tensors or else its config."""
+    """Returns the problem of a checkpoint that is not an Eagle3 head."""
     from trtspec.checkpoint.heads.read import no_eagle3_head
     from trtspec.checkpoint.target_tensors import finding
 
     remedy = "pass the target first and an Eagle3 head with `head`"
-    whole = finding("TS-HEAD-FULL-MODEL", "config.json", remedy=remedy)
+    full_model = finding("TS-HEAD-FULL-MODEL", "config.json", remedy=remedy)
     if resolved.weights is None:
-        return whole
+        return full_model
     checkpoint = resolved.checkpoint
-    return no_eagle3_head(checkpoint.config, checkpoint.tensors) or whole
+    return no_eagle3_head(checkpoint.config, checkpoint.tensors) or full_model
 
 
 def findable(name: str) -> bool:
-    """Whether a checkpoint can be read here: a directory, a published id, or a cached id.
+    """Whether `name` is a directory, a published id or a cached id.
 
-    Raises TrtspecError for a model that is known and refused.
+    Raises TrtspecError if the model is known and not supported.
     """
     try:
         if local_directory(name) is not None:
             return True
         hub_id = parse_hub_id(name)
-        here = hub_id is not None and cached_snapshot(hub_id, complete=False) is not None
-    except OSError:  # longer than any path
+        cached = hub_id is not None and cached_snapshot(hub_id, complete=False) is not None
+    except OSError:  # The name is longer than a path may be.
         return False
-    return here or known(name) is not None
+    return cached or known(name) is not None
 
 
 def engine_name(name: str) -> str:
-    """The name that an engine gets for a checkpoint.
+    """Returns the name of a checkpoint that is passed to an engine.
 
-    It is the directory of a shipped model, an id without its revision, else the name itself.
+    It is the folder of a shipped model, an id without its revision, and any other name unchanged.
     """
     directory = local_directory(name)
     if directory is not None:
@@ -378,16 +435,19 @@ def engine_name(name: str) -> str:
 
 
 def engine_revision(name: str) -> str | None:
-    """The revision that an engine gets beside `engine_name`."""
+    """Returns the revision that is passed with `engine_name`. None if the name has none."""
     hub_id = named_hub_id(name)
     return None if hub_id is None else hub_id.revision
 
 
 def engine_path(name: str, cache: str | None = None) -> str:
-    """The name for an engine that takes no revision: the snapshot's directory, else `engine_name`.
+    """Returns the name of a checkpoint for an engine that has no option for a revision.
 
-    `cache`: the hub cache of the machine that serves. None: of this one. Raises UsageError if the
-    directory is not here, or if the revision does not name it.
+    It is the snapshot's directory for an id with a revision, and otherwise `engine_name`. Raises
+    UsageError if the snapshot is not cached, or if `cache` is given and the revision is not a whole
+    commit.
+
+    `cache`: path of the hub cache on the machine that serves. None: the cache of this machine.
     """
     hub_id = named_hub_id(name)
     if hub_id is None or hub_id.revision is None:

@@ -1,8 +1,9 @@
-"""The one fingerprint of a checkpoint, for journals, scale files and dumped states.
+"""Computes the fingerprint of a checkpoint for journals, scale files and hidden-state dumps.
 
-It takes the config, the tensors' names, types, shapes and offsets, the size of each shard, and the
-first bytes of two tensors of each class. So a fine-tune of one class is seen, and less than a
-megabyte of a terabyte is read. Neither paths nor times count.
+The fingerprint covers the config, the names, dtypes, shapes and offsets of the tensors, and the
+size of each shard. It also covers the first bytes of two tensors of each class. So it changes after
+a fine-tune of one class, and reads less than a megabyte of a terabyte. Paths and times do not
+change it.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from trtspec.foreign import PlainName
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 NUMBER = re.compile(r"\d+")  # of a layer or an expert in a tensor's name
-SAMPLE_BYTES = 1 << 12  # of a tensor
+SAMPLE_BYTES = 1 << 12  # of each tensor in the sample
 # Keys of config.json that do not describe the model.
 VOLATILE = {"_name_or_path", "transformers_version", "auto_map"}
+# names of the digests that do not depend on the distribution of tensors over shards, with the words
+# for messages
 MODEL = {
     "config": "the config",
     "tensors": "tensor names, dtypes or shapes",
@@ -42,20 +45,28 @@ class Identity(TypedDict):
 
 
 def identity(checkpoint: Checkpoint) -> Identity:
-    """Digests by name, and shard sizes. MODEL digests do not depend on how tensors are sharded."""
+    """Returns the digests of a checkpoint, by the part that they cover, and the size of each shard.
+
+    `places` and `shards` depend on how tensors are distributed over shards, the others do not.
+    """
     config = {key: value for key, value in checkpoint.config.items() if key not in VOLATILE}
     infos = sorted(checkpoint.tensors.values(), key=lambda info: info.name)
+    layouts = [(info.name, info.dtype, info.shape) for info in infos]
+    places = [(info.name, info.shard, info.begin) for info in infos]
     return {
         "config": _digest(json.dumps(config, sort_keys=True)),
-        "tensors": _digest(repr([(info.name, info.dtype, info.shape) for info in infos])),
+        "tensors": _digest(repr(layouts)),
         "sample": _sample_digest(checkpoint, infos),
-        "places": _digest(repr([(info.name, info.shard, info.begin) for info in infos])),
+        "places": _digest(repr(places)),
         "shards": checkpoint.shard_bytes,
     }
 
 
 def _sample_digest(checkpoint: Checkpoint, infos: list[TensorInfo]) -> str:
-    """Digest of the first bytes of the first and last tensor of each class, in order of names."""
+    """Returns the digest of the first bytes of the first and the last tensor of each class.
+
+    A class are the tensors whose names differ only in numbers. `infos` must be in order of names.
+    """
     classes: dict[str, list[TensorInfo]] = {}
     for info in infos:
         classes.setdefault(NUMBER.sub("", info.name), []).append(info)
@@ -68,16 +79,17 @@ def _sample_digest(checkpoint: Checkpoint, infos: list[TensorInfo]) -> str:
 
 
 def _digest(text: str) -> str:
+    """Returns the SHA-256 of a text, in hexadecimal digits."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def identity_digest(directory: Path) -> str:
-    """One digest of all that `identity` takes."""
+    """Returns one SHA-256 over everything that `identity` covers."""
     return _digest(json.dumps(identity(Checkpoint.open(directory)), sort_keys=True))
 
 
 def recorded(path: Path) -> dict[str, Any]:
-    """provenance.json beside a checkpoint. {} if it is absent or cannot be read."""
+    """Reads provenance.json of a checkpoint. {} if it is absent or cannot be read."""
     try:
         return read_object(path / "provenance.json")
     except (OSError, TrtspecError):
@@ -85,10 +97,10 @@ def recorded(path: Path) -> dict[str, Any]:
 
 
 def recorded_hashes(directory: Path) -> dict[str, str]:
-    """SHA-256 by file name, of the weight files for which one is recorded.
+    """Returns the SHA-256 of each weight file that has a recorded one, by file name.
 
-    The hub cache records it in the name of the blob that a file links to, and
-    `hf download --local-dir` in its metadata. A hash in provenance.json wins.
+    The hub cache has the hash as the name of the blob that a file links to, and `hf download
+    --local-dir` writes it to its metadata. A hash in provenance.json has priority.
     """
     hashes: dict[str, str] = {}
     for path in sorted(directory.glob("*.safetensors")):

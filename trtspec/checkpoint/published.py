@@ -1,6 +1,6 @@
-"""The published Kimi targets and Eagle3 heads of data/models.yaml: a typed record each, by hub id.
+"""Reads the published Kimi targets and Eagle3 heads of data/models.yaml, a typed record per hub id.
 
-A key that no record has is refused.
+Keys that a record does not have are errors.
 """
 
 from __future__ import annotations
@@ -18,18 +18,23 @@ from trtspec.families.family import Family
 from trtspec.foreign import parse_hub_id
 
 LAYER_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-DRAFT_LEN = 3  # if nobody says another
-WHOLE = "all"  # a figure of all questions of a data set
+DRAFT_LEN = 3  # default number of draft tokens
+WHOLE = "all"  # name of the figure for all questions of a data set
 ThinkingLevel = Literal["on", "off", "low", "medium", "high"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedAcceptance:
-    """Tokens per step that were published for a head, and how they were measured.
+    """Acceptance lengths (tokens per step of the target) that were published for a head.
 
-    `figures`: by data set, of all its questions or by category. `mean`: what bench calls
-    such a figure. `speedups`: over no speculation by concurrency, None if only the concurrency was
-    published.
+    figures: acceptance length of each data set, or of each of its categories.
+    source: publication of the figures.
+    target: hub id of the target. None: the publication does not state it.
+    draft_len: number of draft tokens per step.
+    max_tokens: largest number of tokens of an answer. None if it is not stated.
+    mean: name that `trtspec bench` gives to such a mean.
+    speedups: speed relative to no speculation, by concurrency. None if only the concurrency was
+        published.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -45,7 +50,7 @@ class PublishedAcceptance:
 
     @property
     def protocol(self) -> str:
-        """How the figures were measured, and their source."""
+        """Text that says how the figures were measured, and their source."""
         stated = {
             "": self.target,
             "thinking": self.thinking,
@@ -55,19 +60,36 @@ class PublishedAcceptance:
         return f"{', '.join([self.engine, *words])}: {self.source}"
 
     def of(self, dataset: str) -> dict[str, float]:
-        """The figures of a data set by category, WHOLE among them. {} if it was not measured."""
+        """Returns the acceptance lengths of a data set by category. {} if it was not measured.
+
+        A single figure for the data set has the category WHOLE.
+        """
         figures = self.figures.get(dataset, {})
         return figures if isinstance(figures, dict) else {WHOLE: figures}
 
     def length(self, dataset: str) -> float:
-        """The figure of all questions, else the mean of the categories."""
+        """Returns the acceptance length on a data set, in tokens per step of the target.
+
+        If only categories were published, returns their mean.
+        """
         figures = self.of(dataset)
         return figures.get(WHOLE) or round(sum(figures.values()) / len(figures), 3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedModel:
-    """Fields of every record. `unverified`: fields that nobody here read in the published file."""
+    """Record of a published checkpoint.
+
+    id: hub id.
+    config: contents of config.json. None if they are not known.
+    sources: addresses that the facts come from, by name.
+    unverified: names of fields that were not checked in the published files.
+    parameters: number of parameters.
+    bytes: bytes of the weights.
+    shards: number of weight files.
+    released: date of the release.
+    aliases: other hub ids of the same checkpoint.
+    """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
     kind: ClassVar[Literal["target", "head"]]
@@ -85,7 +107,13 @@ class PublishedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedTarget(PublishedModel):
-    """A target. `base`: its checkpoint before quantization. `thinks`: whether it may reason."""
+    """Record of a published target.
+
+    family: name of its release.
+    format: storage format of its weights.
+    thinks: whether it may reason before it answers.
+    base: hub id of the checkpoint that it was quantized from. None if it is not quantized.
+    """
 
     kind: ClassVar[Literal["target", "head"]] = "target"
     config: dict[str, Any]
@@ -97,10 +125,14 @@ class PublishedTarget(PublishedModel):
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedHead(PublishedModel):
-    """A head, published for `targets`.
+    """Record of a published Eagle3 head.
 
-    `published_on`: engines that its file was made for. `owns`: which optional tensors the file
-    holds. The first of `acceptance` is what plan takes.
+    dialect: name of its layout.
+    targets: hub ids of the targets that it was published for.
+    trained_with: project that trained it. None if it is not known.
+    published_on: names of the engines that its file was made for.
+    owns: whether the file holds lm_head, embed_tokens and d2t, by these names.
+    acceptance: measurements. `trtspec plan` uses the first.
     """
 
     kind: ClassVar[Literal["target", "head"]] = "head"
@@ -113,11 +145,14 @@ class PublishedHead(PublishedModel):
 
     @property
     def draft_len(self) -> int:
-        """The draft length that the head is served with unless another is asked for."""
+        """Default number of draft tokens for the head."""
         return self.acceptance[0].draft_len if self.acceptance else DRAFT_LEN
 
     def measured_on(self, target: str) -> PublishedAcceptance | None:
-        """The first measurement that holds for this target, else the first one."""
+        """Returns the first measurement on this target, or on a target that was not stated.
+
+        Without such a measurement, returns the first of all. None if nothing was measured.
+        """
         for measured in self.acceptance:
             if measured.target in (None, target):
                 return measured
@@ -126,7 +161,12 @@ class PublishedHead(PublishedModel):
 
 @dataclass(frozen=True)
 class Catalogue:
-    """The records by hub id. `refused`: why a model is not served, by its id."""
+    """Records of data/models.yaml.
+
+    targets: records of targets by hub id.
+    heads: records of heads by hub id.
+    refused: reason why trtspec does not serve a model, by its hub id.
+    """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
     targets: dict[str, PublishedTarget]
@@ -136,9 +176,9 @@ class Catalogue:
 
 @cache
 def catalogue() -> Catalogue:
-    """The parsed file with exclude patterns written out. Its `common` is shared by its rows."""
+    """Reads data/models.yaml once. Ranges in exclude patterns are expanded."""
     data = load_yaml("models.yaml")
-    del data["common"]
+    del data["common"]  # YAML anchors that the records refer to
     for name, row in (data["targets"] | data["heads"]).items():
         row["id"] = name
         config = row["config"] or {}
@@ -149,9 +189,10 @@ def catalogue() -> Catalogue:
 
 
 def expand_patterns(patterns: list[str]) -> list[str]:
-    """Writes `{a..b}` out as one pattern per layer.
+    """Returns the patterns with each `{a..b}` expanded to one pattern per layer.
 
-    Published lists are in text order (1, 10, 11, .., 2, 20).
+    If any pattern has a range, the result is sorted as text (1, 10, 11, .., 2, 20), as published
+    lists are.
     """
     if not any(LAYER_RANGE.search(pattern) for pattern in patterns):
         return list(patterns)
@@ -167,48 +208,52 @@ def expand_patterns(patterns: list[str]) -> list[str]:
 
 
 def known(name_or_id: str) -> PublishedTarget | PublishedHead | None:
-    """The record of a published id, whatever its revision, or None.
+    """Returns the record of a published id, whatever its revision. None for every other name.
 
-    Upper and lower case are the same. Raises TrtspecError for ids that are known and refused, such
-    as Kimi-K3.
+    Upper and lower case are equal. Raises TrtspecError if the id is known and trtspec does not
+    serve the model, such as Kimi-K3.
     """
     hub_id = parse_hub_id(name_or_id)
     if hub_id is None:
         return None
-    wanted = hub_id.name.casefold()
+    folded_id = hub_id.name.casefold()
     for name, reason in catalogue().refused.items():
-        if name.casefold() == wanted:
-            remedy = "trtspec serves K2, K2-Thinking, K2.5, K2.6 and K2.7-Code"
+        if name.casefold() == folded_id:
+            remedy = "pass a K2, K2-Thinking, K2.5, K2.6 or K2.7-Code checkpoint"
             raise TrtspecError(f"{hub_id} is {reason}", remedy)
     records: list[PublishedTarget | PublishedHead]
     records = [*catalogue().targets.values(), *catalogue().heads.values()]
     for record in records:
-        if wanted in map(str.casefold, (record.id, *record.aliases)):
+        ids = (record.id, *record.aliases)
+        if folded_id in map(str.casefold, ids):
             return record
     return None
 
 
 def known_head(name: str) -> PublishedHead | None:
-    """The record of a published head. None for every other name."""
+    """Returns the record of a published head. None for every other name."""
     record = known(name)
     return record if isinstance(record, PublishedHead) else None
 
 
 def known_target(name: str) -> PublishedTarget | None:
-    """The record of a published target. None for every other name."""
+    """Returns the record of a published target. None for every other name."""
     record = known(name)
     return record if isinstance(record, PublishedTarget) else None
 
 
 def reasoning_parser(family: Family, name: str, engine: str) -> str | None:
-    """The name that `engine` has for a target's reasoning parser. None if it does not think."""
+    """Returns the name that `engine` gives to a target's reasoning parser.
+
+    None if the target does not reason. A published record has priority over the family.
+    """
     record = known_target(name)
     thinks = family.thinks if record is None else record.thinks
     return family.reasoning_parsers[engine] if thinks else None
 
 
 def require_published(name: str, dataset: str) -> None:
-    """Raises UsageError if no acceptance was published for a head, or none on the data set."""
+    """Raises UsageError if no acceptance of a head was published on the data set."""
     record = known(name)
     if isinstance(record, PublishedTarget):
         heads = [head.id for head in catalogue().heads.values() if record.id in head.targets]
@@ -218,28 +263,29 @@ def require_published(name: str, dataset: str) -> None:
     if record is not None:
         for measured in record.acceptance:
             figures |= measured.figures
+    # A data set may be written as NAME:CONFIG or NAME=FILE.
     if re.split("[:=]", dataset)[0] not in figures:
         message = f"no acceptance was published for {name} on {dataset}, as far as is known here"
-        published = ", ".join(figures) or "nothing"
-        raise UsageError(message, f"published on: {published}")
+        published = ", ".join(figures) or "none is known"
+        raise UsageError(message, f"pass a published data set: {published}")
 
 
 def similar_id(name_or_id: str) -> str | None:
-    """The published id with nearly the same spelling. None if the id is itself published."""
+    """Returns the published id with nearly the same spelling. None if the id is published."""
     names = [*catalogue().targets, *catalogue().heads]
     wanted = name_or_id.partition("@")[0]
     return None if wanted in names else nearest(wanted, names)
 
 
 def published_as(name: str) -> str | None:
-    """The published id that ends in this name, or None."""
+    """Returns the published id whose last part is this name, or None."""
     ids = [*catalogue().targets, *catalogue().heads]
     suffix = f"/{name.casefold()}"
     return next((id for id in ids if id.casefold().endswith(suffix)), None)
 
 
 def real_pair(head_id: str, target_id: str) -> bool | None:
-    """Whether the head was published for the target. None if either id is not a known one."""
+    """Whether the head was published for the target. None if either id is not published."""
     head = known_head(head_id)
     target = known_target(target_id)
     if head is None or target is None:

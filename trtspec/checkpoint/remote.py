@@ -1,7 +1,7 @@
-"""Fetches from the hub into its cache, and opens a checkpoint on the hub by its headers.
+"""Fetches files from the hub into its cache, and opens a checkpoint on the hub by its headers.
 
-The small files of such a checkpoint come into the cache. Ranged reads fetch
-the header of each shard. For a terabyte of weights that is a few megabytes.
+The small files of the checkpoint are downloaded to the cache. Ranged reads fetch the header of each
+shard, which is a few megabytes for a terabyte of weights.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from trtspec.checkpoint.published import similar_id
 from trtspec.errors import MissingDependency, TrtspecError
 from trtspec.foreign import HubId, PlainName, plain_name, user_path
 
+# patterns of file names: the two configs, all files but the weights, and all files
 METADATA_PATTERNS = ["config.json", HF_QUANT_NAME]
 SMALL_PATTERNS = [
     "*.json",
@@ -30,16 +31,16 @@ SMALL_PATTERNS = [
     "THIRD_PARTY*",
 ]
 CHECKPOINT_PATTERNS = [*SMALL_PATTERNS, "*.safetensors"]
-CONNECTIONS = 8
-TIMEOUT_S = 60.0
+CONNECTIONS = 8  # headers that are fetched at the same time
+TIMEOUT_S = 60.0  # of one request
 Result = TypeVar("Result")
 
 
 def open_remote(hub_id: HubId) -> Checkpoint:
     """Opens a checkpoint on the hub as `Checkpoint.open` does, with `remote` set.
 
-    `path` is the cache's snapshot with the small files. Raises TrtspecError if the checkpoint is
-    absent, not public or damaged.
+    `path` of the result is the snapshot in the cache that holds the small files. Raises
+    TrtspecError if the checkpoint is absent, not public or damaged.
     """
     from huggingface_hub import HfApi
 
@@ -55,8 +56,10 @@ def open_remote(hub_id: HubId) -> Checkpoint:
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     weights = {}
     for name, size in sizes.items():
+        # Weights in folders belong to other variants of the model.
         if name.endswith(".safetensors") and "/" not in name:
             weights[plain_name(name, str(hub_id))] = size
+    # All later requests name the commit, so that a push meanwhile does not mix versions.
     commit = replace(hub_id, revision=str(info.sha))
     path = download(commit, SMALL_PATTERNS)
     if not weights and not (path / INDEX_NAME).is_file():
@@ -70,13 +73,20 @@ def open_remote(hub_id: HubId) -> Checkpoint:
 
 @dataclass(frozen=True)
 class HubFiles:
-    """The weight files of a repository at one commit, with their sizes in bytes."""
+    """Weight files of a repository on the hub at one commit.
+
+    sizes: bytes of each file by its name.
+    """
 
     hub_id: HubId
     sizes: dict[PlainName, int]
 
     def to_dict(self) -> dict[str, Any]:
-        """The `hub` object of JSON reports: what a download would take, and the room for it."""
+        """Returns the `hub` object of JSON reports.
+
+        It has id and revision, the bytes that a download would take, and the free bytes of the
+        cache's disk.
+        """
         return {
             "id": self.hub_id.name,
             "revision": self.hub_id.revision,
@@ -85,17 +95,21 @@ class HubFiles:
         }
 
     def headers(self, shards: tuple[PlainName, ...]) -> list[dict[str, TensorInfo]]:
-        """The headers of all shards, in their order."""
+        """Returns the tensors of each shard by name, in the order of `shards`.
+
+        Raises TrtspecError if a shard is missing.
+        """
         absent = [shard for shard in shards if shard not in self.sizes]
         if absent:
             message = f"shard {absent[0]} is missing in {self.hub_id}"
             raise TrtspecError(message, "ask its publisher", "TS-SHARD-MISSING")
-        from concurrent.futures import ThreadPoolExecutor  # here, because it loads logging
+        from concurrent.futures import ThreadPoolExecutor  # Late, because it loads logging.
 
         with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="headers") as pool:
             return list(pool.map(self._header, shards))
 
     def _header(self, shard: PlainName) -> dict[str, TensorInfo]:
+        """Fetches the header of one shard. Returns its tensors by name."""
         from huggingface_hub import HfApi
 
         read = partial(
@@ -105,7 +119,7 @@ class HubFiles:
             revision=self.hub_id.revision,
         )
         tensors = hub_errors(self.hub_id, partial(read, timeout=TIMEOUT_S)).tensors
-        # The data fill the file.
+        # The library does not return the header's length, but the data end with the file.
         ends = [tensor.data_offsets[1] for tensor in tensors.values()]
         start = self.sizes[shard] - max(ends, default=0)
         entries = (
@@ -115,7 +129,7 @@ class HubFiles:
         return tensors_of(shard, start, entries)
 
     def bytes_at(self, shard: str, begin: int, size: int) -> bytes:
-        """Reads `size` bytes from offset `begin` of a shard file."""
+        """Reads `size` bytes from offset `begin` of a shard on the hub."""
         from huggingface_hub import HfFileSystem
 
         read = partial(HfFileSystem().cat_file, f"{self.hub_id}/{shard}", begin, begin + size)
@@ -123,7 +137,7 @@ class HubFiles:
 
 
 def download(hub_id: HubId, patterns: list[str]) -> Path:
-    """Fetches the files of these patterns into the hub's own cache. Returns the snapshot's path."""
+    """Fetches the files that match `patterns` into the hub's cache and returns their directory."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -137,23 +151,25 @@ def download(hub_id: HubId, patterns: list[str]) -> Path:
 
 
 def is_online() -> bool:
-    """Whether the hub may be asked."""
+    """Whether HF_HUB_OFFLINE allows requests to the hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").lower() not in ("1", "true", "yes", "on")
 
 
 def require_online(hub_id: HubId) -> None:
+    """Raises MissingDependency if HF_HUB_OFFLINE forbids requests to the hub."""
     if not is_online():
         message = f"{hub_id} is not in the hub cache and HF_HUB_OFFLINE is set"
         raise MissingDependency(message, _suggest(hub_id, f"unset it and {ELSEWHERE}"))
 
 
-# The fault and the remedy by the hub's error or status.
+# remedies, of which `{download}` is the command that fetches the checkpoint
 ELSEWHERE = "run `{download}`, or pass the directory of a copy that was downloaded elsewhere"
 LOGIN = "run `hf auth login` with an account that may read it"
+# fault and remedy by the name of the hub's error or by the HTTP status, None for no answer
 FAILURES = {
     "GatedRepoError": ("is gated", f"accept its licence on the hub, then {LOGIN}"),
     "RepositoryNotFoundError": ("is not on the hub, or is private", f"check the id, or {LOGIN}"),
-    "RevisionNotFoundError": ("is no commit, tag or branch on the hub", "write a whole commit"),
+    "RevisionNotFoundError": ("is not a commit, tag or branch on the hub", "write a whole commit"),
     401: ("is refused by the hub (HTTP 401)", LOGIN),
     403: ("is refused by the hub (HTTP 403)", LOGIN),
     None: (
@@ -164,15 +180,16 @@ FAILURES = {
 
 
 def hub_errors(hub_id: HubId, ask: Callable[[], Result]) -> Result:
-    """Returns what `ask` gets from the hub.
+    """Returns the result of `ask`, which is a request to the hub.
 
-    Raises TrtspecError. Messages never repeat the library's text, which may hold a token.
+    Raises TrtspecError if the request fails. The message does not repeat the library's text, which
+    may hold a token.
     """
     try:
         return ask()
     except TrtspecError:
         raise
-    # No network, full disk, hub errors: whatever the transport raised.
+    # Every exception, because network, disk, hub and HTTP libraries raise unrelated types.
     except Exception as error:
         name = type(error).__name__
         status = getattr(getattr(error, "response", None), "status_code", None)
@@ -185,20 +202,23 @@ def hub_errors(hub_id: HubId, ask: Callable[[], Result]) -> Result:
 
 
 def _suggest(hub_id: HubId, remedy: str) -> str:
-    """The remedy, after the published id that is spelled nearly so."""
+    """Returns the remedy after a hint at a wrong id.
+
+    The hint is a published id with nearly the same spelling, or that the name is of another family.
+    """
     close = similar_id(hub_id.name)
     remedy = remedy.format(download=hub_id.download)
     if close:
         return f"did you mean {close}? Otherwise {remedy}"
     if "k2" in hub_id.name.casefold():
         return remedy
-    return f"by its name it is of another family; trtspec takes Kimi-K2. Otherwise {remedy}"
+    return f"its name is of another family; trtspec supports Kimi-K2. Otherwise {remedy}"
 
 
 def cache_directory() -> Path:
-    """The directory of huggingface_hub's repositories.
+    """Returns the directory in which huggingface_hub keeps repositories.
 
-    It is HF_HUB_CACHE, else hub/ under HF_HOME, else hub/ under the user's cache.
+    HF_HUB_CACHE names it. Without this variable it is hub/ below HF_HOME or below the user's cache.
     """
     named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     if named:

@@ -1,8 +1,8 @@
-"""The Python code that a checkpoint brings, for engines that run it.
+"""Finds the Python code that a checkpoint brings for engines that run it.
 
 Transformers imports the files that `auto_map` names in a configuration file. These can import other
-files beside them. TensorRT-LLM loads a head's config.json with `trust_remote_code=True`, so the
-code of a head counts as well.
+files of the checkpoint. TensorRT-LLM loads a head's config.json with `trust_remote_code=True`, so
+the code of a head matters too.
 """
 
 from __future__ import annotations
@@ -17,13 +17,19 @@ from trtspec.errors import Problem, TrtspecError
 from trtspec.foreign import CodeReference, code_reference, named_code, stays_inside
 from trtspec.report import file_sha256
 
-# Of model, tokenizer, processors and generation. Transformers may take config.4.0.0.json too.
+# Matches the configs of model, tokenizer, processors and generation, and versioned configs such as
+# config.4.0.0.json, which transformers may prefer.
 CONFIGS = "*config*.json"
 
 
 @dataclass(frozen=True)
 class RemoteCode:
-    """References of the configuration files. `directory` is None if the files are not here."""
+    """Python code that the configuration files of a checkpoint refer to.
+
+    references: references to classes in modules of the checkpoint.
+    problems: errors of the references and of the files.
+    directory: directory of the checkpoint. None if its files are not on this machine.
+    """
 
     references: list[CodeReference]
     problems: list[Problem]
@@ -33,7 +39,10 @@ class RemoteCode:
         return bool(self.references or self.problems)
 
     def hashes(self) -> dict[str, str]:
-        """SHA-256 of every Python file in the directory, by path. {} if there is no code."""
+        """Returns the SHA-256 of every Python file of the checkpoint, by path in the directory.
+
+        {} if no configuration file refers to code, or if the files are not on this machine.
+        """
         if self.directory is None or not self:
             return {}
         hashes = {}
@@ -42,7 +51,7 @@ class RemoteCode:
         return hashes
 
     def listed(self) -> str:
-        """The files with their hashes, or only the names of referenced files if none are here."""
+        """Returns the files with their hashes as text, or the names of missing modules."""
         hashed = [f"{name} sha256:{digest}" for name, digest in self.hashes().items()]
         if hashed:
             return "; ".join(hashed)
@@ -51,16 +60,21 @@ class RemoteCode:
 
 
 def read_code(directory: Path) -> RemoteCode:
-    """Reads every configuration file of a checkpoint.
+    """Reads every configuration file of a checkpoint and returns the code that they refer to.
 
-    Raises TrtspecError for a file that is not a JSON object.
+    Raises TrtspecError if a configuration file is not a JSON object.
     """
     paths = sorted(directory.glob(CONFIGS))
     return code_of({path.name: read_json(path) for path in paths}, directory)
 
 
 def code_of(configs: Mapping[str, Any], directory: Path | None) -> RemoteCode:
-    """Resolves the references of configuration files, given by file name."""
+    """Returns the code that configuration files refer to.
+
+    Args:
+        configs: contents of the configuration files by file name.
+        directory: directory of the checkpoint. None if its files are not on this machine.
+    """
     references = []
     problems = []
     for file, config in configs.items():
@@ -76,8 +90,8 @@ def code_of(configs: Mapping[str, Any], directory: Path | None) -> RemoteCode:
 
 
 def _file_problems(references: list[CodeReference], directory: Path) -> Iterator[Problem]:
-    """Yields an error for each absent referenced file, and for each link out of the checkpoint."""
-    # The first reference to a module names it.
+    """Yields an error for each missing module, and for each Python file that links elsewhere."""
+    # reversed, so that the first reference to a module is the one that remains
     first_places = {item.module: item.where for item in reversed(references)}
     for module, where in first_places.items():
         if not (directory / module).is_file():
@@ -91,4 +105,5 @@ def _file_problems(references: list[CodeReference], directory: Path) -> Iterator
 
 
 def _python_files(directory: Path) -> list[Path]:
+    """Returns the paths of all Python files of the checkpoint, sorted."""
     return sorted(path for path in directory.rglob("*.py") if path.is_file())

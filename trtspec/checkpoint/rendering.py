@@ -1,8 +1,9 @@
-"""Renders conversations: the prompts that a server gets, and what the target writes behind them.
+"""Renders conversations to token ids: prompts as a server gets them, and the answers of the target.
 
-An answer follows the prompt of its moment, in which the template renders earlier answers as
-history. A conversation has several renderings if the template renders them in another way than
-they were written. Each answer is parsed back and compared with its row.
+An answer follows the prompt that the template renders from the messages before it. The template may
+render an earlier answer as history in another way than the target wrote it, for example without its
+reasoning. The conversation then has several renderings. Each answer is parsed again and compared
+with its row.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from trtspec.report import note
 
 @dataclass(frozen=True)
 class Rendering:
-    """Token ids of a conversation. `answer[i]` is 1 if the target wrote token i, else 0.
+    """Token ids of a conversation.
 
-    `prompt`: number of tokens before the last answer. `repeated`: number of tokens that an earlier
-    rendering of the same messages has.
+    tokens: ids of all tokens.
+    answer: 1 for each token that the target wrote, else 0.
+    prompt: number of tokens before the last answer.
+    repeated: number of tokens at the beginning that an earlier rendering of the same messages has.
     """
 
     tokens: list[int]
@@ -44,12 +47,13 @@ class Rendering:
 def render(conversation: Conversation, tokenizer: KimiTokenizer) -> list[Rendering]:
     """Returns one rendering, or several if the history of a later answer differs from its text.
 
-    Raises UsageError naming the row if the reply parser reads an answer in another way than the
-    row has it.
+    Raises UsageError, with file and line, if the row has no answer or if the template does not read
+    its tool calls. Also raises it if the parsed answer is not the row's.
     """
     if not conversation.messages:
         tokens = tokenizer.encode(conversation.text)
         return [Rendering(tokens, [0] * len(tokens), len(tokens))]
+    # `tools_ts_str` is text that the tokenizer's own code writes, which is not run.
     if conversation.tools and "tools_ts_str" in tokenizer.template.variables:
         _note_tools(tokenizer.template.where)
     try:
@@ -64,14 +68,15 @@ def render(conversation: Conversation, tokenizer: KimiTokenizer) -> list[Renderi
 
 @cache
 def _note_tools(where: str) -> None:
+    """Prints, once for each template, that tools are rendered as JSON."""
     fact = "reads tools as the tokenizer's code writes them"
     note(f"{where} {fact}; it is not run, so they are JSON")
 
 
 def _require_calls(conversation: Conversation, names: frozenset[str]) -> None:
-    """Raises TrtspecError for a call or result that the template does not read.
+    """Raises TrtspecError if the template does not read tool calls or results of the row.
 
-    Also raises it for a result without a call.
+    Also raises it if a result has no call. `names`: keys that the template reads.
     """
     calls: set[str] = set()
     for message in conversation.messages:
@@ -84,46 +89,57 @@ def _require_calls(conversation: Conversation, names: frozenset[str]) -> None:
 
 
 def _render_messages(conversation: Conversation, tokenizer: KimiTokenizer) -> list[Rendering]:
+    """Returns the renderings of a conversation with messages.
+
+    Raises TrtspecError if a parsed answer is not the row's.
+    """
     messages = conversation.messages
     tools = list(conversation.tools) or None
-    ends = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if messages[-1]["role"] != "assistant":
-        ends.append(len(messages))  # the answer is still to come
+        answers.append(len(messages))  # The row lacks the last answer, so its prompt is the end.
+    # Starts with an empty rendering, which the first prompt continues.
     renderings = [Rendering([], [], 0)]
-    for number, index in enumerate(ends):
+    for number, index in enumerate(answers):
         reply = messages[index] if index < len(messages) else {}
         thinking = "reasoning_content" in reply
         text, prompt = tokenizer.encode_chat(messages[:index], tools, thinking=thinking)
-        written: list[int] = []
+        answer_ids: list[int] = []
         if reply:
             cut = index == len(messages) - 1 and conversation.finish_reason == "length"
-            written = _written(reply, text, tokenizer, cut)
+            answer_ids = _answer_ids(reply, text, tokenizer, cut)
         last = renderings.pop()
         repeated = last.repeated
-        answer = last.answer
+        mask = last.answer
+        # If the prompt continues the last rendering, it replaces it. Otherwise both remain.
         if prompt[: len(last.tokens)] != last.tokens:
             renderings.append(last)
-            history = messages[: ends[number - 1] + 1]
-            _, known = tokenizer.encode_chat(history, tools, add_generation_prompt=False)
-            repeated = len(os.path.commonprefix([known, prompt]))
-            answer = []
-        new_prompt_tokens = len(prompt) - len(answer)
-        answer = answer + [0] * new_prompt_tokens + [1] * len(written)
+            history = messages[: answers[number - 1] + 1]
+            _, history_ids = tokenizer.encode_chat(history, tools, add_generation_prompt=False)
+            repeated = len(os.path.commonprefix([history_ids, prompt]))
+            mask = []
+        new_prompt_tokens = len(prompt) - len(mask)
+        mask = mask + [0] * new_prompt_tokens + [1] * len(answer_ids)
         start = len(prompt) if reply else last.prompt
-        renderings.append(Rendering(prompt + written, answer, start, repeated))
+        renderings.append(Rendering(prompt + answer_ids, mask, start, repeated))
     return renderings
 
 
-def _written(reply: Message, prompt: str, tokenizer: KimiTokenizer, cut: bool) -> list[int]:
-    """Token ids of an answer. A `cut` answer ends with its last text, because no mark ended it.
+def _answer_ids(reply: Message, prompt: str, tokenizer: KimiTokenizer, cut: bool) -> list[int]:
+    """Returns the token ids of an answer as the target writes it.
 
-    Raises TrtspecError if the reply parser does not read the row's reasoning, content and calls
-    from the ids.
+    Raises TrtspecError if the parsed answer has other reasoning, content or calls than the row.
+
+    Args:
+        reply: message of the answer.
+        prompt: text before the answer.
+        cut: whether the limit of tokens ended the answer, so that it has no end mark.
     """
     opened = prompt.rstrip().endswith(THINK)
     closed = prompt.rstrip().endswith(THINK_END)
     tags = opened or (not closed and THINK in tokenizer.template.source)
     text = reply_text(reply, opened, tags)
+    # The target may not have reached the marks after the last text.
     while cut and text.endswith(MARKS):
         text = text[: text.rindex("<")]
     ids = tokenizer.encode(text, marks=MARKS)
@@ -137,7 +153,7 @@ def _written(reply: Message, prompt: str, tokenizer: KimiTokenizer, cut: bool) -
 
 
 def _parts(message: Message) -> dict[str, Any]:
-    """Reasoning, content and calls of a message, for comparison."""
+    """Returns reasoning, content and calls of a message in a form that can be compared, by name."""
     calls = []
     for call in message.get("tool_calls", ()):
         function = call["function"]

@@ -1,10 +1,10 @@
-"""Judges config.json and hf_quant_config.json of a target against what its family publishes.
+"""Checks config.json and hf_quant_config.json of a target against what its family publishes.
 
-No tensor shows the values that are compared here, so a wrong one serves nonsense without an error
-message. A reader fills in an absent key with its own default, and readers differ: DeepseekV3Config
-of transformers scales the routed experts by 2.5 and rotates with base 10000, where a Kimi says
-2.827 and 50000. An engine also believes quantization_config: a scheme that is read in another way
-than it was written produces nonsense.
+No tensor shows the values that are compared here, so a wrong value makes an engine answer nonsense
+without an error. A reader replaces an absent key by its own default, and defaults differ.
+DeepseekV3Config of transformers scales the routed experts by 2.5 and rotates with base 10000, but a
+Kimi has 2.827 and 50000. An engine also trusts quantization_config, so a scheme that it interprets
+differently produces nonsense.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trtspec.families.known import family_of
 from trtspec.formats import WeightFormat, format_of_config, format_of_method
 from trtspec.specs import ModelSpec, QuantSpec
 
-# A small model has other values of these than published ones.
+# rope settings that a small model may have unlike published ones
 YARN_SCALING_KEYS = ("factor", "original_max_position_embeddings")
 ROPE_KEYS = (
     "rope_theta",
@@ -32,8 +32,9 @@ ROPE_KEYS = (
     "mscale_all_dim",
     *YARN_SCALING_KEYS,
 )
-MAX_FACTOR = 4096  # beyond what any YaRN reaches, as are the positions
-MAX_POSITIONS = 1 << 26
+MAX_FACTOR = 4096  # far beyond any YaRN factor
+MAX_POSITIONS = 1 << 26  # far beyond any context
+# sizes in vision_config, in the order in which `vision_shapes` reads them
 VISION_SIZES = (
     "vt_hidden_size",
     "vt_intermediate_size",
@@ -43,10 +44,10 @@ VISION_SIZES = (
     "init_pos_emb_width",
     "vt_num_attention_heads",
 )
-# A small vision tower has other values of these than published ones.
+# keys of vision_config that a small vision tower may have unlike published ones
 SCALED = {*VISION_SIZES, "vt_num_hidden_layers", "mm_hidden_size"}
-# These mean the whole model at the top level and its language model in text_config, as computed
-# keys do.
+# Keys that describe the whole model at the top level and its language model in text_config, so that
+# the values may differ.
 LEVEL_KEYS = (
     "architectures",
     "auto_map",
@@ -59,7 +60,7 @@ READERS_DIFFER = "and readers fill in different values"
 
 
 def config_problems(config: dict[str, Any], spec: ModelSpec) -> list[Problem]:
-    """Problems of a config.json that a ModelSpec could be read from."""
+    """Returns the problems of a config.json from which a ModelSpec was read."""
     text = config.get("text_config") or config
     return [
         *_nesting(config, text, spec),
@@ -72,7 +73,7 @@ def config_problems(config: dict[str, Any], spec: ModelSpec) -> list[Problem]:
 
 
 def _nesting(config: dict[str, Any], text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
-    """Whether text_config, its model_type and the class are the family's."""
+    """Yields problems if text_config, its model_type or the architecture is not the family's."""
     family = spec.family
     nested = text is not config
     text_type = text.get("model_type")
@@ -92,11 +93,12 @@ def _nesting(config: dict[str, Any], text: dict[str, Any], spec: ModelSpec) -> I
 
 
 def _problem(code: str, key: str, message: str, severity: Severity = "error") -> Problem:
+    """Returns a problem of a key in config.json."""
     return Problem(code, severity, f"config.json: {key}", message)
 
 
 def _values(config: dict[str, Any], text: dict[str, Any], family: Family) -> Iterator[Problem]:
-    """Checks each key that no tensor shows, at the top level and in text_config."""
+    """Yields problems of keys that no tensor shows, at the top level and in text_config."""
     for key in (*family.optional_keys, *family.required_keys):
         stated = [level[key] for level in (config, text) if level.get(key) is not None]
         if not stated and key not in family.optional_keys:
@@ -108,14 +110,20 @@ def _values(config: dict[str, Any], text: dict[str, Any], family: Family) -> Ite
 
 
 def _is_one_of(value: Any, known: list[Any]) -> bool:
-    """Whether a value is known. True is not 1 for engines. 50000 and 50000.0 are one base."""
+    """Whether a value is one of `known`.
+
+    True is not 1, because engines distinguish them. 50000 equals 50000.0.
+    """
     is_bool = isinstance(value, bool)
     return any(value == each and is_bool == isinstance(each, bool) for each in known)
 
 
 @cache
 def _published(family: Family) -> dict[str, list[Any]]:
-    """Values by key in the text configs of a family, also from a nested rope_scaling."""
+    """Returns the values that the family's published text configs have, by key.
+
+    Keys of a nested rope_scaling are included.
+    """
     values: dict[str, list[Any]] = {}
     for config in _configs(family):
         text = config.get("text_config", config)
@@ -126,31 +134,35 @@ def _published(family: Family) -> dict[str, list[Any]]:
 
 
 def _configs(family: Family) -> list[dict[str, Any]]:
-    """The published configs of this family alone."""
+    """Returns the published configs of this family."""
     configs = (record.config for record in catalogue().targets.values())
     return [config for config in configs if family_of(config) is family]
 
 
 def _other(code: str, key: str, value: Any, family: Family) -> Problem:
-    """The problem of a value that the family does not publish."""
+    """Returns the problem of a value that the family does not publish."""
     known = dict.fromkeys(repr(each) for each in _published(family)[key])
     return _problem(code, key, f"{value!r:.60}; published Kimis have {' or '.join(known)}")
 
 
 def _rope_mappings(text: dict[str, Any]) -> list[dict[str, Any]]:
-    """The mappings with settings of the rotary embedding, transformers 5's before older ones."""
+    """Returns the objects with settings of the rotary embedding.
+
+    The first holds rope_theta of the text config. rope_parameters and rope_scaling follow if they
+    exist.
+    """
     nested = [text[key] for key in ("rope_parameters", "rope_scaling") if text.get(key)]
     return [{"rope_theta": text.get("rope_theta")}, *nested]
 
 
 def _rope(text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
-    """Checks type, settings and reach of the rotary embedding."""
+    """Yields problems of type and settings of the rotary embedding, and of the context length."""
     code = "TS-TARGET-ROPE"
     mappings = _rope_mappings(text)
     rope_types = set()
     for mapping in mappings:
         rope_types |= {str(mapping[key]) for key in ("rope_type", "type") if mapping.get(key)}
-    is_yarn = rope_types == {"yarn"}
+    is_yarn = rope_types == {"yarn"}  # Two different types are no YaRN either.
     if not is_yarn:
         stated_types = " and ".join(sorted(rope_types)) or "absent"
         severity: Severity = "error" if len(mappings) > 1 else "warning"
@@ -165,19 +177,25 @@ def _rope(text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
             yield _problem(code, key, message)
         elif key not in YARN_SCALING_KEYS and not _is_one_of(stated[0], published[key]):
             yield _other(code, key, stated[0], spec.family)
+    if is_yarn:
+        yield from _context(spec)
+
+
+def _context(spec: ModelSpec) -> Iterator[Problem]:
+    """Yields a problem if YaRN does not extend the positions to the stated context length."""
     factor = spec.rope.factor
     positions = spec.max_position_embeddings
     reach = factor * spec.rope.original_max_position_embeddings
     possible = 1 <= factor <= MAX_FACTOR and positions <= MAX_POSITIONS
-    if is_yarn and (reach != positions or not possible):
+    if reach != positions or not possible:
         reached = f"factor x original_max_position_embeddings = {reach:,.0f}"
         message = f"{positions:,}, and YaRN reaches {reached}"
-        severity = "warning" if possible else "error"
+        severity: Severity = "warning" if possible else "error"
         yield _problem("TS-TARGET-CONTEXT", "max_position_embeddings", message, severity)
 
 
 def _contradictions(text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
-    """Checks key-value heads and the number of experts against other keys."""
+    """Yields problems of key-value heads and active experts that contradict other keys."""
     code = "TS-TARGET-CONFIG"
     kv_heads = text.get("num_key_value_heads")
     heads = spec.num_attention_heads
@@ -191,13 +209,17 @@ def _contradictions(text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
     published = _published(spec.family)
     published_experts = published[spec.family.key("n_routed_experts")]
     published_chosen = published[spec.family.key("num_experts_per_tok")]
+    # A small model with another number of experts may activate any number of them.
     known = dict(zip(published_experts, published_chosen, strict=True))
     if chosen > experts or known.get(experts, chosen) != chosen:
         yield _problem(code, "num_experts_per_tok", f"{chosen} of {experts} experts")
 
 
 def _two_levels(config: dict[str, Any], text: dict[str, Any], family: Family) -> Iterator[Problem]:
-    """Keys that the top level and text_config state differently. Engines read either."""
+    """Yields problems of keys whose values at the top level and in text_config differ.
+
+    Engines read either level.
+    """
     if config is text:
         return
     skipped = {*LEVEL_KEYS, *family.optional_keys, *family.required_keys}
@@ -208,18 +230,20 @@ def _two_levels(config: dict[str, Any], text: dict[str, Any], family: Family) ->
 
 
 def _as_list(value: Any) -> list[Any]:
-    """A list of one value says the same as the value."""
+    """Returns a list unchanged, and any other value as a list of one, which means the same."""
     return value if isinstance(value, list) else [value]
 
 
 def _vision(config: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
-    """Checks keys of the vision tower that no tensor shows, and widths under two keys."""
+    """Yields problems of vision_config's keys that no tensor shows, and of widths in two keys."""
     vision = config.get("vision_config")
     if not vision:
         return
     towers = (config.get("vision_config") for config in _configs(spec.family))
     published: dict[str, Any] = next(filter(None, towers), {})
+    # Sizes of a small tower only have to exist, so its own values count as needed.
     needed = {key: vision.get(key) if key in SCALED else value for key, value in published.items()}
+    # Two keys state each of these widths.
     needed |= {"text_hidden_size": spec.hidden_size, "mm_hidden_size": vision.get("vt_hidden_size")}
     for key, value in needed.items():
         stated = vision.get(key)
@@ -229,9 +253,9 @@ def _vision(config: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
 
 
 def quantization_blocks(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (place, block) of each description of the quantization.
+    """Yields each description of the quantization after the name of its file.
 
-    They are in config.json, in its text_config, and in ModelOpt's file.
+    config.json, its text_config and hf_quant_config.json may have one each.
     """
     config = checkpoint.config
     if config.get("quantization_config"):
@@ -245,7 +269,10 @@ def quantization_blocks(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str,
 
 
 def scheme_problems(checkpoint: Checkpoint) -> list[Problem]:
-    """Errors for schemes unlike published ones, and for descriptions that contradict each other."""
+    """Returns errors of the descriptions of the quantization.
+
+    They are schemes unlike published ones, and descriptions that contradict each other.
+    """
     problems: list[Problem] = []
     for file, block in quantization_blocks(checkpoint):
         problems += _scheme_problems(file, block)
@@ -253,7 +280,12 @@ def scheme_problems(checkpoint: Checkpoint) -> list[Problem]:
 
 
 def _scheme_problems(file: str, block: dict[str, Any]) -> Iterator[Problem]:
-    """Errors for one description of the quantization."""
+    """Yields errors of one description of the quantization.
+
+    Args:
+        file: name of the file, for messages.
+        block: the description.
+    """
     code = "TS-TARGET-SCHEME"
     known = format_of_config(block)
     format = known[0] if known else format_of_method(block)
@@ -261,24 +293,29 @@ def _scheme_problems(file: str, block: dict[str, Any]) -> Iterator[Problem]:
     if format is not None and len(groups) > 1:
         message = f"{len(groups)} config_groups; which tensors each means is not read"
         yield Problem(code, "error", f"{file}: config_groups", message)
-    words = load_yaml("quantization_words.yaml").get(format, ())
-    formats = next((word["values"] for word in words if word["path"] == "format"), None)
+    # Each rule has a path of keys, the published values, and the effect of another value.
+    rules = load_yaml("quantization_words.yaml").get(format, ())
+    formats = next((rule["values"] for rule in rules if rule["path"] == "format"), None)
     if formats and block.get("format") not in formats:
-        return  # another scheme of the same tool
-    for word in words:
-        published = [(type(value), value) for value in word["values"]]
-        for path, value in _values_at(block, word["path"].split("."), ()):
+        return  # The same tool has other schemes, which other checks refuse.
+    for rule in rules:
+        # The type is compared too, because True equals 1.
+        published = [(type(value), value) for value in rule["values"]]
+        for path, value in _values_at(block, rule["path"].split("."), ()):
             if (type(value), value) not in published:
-                message = f"{value!r:.60} is not what published Kimis have; {word['why']}"
+                message = f"{value!r:.60} is not what published Kimis have; {rule['why']}"
                 yield Problem(code, "error", f"{file}: {'.'.join(path)}", message)
 
 
 def _values_at(
     value: Any, keys: list[str], path: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields (path, value) for each path of `keys`, where `*` means every key.
+    """Yields each path of keys that `keys` describes, with its value.
 
-    None for an absent key, nothing for absent groups.
+    `*` means every key of an object. An absent key has the value None. An absent object has no
+    paths through `*`.
+
+    `path`: keys that lead to `value`.
     """
     if not keys:
         yield path, value
@@ -289,7 +326,10 @@ def _values_at(
 
 
 def _disagreements(checkpoint: Checkpoint) -> list[Problem]:
-    """Errors if config.json and hf_quant_config.json differ. Engines read either of them."""
+    """Returns a problem if config.json and hf_quant_config.json differ.
+
+    Engines differ in the file that they read.
+    """
     code = "TS-TARGET-QUANT-CONFIGS"
     files = [file for file, _ in quantization_blocks(checkpoint)]
     if files[-1:] != [HF_QUANT_NAME]:
@@ -299,11 +339,11 @@ def _disagreements(checkpoint: Checkpoint) -> list[Problem]:
         message = f"config.json has no quantization_config; {effect}"
         return [Problem(code, "warning", "config.json", message, "write it there too")]
     quant = checkpoint.hf_quant_config or {}
-    ours = QuantSpec.from_configs(checkpoint.config)
-    modelopt = QuantSpec.from_configs({}, quant)
+    in_config = QuantSpec.from_configs(checkpoint.config)
+    in_modelopt = QuantSpec.from_configs({}, quant)
     names = ("format", "group_size", "kv_cache", "layers")
-    differing = [name for name in names if getattr(ours, name) != getattr(modelopt, name)]
-    if set(ours.exclude) != set(modelopt.exclude):
+    differing = [name for name in names if getattr(in_config, name) != getattr(in_modelopt, name)]
+    if set(in_config.exclude) != set(in_modelopt.exclude):
         differing.append("exclude list")
     if not differing:
         return []

@@ -1,7 +1,7 @@
-"""Detects a target or a head, and finds the problems of a target without reading a weight.
+"""Detects whether a checkpoint is a target or a head, and finds the problems of a target.
 
-`trtspec inspect` prints these findings. Every command that is about to spend time on a target asks
-for them first (`require_target`), and refuses a target with an error.
+No weight is read. `trtspec inspect` prints the problems. Every command that is about to spend time
+on a target calls `require_target` first, which refuses a target with an error.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from trtspec.families.known import REFUSED_TYPES, model_types
 from trtspec.formats import WeightFormat
 from trtspec.specs import ModelSpec
 
-HEAD_TENSORS = {"fc.weight", "model.fc.weight"}  # fuse the captured states
-MAX_LISTED = 3  # further errors that a refusal names
+# names of the linear that fuses the captured states, which only a head has
+HEAD_TENSORS = {"fc.weight", "model.fc.weight"}
+MAX_LISTED = 3  # number of further errors that a refusal lists
 
 
 @dataclass(frozen=True)
 class ReadTarget:
-    """A target opened by its headers.
+    """Target that was read by its headers.
 
-    `formats`, `roles`: the storage and the purpose of each linear that is there, by module.
+    formats: storage format of each stored linear, by module name.
+    roles: purpose of each stored linear, by module name.
+    problems: problems of headers, configuration files and tokenizer.
     """
 
     checkpoint: Checkpoint
@@ -43,10 +46,11 @@ class ReadTarget:
 
 
 def read_target(path: Path | str | Checkpoint) -> ReadTarget:
-    """Opens a target and gathers every finding of its headers and files.
+    """Reads a target by its headers and returns it with every problem.
 
-    Raises TrtspecError, with a code, for a target that cannot be read at all: broken shards, an
-    index that does not fit them, a config.json of another model or in an unknown scheme.
+    Raises TrtspecError, with a code, if the target cannot be read at all. The reasons are damaged
+    shards, an index that contradicts them, another model or an unknown scheme. Raises UsageError if
+    the checkpoint is a head.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
     if not HEAD_TENSORS.isdisjoint(checkpoint.tensors):
@@ -56,7 +60,8 @@ def read_target(path: Path | str | Checkpoint) -> ReadTarget:
         spec = target_spec(checkpoint)
     except TrtspecError:
         errors = errors_in(scheme)
-        if errors:  # says which word of the scheme it is
+        # An error of the scheme is more exact, because it names the wrong key.
+        if errors:
             first = refusal(checkpoint.path, errors)
             raise TrtspecError(first.message, errors[0].remedy, first.code) from None
         raise
@@ -75,19 +80,22 @@ def read_target(path: Path | str | Checkpoint) -> ReadTarget:
 
 
 def require_target(path: Path | str | Checkpoint) -> ReadTarget:
-    """Opens a target that has no error."""
+    """Reads a target. Raises TrtspecError if it has an error."""
     return sound(read_target(path))
 
 
 def sound(target: ReadTarget) -> ReadTarget:
-    """Returns the same target. Raises TrtspecError with the code of its first error."""
+    """Returns the same target.
+
+    Raises TrtspecError, with the code of the first error, if the target has errors.
+    """
     if has_errors(target.problems):
         raise refusal(target.checkpoint.path, target.problems)
     return target
 
 
 def refusal(path: Path, problems: list[Problem]) -> TrtspecError:
-    """The first error, and how to see the others."""
+    """Returns an error with the first error of `problems` and the places of further ones."""
     errors = errors_in(problems)
     first = errors[0]
     others = errors[1 : 1 + MAX_LISTED]
@@ -99,7 +107,10 @@ def refusal(path: Path, problems: list[Problem]) -> TrtspecError:
 
 
 def _noted(path: Path) -> Iterator[Problem]:
-    """Problems that `trtspec quantize` noted in its source, whose bytes are not here any more."""
+    """Yields problems of the source that `trtspec quantize` recorded in provenance.json.
+
+    The source may be gone, so they cannot be found again.
+    """
     for entry in recorded(path).get("problems") or ():
         code, where, message, remedy = (
             str(entry.get(key, "")) for key in ("code", "where", "message", "remedy")
@@ -110,9 +121,9 @@ def _noted(path: Path) -> Iterator[Problem]:
 
 
 def _shards(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Weight files that were not read, and files that are still being downloaded.
+    """Yields problems of weight files that do not belong to the checkpoint, or are incomplete.
 
-    An engine that takes every file of the directory reads the former too.
+    Some engines load every weight file of the directory.
     """
     path = checkpoint.path
     names = sorted(file.name for file in path.glob("*.safetensors"))
@@ -124,6 +135,7 @@ def _shards(checkpoint: Checkpoint) -> Iterator[Problem]:
         files = f"{len(strays)} weight files that {reason}"
         message = f"{files}, first {strays[0]}; some loaders read them too"
         yield Problem("TS-INDEX-STRAY", "warning", strays[0], message)
+    # aria2 gives a shard its full size at once and keeps this file until the shard is complete.
     partials = [f"{shard}.aria2" for shard in checkpoint.shards]
     unfinished = [name for name in partials if (path / name).is_file()]
     if unfinished:
@@ -137,7 +149,10 @@ Kind = Literal["target", "head"]
 
 
 def detect(checkpoint: Checkpoint) -> Kind:
-    """`target` or `head`, tensors first. A head has `fc`, a target has routed experts."""
+    """Returns the type of a checkpoint.
+
+    Tensors decide before config.json. A head has `fc`, and a target has routed experts.
+    """
     if not HEAD_TENSORS.isdisjoint(checkpoint.tensors):
         return "head"
     if any(EXPERT.search(name) for name in checkpoint.tensors):
@@ -146,7 +161,11 @@ def detect(checkpoint: Checkpoint) -> Kind:
 
 
 def config_kind(config: dict[str, Any], name: str) -> Kind:
-    """`target` or `head` by config.json alone. Raises TrtspecError if it is neither."""
+    """Returns the type of a checkpoint by its config.json alone.
+
+    Raises TrtspecError if the checkpoint is neither a target nor a head. `name`: name for the
+    message.
+    """
     architecture = (config.get("architectures") or [""])[0]
     head_keys = (
         "eagle_config",
@@ -157,7 +176,7 @@ def config_kind(config: dict[str, Any], name: str) -> Kind:
     if "Eagle3" in architecture or any(key in config for key in head_keys):
         return "head"
     if config.get("num_hidden_layers") == 1:
-        return "head"
+        return "head"  # No target has a single layer.
     if config.get("model_type") in (*model_types(), *REFUSED_TYPES):
         return "target"
     stated = f"model_type {config.get('model_type')!r}, architecture {architecture!r}"
@@ -167,6 +186,6 @@ def config_kind(config: dict[str, Any], name: str) -> Kind:
 
 
 def target_spec(checkpoint: Checkpoint) -> ModelSpec:
-    """ModelSpec of an opened target, from its config.json and hf_quant_config.json."""
+    """Returns the record of a target from its configuration files."""
     code = bool(read_code(checkpoint.path))
     return ModelSpec.from_config(checkpoint.config, checkpoint.hf_quant_config, remote_code=code)

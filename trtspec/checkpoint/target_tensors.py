@@ -1,9 +1,8 @@
 """Checks the tensors of a Kimi target against its architecture and its quantization config.
 
-Everything follows from headers. Each name is looked at once: it is a weight, a scale, a norm or a
-router bias that the config demands, part of the vision tower, or unknown. An engine believes the
-exclude list of quantization_config: a list that does not fit the tensors produces nonsense without
-an error message.
+Only headers are read. Each tensor is one that the config requires (weight, scale, norm, router
+bias), part of the vision tower, or unknown. An engine trusts the exclude list of
+quantization_config, so a list that contradicts the tensors produces nonsense without an error.
 """
 
 from __future__ import annotations
@@ -29,24 +28,29 @@ from trtspec.formats import (
 )
 from trtspec.specs import ID, ModelSpec, Values
 
-INNER = re.compile(r"(?:.*?\.)?((?:layers\.\d+|embed_tokens|norm|lm_head)\..*)")  # below a prefix
-KV_SCALES = ("k_scale", "v_scale")  # of a calibrated FP8 cache
-UNREAD = ("rotary_emb.inv_freq",)  # a buffer that early exports stored and every loader skips
+# name of a text tensor after any prefix
+INNER = re.compile(r"(?:.*?\.)?((?:layers\.\d+|embed_tokens|norm|lm_head)\..*)")
+KV_SCALES = ("k_scale", "v_scale")  # suffixes of scales of a calibrated FP8 KV cache
+# endings of buffers that early exports stored and every loader skips
+UNREAD = ("rotary_emb.inv_freq",)
 VISION = re.compile(r"(^|\.)(vision_tower|mm_projector|multi_modal_projector)\.")
-COLOURS = 3
-MAX_BLOCKS = 1000
-# The codes of a wrong dtype and of a wrong shape.
+COLOURS = 3  # channels of an image
+MAX_BLOCKS = 1000  # far beyond any vision tower
+# codes of a wrong dtype and of a wrong shape, for values and for scales
 VALUE_FAULTS = ("TS-TARGET-DTYPE", "TS-TARGET-SHAPE")
 SCALE_FAULTS = ("TS-TARGET-SCALE-DTYPE", "TS-TARGET-SCALE-SHAPE")
-Faults = dict[str, list[str]]  # tensors by code; the order of codes is the report's
+# Tensors, or sentences that begin with a tensor, by the code of their problem. Reports list the
+# codes in this order.
+Faults = dict[str, list[str]]
 
 
 def tensor_problems(
     checkpoint: Checkpoint, spec: ModelSpec
 ) -> tuple[list[Problem], dict[str, WeightFormat], dict[str, Role]]:
-    """(problems, format of each linear, role of each linear), both by module.
+    """Returns the problems of a target's tensors, and the formats and roles of its linears.
 
-    There is one problem for each code, with the first tensor and their number.
+    There is at most one problem for each code, with the first tensor and the number of tensors.
+    Formats and roles are keyed by module name.
     """
     faults: Faults = defaultdict(list)
     tensors, renamed = _in_hub_names(checkpoint.tensors, spec)
@@ -54,6 +58,7 @@ def tensor_problems(
     formats: dict[str, WeightFormat] = {}
     roles: dict[str, Role] = {}
     for name, part in spec.family.tensors(spec):
+        # Only matrices may be quantized.
         if len(part.shape) != 2:
             _check_plain(faults, unseen, name, part.shape, "TS-TARGET-NORM-MISSING")
             continue
@@ -65,29 +70,34 @@ def tensor_problems(
     if spec.has_vision:
         for name, shape in vision_shapes(checkpoint.config):
             _check_plain(faults, unseen, name, shape, "TS-TARGET-VISION")
-    left: list[str] = []
+    # The tensors that the config does not require remain.
+    extra: list[str] = []
     for parts in unseen.values():
-        left += (info.name for info in parts.values())
-    vision = [name for name in left if spec.has_vision and VISION.search(name)]
+        extra += (info.name for info in parts.values())
+    vision = [name for name in extra if spec.has_vision and VISION.search(name)]
     absent = faults["TS-TARGET-VISION"]
     if absent and vision:
+        # Another naming, so the single absent and extra tensors would say nothing more.
         count = f"{len(vision):,} tensors of a vision tower have other names"
         absent[:] = [f"{absent[0]} is absent, and {count}, first {vision[0]}"]
     elif vision:
         faults["TS-TARGET-EXTRA"] += vision
-    left = _unknown_names(left, set(vision))
-    ours = (f"{spec.family.prefix}model.", f"{spec.family.prefix}lm_head")
-    faults["TS-TARGET-EXTRA"] += [name for name in left if name.startswith(ours)]
+    extra = _unknown_names(extra, set(vision))
+    text_prefixes = (f"{spec.family.prefix}model.", f"{spec.family.prefix}lm_head")
+    faults["TS-TARGET-EXTRA"] += [name for name in extra if name.startswith(text_prefixes)]
     problems = [grouped(code, names) for code, names in faults.items() if names]
     problems += renamed
-    unknown = [name for name in left if not name.startswith(ours)]
+    unknown = [name for name in extra if not name.startswith(text_prefixes)]
     if unknown:
         problems.append(grouped("TS-TARGET-TENSOR-UNKNOWN", unknown, "warning"))
     return problems, formats, roles
 
 
 def _unknown_names(names: list[str], vision: set[str]) -> list[str]:
-    """The names that are not in `vision`, not skipped by loaders and not scales of a cache."""
+    """Returns the names of tensors that nothing explains.
+
+    Names in `vision`, buffers that loaders skip and scales of the KV cache are left out.
+    """
     unknown = []
     for name in names:
         kv_scale = ".self_attn." in name and name.rpartition(".")[2] in KV_SCALES
@@ -99,9 +109,9 @@ def _unknown_names(names: list[str], vision: set[str]) -> list[str]:
 def _in_hub_names(
     tensors: dict[str, TensorInfo], spec: ModelSpec
 ) -> tuple[dict[str, TensorInfo], list[Problem]]:
-    """(tensors by the names that the config demands, problems).
+    """Returns the tensors by the names that the config requires, and a problem if it renamed them.
 
-    Names change if another prefix explains the names that the tensors have. A problem says so.
+    Tensors are renamed if all text tensors have another prefix than the family's.
     """
     model = f"{spec.family.prefix}model."
     if f"{model}norm.weight" in tensors:
@@ -114,6 +124,7 @@ def _in_hub_names(
             prefix = spec.family.prefix if ".lm_head." in f".{name}" else model
             names[name] = prefix + inner[1]
     changed = [old for old, new in names.items() if old != new]
+    # Two tensors that would get the same name have more than another prefix.
     if not changed or len(set(names.values())) < len(names):
         return tensors, []
     first = changed[0]
@@ -124,9 +135,11 @@ def _in_hub_names(
 
 
 def grouped(code: str, names: list[str], severity: Severity = "error", what: str = "") -> Problem:
-    """One problem for all `names`, each a tensor or a sentence that begins with a tensor.
+    """Returns one problem for several tensors.
 
-    `what` is wrong with them. By default it is the first sentence of the code's summary.
+    Args:
+        names: names of the tensors, or sentences that begin with a name.
+        what: fault of all these tensors. "": the first sentence of the code's summary.
     """
     first = names[0]
     count = "" if len(names) == 1 else f"{len(names):,}, first "
@@ -135,16 +148,18 @@ def grouped(code: str, names: list[str], severity: Severity = "error", what: str
 
 
 def finding(code: str, where: str, severity: Severity = "error", *, remedy: str = "") -> Problem:
-    """A problem whose message is the first sentence of its code's summary."""
+    """Returns a problem whose message is the first sentence of its code's summary."""
     return Problem(code, severity, where, summary(code), remedy)
 
 
 def summary(code: str) -> str:
-    """The first sentence of a code's summary."""
-    return documented()[code]["summary"].rstrip(".").split(". ")[0]
+    """Returns the first sentence of a code's summary in data/problems."""
+    text = documented()[code]["summary"]
+    return text.rstrip(".").split(". ")[0]
 
 
 def _by_module(tensors: dict[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
+    """Returns the tensors by module name and suffix."""
     modules: dict[str, dict[str, TensorInfo]] = {}
     for name, info in tensors.items():
         module, _, suffix = name.rpartition(".")
@@ -159,7 +174,13 @@ def _check_plain(
     shape: tuple[int, ...],
     absent: str,
 ) -> None:
-    """Checks a tensor that no format packs. `absent`: its code if it is missing."""
+    """Checks a tensor that is never quantized, and removes it from `unseen`.
+
+    Args:
+        faults: faults by code, which are extended.
+        unseen: tensors that were not checked yet, by module and suffix.
+        absent: code of the fault if the tensor is missing.
+    """
     module, _, suffix = name.rpartition(".")
     codes = (absent, *VALUE_FAULTS)
     info = unseen.get(module, {}).pop(suffix, None)
@@ -173,9 +194,15 @@ def _check_linear(
     shape: tuple[int, ...],
     spec: ModelSpec,
 ) -> WeightFormat | None:
-    """The format by the tensors' names and types. None if the weight is absent or of no known type.
+    """Checks the tensors of a linear, and removes them from `parts`.
 
-    Takes the checked tensors out of `parts`. `module`, `shape`: name and shape of the weight.
+    Returns the format in which the linear is stored. None if the weight is absent or has an unknown
+    dtype.
+
+    Args:
+        faults: faults by code, which are extended.
+        parts: tensors of the linear by suffix.
+        shape: shape of the weight, [outputs, inputs].
     """
     stored = recognised(parts)
     if stored is None:
@@ -213,9 +240,12 @@ def _check_part(
     codes: tuple[str, ...],
     by: object,
 ) -> None:
-    """Notes in `faults` that a tensor is absent, or that its dtype or shape is wrong.
+    """Adds to `faults` a tensor that is absent, or whose dtype or shape is wrong.
 
-    `codes`: of these three faults. `by`: the config or weight that needs one of `shapes`.
+    Args:
+        info: header entry of the tensor. None if it is absent.
+        codes: codes of these three faults.
+        by: config or weight that needs one of `shapes`, for the message.
     """
     absent, wrong_dtype, wrong_shape = codes
     if info is None:
@@ -265,9 +295,9 @@ SCALES = (*SIDE_PARTS, *KV_SCALES)
 
 
 def parameters_per_element(suffix: str, dtype: str) -> int:
-    """Model parameters in an element of a stored tensor.
+    """Number of model parameters in one element of a stored tensor.
 
-    2 in a byte of NVFP4, 8 in a word of INT4, 0 in a scale.
+    It is 2 in a byte of NVFP4, 8 in a 32-bit word of INT4, and 0 in a scale.
     """
     if suffix in SCALES:
         return 0
@@ -278,28 +308,34 @@ def parameters_per_element(suffix: str, dtype: str) -> int:
 def coverage_problems(
     spec: ModelSpec, formats: dict[str, WeightFormat], roles: dict[str, Role]
 ) -> Iterator[Problem]:
-    """Compares the config's format and exclude list with `formats`, in which linears are stored."""
+    """Yields problems if the config's format and exclude list contradict the stored formats.
+
+    Args:
+        formats: format in which each linear is stored, by module name.
+        roles: purpose of each linear, by module name.
+    """
     stated = spec.quant.format
     never = stated.storage.never
-    others = []
-    wrong = []
+    other_formats = []
+    wrong_exclusions = []
     routers = []
     for module, format in formats.items():
         role = roles[module]
         wanted = spec.quant.format_of(module, role)
         if format.is_plain:
             if not wanted.is_plain:
-                wrong.append(f"{module} is not {wanted} and not listed as left alone")
+                wrong_exclusions.append(f"{module} is not {wanted} and not listed as left alone")
             continue
         if role in never:
             routers.append(module)
+        # A weight that should be plain may still have the checkpoint's main format.
         expected = stated if wanted.is_plain else wanted
         if format is not expected:
-            others.append(f"{module} is {format}, not {expected}")
+            other_formats.append(f"{module} is {format}, not {expected}")
         elif wanted.is_plain and role not in never:
-            wrong.append(f"{module} is {stated} and listed as not quantized")
-    if others:
-        yield grouped("TS-TARGET-FORMAT", others)
+            wrong_exclusions.append(f"{module} is {stated} and listed as not quantized")
+    if other_formats:
+        yield grouped("TS-TARGET-FORMAT", other_formats)
     if stated.is_plain:
         return
     if routers:
@@ -308,5 +344,5 @@ def coverage_problems(
         message = f"config.json states {stated} and no weight is stored so"
         yield Problem("TS-TARGET-FORMAT", "error", spec.quant.where or "config.json", message)
         return
-    if wrong:
-        yield grouped("TS-TARGET-EXCLUDE", wrong)
+    if wrong_exclusions:
+        yield grouped("TS-TARGET-EXCLUDE", wrong_exclusions)

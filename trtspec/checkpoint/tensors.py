@@ -9,6 +9,7 @@ import torch
 from trtspec.checkpoint.headers import Checkpoint, ShardReader, TensorInfo
 from trtspec.errors import TrtspecError
 
+# torch's dtype by safetensors code
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -23,17 +24,22 @@ DTYPES = {
     "I64": torch.int64,
     "F64": torch.float64,
 }
+# safetensors code by torch's dtype
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class LazyTensors(ShardReader):
-    """`lazy[name]` reads that tensor (CPU, its own dtype) from its shard."""
+    """Mapping from names to the tensors of a checkpoint.
+
+    `lazy[name]` reads the tensor from its shard, to the CPU and in its stored dtype.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint.path)
         self.checkpoint = checkpoint
 
     def names(self) -> Iterator[str]:
+        """Returns the names of all tensors, in the order of shards and offsets."""
         return iter(self.checkpoint.tensors)
 
     def __contains__(self, name: object) -> bool:
@@ -46,6 +52,7 @@ class LazyTensors(ShardReader):
         return raw.view(self.dtype(info)).reshape(info.shape)
 
     def info(self, name: str) -> TensorInfo:
+        """Returns the header entry of a tensor. Raises TrtspecError if no tensor has this name."""
         try:
             return self.checkpoint.tensors[name]
         except KeyError:
@@ -53,10 +60,11 @@ class LazyTensors(ShardReader):
             raise TrtspecError(message, "compare the names with `trtspec inspect --json`") from None
 
     def dtype(self, info: TensorInfo) -> torch.dtype:
+        """Returns torch's dtype of a tensor. Raises TrtspecError if torch has none for it."""
         try:
             return DTYPES[info.dtype]
         except KeyError:
             fault = f"has dtype {info.dtype}, which trtspec does not read"
             message = f"{info.name} in {self.checkpoint.path} {fault}"
-            remedy = "Kimi-K2 checkpoints use BF16, F32, F8_E4M3, U8, I32 and I64"
+            remedy = "pass a Kimi-K2 checkpoint, which has BF16, F32, F8_E4M3, U8, I32 and I64"
             raise TrtspecError(message, remedy) from None

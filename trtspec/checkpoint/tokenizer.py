@@ -1,7 +1,7 @@
 """Reads Kimi's tokenizer natively: tiktoken ranks, 256 reserved tokens, a jinja2 chat template.
 
-No code from the checkpoint runs. The template is rendered by jinja2's sandbox with the settings
-that transformers uses. The files are `tiktoken.model` (base64 token, rank), `tokenizer_config.json`
+No code from the checkpoint runs. jinja2's sandbox renders the template with the settings that
+transformers uses. The files are `tiktoken.model` (base64 token, rank), `tokenizer_config.json`
 (`added_tokens_decoder`), `chat_template.jinja` and `generation_config.json`.
 """
 
@@ -28,7 +28,8 @@ from trtspec import files
 from trtspec.errors import TrtspecError
 
 RESERVED_SPECIAL_TOKENS = 256
-# Longer texts make the splitting regex slow. These are the limits of Kimi's published tokenizer.
+# The splitting regex is slow for longer texts, and for longer runs with or without whitespace.
+# These are the limits of Kimi's published tokenizer.
 MAX_CHARS = 400_000
 MAX_RUN_CHARS = 25_000
 # The split pattern of Kimi's published tokenizer (K2 to K2.7): Han runs first, and no Han in the
@@ -49,19 +50,27 @@ SPLIT_PATTERN = "|".join(
         r"\s+",
     ]
 )
-# Ranges of characters without a meaning (Unicode 15, section 23.5): the basic plane's, then planes
-# 15 and 16.
+# Code points without a meaning (Unicode 15, section 23.5), in the basic plane and in planes 15 and
+# 16. One of them marks names of special tokens in `encode_chat`.
 PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
+# The end of each part of a run that is too long.
 _RUN_BORDERS = re.compile(rf"\s{{{MAX_RUN_CHARS}}}(?=\s)|\S{{{MAX_RUN_CHARS}}}(?=\S)")
 
 
 class KimiTokenizer:
-    """Converts text to token ids and back.
+    """Tokenizer that converts text to token ids and back.
 
-    Raises TrtspecError if a file of the checkpoint directory is missing or damaged.
+    base_size: number of ordinary tokens. The special tokens follow them.
+    special_tokens: ids of all special tokens by name.
+    hidden_ids: ids of special tokens that a server leaves out of its text.
+    vocab_size: number of all tokens.
     """
 
     def __init__(self, directory: str | Path) -> None:
+        """Reads the tokenizer of a checkpoint directory.
+
+        Raises TrtspecError if a file is missing or damaged.
+        """
         self.directory = Path(directory)
         path = self.directory / "tokenizer_config.json"
         ranks = read_ranks(self.directory / "tiktoken.model")
@@ -78,13 +87,17 @@ class KimiTokenizer:
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        """Bytes of each token id in the vocabulary, special tokens as their names."""
+        """Bytes of each token by its id. A special token's bytes are its name."""
         decode = self.encoding.decode_single_token_bytes
         return [decode(token) for token in range(self.vocab_size)]
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
-        """Token ids that end a generation, from generation_config.json and then config.json."""
+        """Ids of the tokens that end an answer.
+
+        They come from generation_config.json and config.json. If neither states an id, it is the id
+        of [EOS].
+        """
         ids: list[int] = []
         model = read_optional(self.directory / "config.json")
         text = model.get("text_config")
@@ -102,16 +115,20 @@ class KimiTokenizer:
 
     @cached_property
     def _special_names(self) -> re.Pattern[str]:
-        """Matches the names of all special tokens, longer ones first."""
+        """Pattern that matches the names of all special tokens, the longest first."""
         names = sorted(self.special_tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, names)))
 
     @cached_property
     def template(self) -> ChatTemplate:
+        """Chat template of the checkpoint."""
         return ChatTemplate.from_directory(self.directory, self._config)
 
     def special_id(self, name: str) -> int:
-        """Id of a special token by its name, for example `<|im_end|>`."""
+        """Returns the id of a special token by its name, such as `<|im_end|>`.
+
+        Raises TrtspecError if no special token has this name.
+        """
         try:
             return self.special_tokens[name]
         except KeyError:
@@ -122,9 +139,13 @@ class KimiTokenizer:
     def encode(
         self, text: str, allow_special: bool = False, marks: Collection[str] = ()
     ) -> list[int]:
-        """Token ids of `text`. Names of special tokens are text unless they are in `marks`.
+        """Returns the token ids of a text.
 
-        `allow_special`: every such name becomes its id.
+        A special token's name in the text is ordinary text by default.
+
+        Args:
+            allow_special: whether all names become special tokens.
+            marks: names that become special tokens.
         """
         allowed: Any = "all" if allow_special else set(marks)
         ids: list[int] = []
@@ -133,9 +154,9 @@ class KimiTokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
-        """Text of `ids`. Bytes that are not UTF-8 become U+FFFD.
+        """Returns the text of token ids. Bytes that are not UTF-8 become U+FFFD.
 
-        `skip_special` leaves out turn and padding marks.
+        `skip_special`: whether turn and padding tokens are left out.
         """
         detokenizer = Detokenizer(self, skip_special=skip_special)
         return detokenizer.push(ids) + detokenizer.flush()
@@ -148,22 +169,28 @@ class KimiTokenizer:
         thinking: bool | None = False,
         **variables: Any,
     ) -> tuple[str, list[int]]:
-        """(text of the rendered conversation, its token ids). Anybody may have written it.
+        """Returns the text of the rendered conversation and its token ids.
 
-        The assistant's turn is opened unless `add_generation_prompt` is False. A special token's
-        name is the token only if the template wrote it. It is ordinary text in the texts of users,
-        systems and tools. In an assistant's own turns the names that a server shows (think tags,
-        tool calls) are still their tokens, so that an answer can be sent back as it came. A
-        message's content is one text: a name that is spread over parts is not recognised.
+        The conversation may come from anybody, so a special token's name becomes the token only if
+        the template wrote it. In texts of users, systems and tools it is ordinary text. In an
+        assistant's messages, the names that a server shows (think tags, tool calls) become tokens,
+        so that an answer can be sent back unchanged. A name that is spread over several parts of a
+        content is not recognised.
 
-        Raises TrtspecError if the template refuses the conversation, or if no character is left to
-        mark names with.
+        Raises TrtspecError if the template refuses the conversation, or if the conversation uses
+        every private-use character.
+
+        Args:
+            tools: tools that the template lists. None: no tools.
+            thinking: value of the template's variable. None: the variable is not set.
+            variables: further variables, such as add_generation_prompt, which is True by default.
         """
         written = json.dumps([*messages, tools, variables], ensure_ascii=False)
         if not self._special_names.search(written):
-            # Every name in the rendered text is the template's own.
+            # Every name in the rendered text is the template's.
             text = self.template.render(messages, tools, thinking=thinking, **variables)
             return text, self.encode(text, allow_special=True)
+        # The mark splits names that the conversation holds, and is removed after the template ran.
         used = set(written)
         private_use = map(chr, itertools.chain(*PRIVATE_USE))
         mark = next((character for character in private_use if character not in used), None)
@@ -172,13 +199,16 @@ class KimiTokenizer:
                 "the conversation holds the name of a special token and every private-use character"
             )
             raise TrtspecError(fault, "leave out either of them")
+        # An assistant may write the other names, such as think tags, as tokens.
         hidden = {name for name, token in self.special_tokens.items() if token in self.hidden_ids}
 
         def marked(value: Any, names: Collection[str]) -> Any:
-            """A copy of `value` with the mark inside each of these names."""
+            """Returns a copy of `value` with the mark inserted into each of these names."""
             if isinstance(value, str):
                 return self._special_names.sub(
-                    lambda m: m[0][0] + mark + m[0][1:] if m[0] in names else m[0],
+                    lambda match: (
+                        match[0][0] + mark + match[0][1:] if match[0] in names else match[0]
+                    ),
                     value,
                 )
             if isinstance(value, list):
@@ -187,31 +217,38 @@ class KimiTokenizer:
                 return {marked(key, names): marked(item, names) for key, item in value.items()}
             return value
 
-        every = self.special_tokens.keys()
+        all_names = self.special_tokens.keys()
         marked_messages = []
         for message in messages:
-            names = hidden if message.get("role") == "assistant" else every
+            names = hidden if message.get("role") == "assistant" else all_names
             marked_messages.append(marked(message, names))
         text = self.template.render(
             marked_messages,
-            marked(tools, every),
+            marked(tools, all_names),
             thinking=thinking,
-            **marked(variables, every),
+            **marked(variables, all_names),
         )
+        return text.replace(mark, ""), self._encode_marked(text, mark)
+
+    def _encode_marked(self, text: str, mark: str) -> list[int]:
+        """Returns the token ids of a rendered conversation without the mark.
+
+        Names without the mark become tokens. They are the template's and an assistant's visible
+        names.
+        """
         ids: list[int] = []
-        last = 0
+        position = 0
         for match in self._special_names.finditer(text):
-            ids += self.encode(text[last : match.start()].replace(mark, ""))
+            ids += self.encode(text[position : match.start()].replace(mark, ""))
             ids.append(self.special_tokens[match[0]])
-            last = match.end()
-        ids += self.encode(text[last:].replace(mark, ""))
-        return text.replace(mark, ""), ids
+            position = match.end()
+        return ids + self.encode(text[position:].replace(mark, ""))
 
 
 class Detokenizer:
-    """Turns token ids into text as they arrive.
+    """Converter of token ids to text as they arrive.
 
-    A character whose bytes span tokens comes out when it is complete.
+    A character whose bytes span several tokens is returned when it is complete.
     """
 
     def __init__(self, tokenizer: KimiTokenizer, skip_special: bool = True) -> None:
@@ -220,9 +257,9 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Iterable[int]) -> str:
-        """Text that becomes certain with `ids`.
+        """Returns the text that `ids` complete.
 
-        Ids outside the vocabulary (padding rows of lm_head) give nothing.
+        Ids outside the vocabulary (padding rows of lm_head) have no text.
         """
         table = self._bytes
         hidden = self._hidden
@@ -231,14 +268,15 @@ class Detokenizer:
         return self._decoder.decode(b"".join(visible))
 
     def flush(self) -> str:
-        """The text that is left at the end: U+FFFD for an unfinished character, else ""."""
+        """Returns the remaining text at the end: U+FFFD for an incomplete character, else ""."""
         return self._decoder.decode(b"", final=True)
 
 
 def _safe_chunks(text: str) -> Iterator[str]:
-    """Cuts text into chunks of MAX_CHARS at most, without a too long run.
+    """Yields a text in chunks that the splitting regex handles fast.
 
-    No run of whitespace, or of other characters, exceeds MAX_RUN_CHARS.
+    A chunk has at most MAX_CHARS characters. A run of whitespace or of other characters has at most
+    MAX_RUN_CHARS.
     """
     for begin in range(0, len(text), MAX_CHARS):
         chunk = text[begin : begin + MAX_CHARS]
@@ -250,7 +288,11 @@ def _safe_chunks(text: str) -> Iterator[str]:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Parses `tiktoken.model`: one `base64 rank` per line, ranks 0..n-1."""
+    """Reads `tiktoken.model`, which has one `base64 rank` per line. Returns the rank of each token.
+
+    Raises TrtspecError if the file is missing, if a line is invalid, or if the ranks are not 0 to
+    n-1.
+    """
     try:
         words = files.read_bytes(path).split()
     except FileNotFoundError:
@@ -275,10 +317,10 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 def _special_tokens(
     path: Path, config: dict[str, Any], base_size: int
 ) -> tuple[dict[str, int], frozenset[int]]:
-    """(ids of all reserved tokens by name, ids that never appear in text).
+    """Returns the ids of all reserved tokens by name, and the ids that never appear in text.
 
-    Kimi marks tool calls and think tags `special: false`, because a server must see them in the
-    text.
+    Kimi declares tool calls and think tags as `special: false`, because a server must show them in
+    the text. Raises TrtspecError if tokenizer_config.json, at `path`, declares no tokens.
     """
     entries = config.get("added_tokens_decoder") or {}
     declared = {int(token): entry for token, entry in entries.items()}
@@ -297,7 +339,7 @@ def _special_tokens(
 
 
 def read_optional(path: Path) -> dict[str, Any]:
-    """The object in `path`, {} if there is no such file."""
+    """Reads a JSON object. {} if the file does not exist."""
     try:
         return files.read_object(path, remedy="download the file again")
     except FileNotFoundError:
@@ -305,9 +347,13 @@ def read_optional(path: Path) -> dict[str, Any]:
 
 
 class ChatTemplate:
-    """Renders conversations.
+    """Chat template of a checkpoint, which renders conversations to text.
 
-    The template is data from a checkpoint. It cannot call Python or change its arguments.
+    The template comes from a checkpoint, so it runs in a sandbox that cannot call Python or change
+    its arguments.
+
+    source: text of the template.
+    where: file that it comes from, for messages.
     """
 
     def __init__(self, source: str, where: str) -> None:
@@ -321,9 +367,9 @@ class ChatTemplate:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """The names that the template reads and does not define, besides the conversation's.
+        """Names of the variables that a caller can set.
 
-        A caller can set them.
+        The template reads them and does not define them. The conversation's variables are left out.
         """
         environment = _environment()
         read = meta.find_undeclared_variables(environment.parse(self.source))
@@ -332,14 +378,18 @@ class ChatTemplate:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Every attribute and text of the template, which it may read from a message."""
+        """Every attribute and text constant of the template. It reads keys of messages by them."""
         tree = _environment().parse(self.source)
         texts = [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
         return frozenset(texts).union(node.attr for node in tree.find_all(nodes.Getattr))
 
     @staticmethod
     def from_directory(directory: Path, tokenizer_config: dict[str, Any]) -> ChatTemplate:
-        """The template of chat_template.jinja if the file exists, else of tokenizer_config.json."""
+        """Reads the template of a checkpoint directory.
+
+        chat_template.jinja has priority over chat_template in tokenizer_config.json. Raises
+        TrtspecError if neither exists, or if the template is not valid.
+        """
         path = directory / "chat_template.jinja"
         if path.is_file():
             text = files.read_text(path, remedy="repair or replace the chat template")
@@ -361,9 +411,13 @@ class ChatTemplate:
         thinking: bool | None = False,
         **variables: Any,
     ) -> str:
-        """The text of a conversation. `thinking` None: the template decides.
+        """Returns the text of a conversation.
 
-        Raises TrtspecError with the template's words if it refuses the conversation.
+        Raises TrtspecError, with the template's message, if the template refuses the conversation.
+
+        Args:
+            add_generation_prompt: whether the text ends with the beginning of an answer.
+            thinking: value of the template's variable. None: the variable is not set.
         """
         if thinking is not None:
             variables["thinking"] = thinking
@@ -380,10 +434,11 @@ class ChatTemplate:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
+    """Returns jinja2's sandbox with the settings and functions that transformers provides."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
-    # Jinja2's own filter escapes HTML.
+    # jinja2's own filter escapes characters for HTML.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -391,4 +446,5 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _raise_exception(message: str) -> NoReturn:
+    """Raises an error with the message by which a template refuses a conversation."""
     raise jinja2.TemplateError(message)

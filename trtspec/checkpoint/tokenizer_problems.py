@@ -1,7 +1,7 @@
 """Checks that tokenizer, chat template and config.json mean the same tokens.
 
-`target_problems` asks it for every command that works on a target, and `check` for the tokenizer
-that it reads answers with.
+`target_problems` includes these checks for every command that works on a target. `check` uses them
+for the tokenizer with which it reads answers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ CONFIG = "tokenizer_config.json"
 FAST = "tokenizer.json"
 ADDED = "added_tokens.json"
 TEMPLATE = "chat_template.jinja"
-LAST_TOKEN = "[PAD]"  # of the vocabulary
+LAST_TOKEN = "[PAD]"  # token with the last id of the vocabulary
+# names of the tokens that each key of a config may mean
 CONFIG_TOKENS = {
     "bos_token_id": ("[BOS]",),
     "eos_token_id": ("[EOS]", END_OF_TURN),
@@ -36,6 +37,7 @@ CONFIG_TOKENS = {
     "media_placeholder_token_id": ("<|media_pad|>",),
 }
 FETCH = "copy {} from the base model's repository"
+# messages, with tool and tool call, that are rendered to see what a template writes
 FIRST = {"role": "system", "content": "S1"}
 USER = {"role": "user", "content": "Q1"}
 ANSWER = {"role": "assistant", "content": "A1", "reasoning_content": "R"}
@@ -44,12 +46,13 @@ CALL = {"id": CALL_ID, "function": {"name": "f1", "arguments": '{"x": 1}'}}
 CALLING = {"role": "assistant", "content": "C1", "reasoning_content": "R1", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": CALL_ID, "content": "T1"}
 TOOL = {"type": "function", "function": {"name": "f1", "description": "D1", "parameters": {}}}
+# patterns of the beginnings of turns, and of a whole turn of the user
 ASSISTANT = r"<\|im_assistant\|>[^<]*<\|im_middle\|>"
 SYSTEM = r"<\|im_system\|>[^<]*<\|im_middle\|>"
 QUESTION = r"<\|im_user\|>[^<]*<\|im_middle\|>Q1<\|im_end\|>"
 MARKS = "does not put {} between the family's marks, of which each is one token"
-# Severity, pattern that the family's templates write of the conversation above, and the fault of
-# a template that does not.
+# For each property of the family's templates: the severity if it is absent, the pattern that the
+# rendered conversation must contain, and the fault of a template without it.
 WRITTEN: tuple[tuple[Severity, str, str], ...] = (
     ("error", SYSTEM + r"S1<\|im_end\|>.*" + QUESTION + ASSISTANT, MARKS.format("turns")),
     ("error", ASSISTANT + r"(<think>R?</think>)?A1<\|im_end\|>", MARKS.format("answers")),
@@ -64,9 +67,15 @@ WRITTEN: tuple[tuple[Severity, str, str], ...] = (
 
 
 def tokenizer_problems(path: Path, config: dict[str, Any], vocab_size: int) -> list[Problem]:
-    """Returns an error for each file whose tokens are not the model's.
+    """Returns the problems of a checkpoint's tokenizer and chat template.
 
-    Also returns a problem if the template does not write what the family's templates write.
+    A file that gives tokens other ids or names than the model is an error, and so is a template
+    that does not write the family's turns.
+
+    Args:
+        path: directory of the checkpoint.
+        config: contents of config.json.
+        vocab_size: number of tokens of the model.
     """
     problems: list[Problem] = []
     try:
@@ -83,24 +92,28 @@ def tokenizer_problems(path: Path, config: dict[str, Any], vocab_size: int) -> l
 
 
 def family_tokens(vocab_size: int) -> dict[str, int]:
-    """Ids of the family's special tokens by name: the vocabulary's last ids, as in kimi-nano."""
+    """Returns the ids of the family's special tokens by name, without reserved ones.
+
+    They are the last ids of the vocabulary, in the same order as in kimi-nano.
+    """
     names = dict(_declared(read_optional(DATA / "kimi-nano" / CONFIG)))
     shift = vocab_size - 1 - names[LAST_TOKEN]
     return {name: token + shift for name, token in names.items() if "reserved" not in name}
 
 
 def _declared(tokenizer: dict[str, Any]) -> list[tuple[str, int]]:
-    """Name and id of each special token of a tokenizer_config.json."""
+    """Returns name and id of each special token in a tokenizer_config.json."""
     declared = tokenizer.get("added_tokens_decoder") or {}
     return [(entry["content"], int(token)) for token, entry in declared.items()]
 
 
 def _problem(file: str, message: str) -> Problem:
+    """Returns an error of a tokenizer file. Its remedy is to copy the base model's file."""
     return Problem(TOKENIZER, "error", file, message, FETCH.format(file))
 
 
 def _ranks(directory: Path, vocab_size: int) -> Iterator[Problem]:
-    """Compares the number of tokens with the vocabulary."""
+    """Yields a problem if the number of tokens is not the model's, or if no tokenizer exists."""
     path = directory / "tiktoken.model"
     if path.is_file():
         count = len(read_ranks(path)) + RESERVED_SPECIAL_TOKENS
@@ -113,7 +126,10 @@ def _ranks(directory: Path, vocab_size: int) -> Iterator[Problem]:
 
 
 def _named(path: Path, tokenizer: dict[str, Any], ids: dict[str, int]) -> list[Problem]:
-    """Errors for files that give a token of the family another id or name, or omit turn marks."""
+    """Returns errors of files that give a special token another id or name than the family.
+
+    Also returns an error if the marks of turns are missing.
+    """
     try:
         added = read_optional(path / FAST).get("added_tokens") or ()
         named = {
@@ -129,26 +145,28 @@ def _named(path: Path, tokenizer: dict[str, Any], ids: dict[str, int]) -> list[P
         wrong = []
         for name, token in tokens:
             model_name = names.get(token, "reserved")
+            # A placeholder of a reserved token may have any of the family's ids.
             renamed = token in names and model_name != name and "reserved" not in name
-            if renamed or ids.get(name, token) != token:
+            moved = ids.get(name, token) != token
+            if renamed or moved:
                 wrong.append(f"{name} is token {token}, which is {model_name} in the model")
         if wrong:
             problems.append(_problem(file, f"{wrong[0]} ({len(wrong)} tokens in all)"))
     present: set[str] = set()
     for tokens in named.values():
         present.update(name for name, _ in tokens)
-    marks = [name for name in ids if name.startswith("<|im_") and name not in present]
-    if marks and any(named.values()) and not problems:
-        problems.append(_problem(CONFIG, f"{', '.join(marks)} is not named"))
+    missing_marks = [name for name in ids if name.startswith("<|im_") and name not in present]
+    if missing_marks and any(named.values()) and not problems:
+        problems.append(_problem(CONFIG, f"{', '.join(missing_marks)} is not named"))
     return problems
 
 
 def _configured(
     path: Path, config: dict[str, Any], tokenizer: dict[str, Any], ids: dict[str, int]
 ) -> Iterator[Problem]:
-    """Errors for ids of config.json and generation_config.json, and for the end of a text.
+    """Yields errors of token ids in config.json and generation_config.json, and of eos_token.
 
-    An id is wrong if it is another token than the family's.
+    An id is wrong if it is not the id of the token that the key means in the family.
     """
     generation = "generation_config.json"
     files = [("config.json", config), ("config.json", config.get("text_config") or {})]
@@ -172,7 +190,10 @@ def _configured(
 
 
 def _template(path: Path, tokenizer: dict[str, Any]) -> Iterator[Problem]:
-    """A problem of the template on a conversation that shows the family's marks."""
+    """Yields at most one problem of the chat template.
+
+    The template renders a conversation that has every type of message.
+    """
     code = "TS-TARGET-TEMPLATE"
     if not tokenizer.get("chat_template") and not (path / TEMPLATE).is_file():
         yield finding(code, TEMPLATE, "warning")
@@ -185,7 +206,7 @@ def _template(path: Path, tokenizer: dict[str, Any]) -> Iterator[Problem]:
         text = template.render(conversation, [TOOL], thinking=thinking)
         checks = [*WRITTEN, ("warning", re.escape(reply), form)]
         if thinking is False:
-            checks.pop()  # some leave out the reasoning then
+            checks.pop()  # Some templates then leave out the reasoning of the call.
         for severity, pattern, message in checks:
             if not re.search(pattern, text, re.DOTALL):
                 where = Path(template.where).name
@@ -194,9 +215,9 @@ def _template(path: Path, tokenizer: dict[str, Any]) -> Iterator[Problem]:
 
 
 def require_tokenizer(path: Path) -> None:
-    """Raises TrtspecError with the first error of a tokenizer.
+    """Raises TrtspecError with the first error of the tokenizer in a directory.
 
-    Does nothing if config.json beside it does not give the vocabulary.
+    Does nothing if config.json in the directory does not state a vocabulary size.
     """
     config = read_optional(path / "config.json")
     text = config.get("text_config") or config

@@ -1,10 +1,10 @@
-"""Writes files that a kill at any moment leaves whole: safetensors shards and journals.
+"""Writes files that stay valid if the process is killed: safetensors shards and journals.
 
-A reader sees a whole shard or none: temporary name, fsync, rename. `ShardFile` writes one whose
-layout is known in advance, one tensor at a time, so that a converter never holds more than one
-tensor. The journal is append-only: its first line holds the header (what the work depends on), each
-further line one finished key. Every line is fsynced before the work counts as done. A line torn by
-a kill is cut off on the next start.
+A shard gets its name only after all bytes are written and fsynced. `ShardFile` writes a shard whose
+layout is known in advance, one tensor at a time, so that a converter holds one tensor in memory. A
+journal only grows. Its first line is the header (facts that the work depends on), and each further
+line is a finished key. A line is fsynced before the work counts as done. A line that a kill cut
+short is removed at the next start.
 """
 
 from __future__ import annotations
@@ -29,33 +29,36 @@ if TYPE_CHECKING:
     import torch
     from filelock import BaseFileLock
 
+# safetensors dtype code and shape by tensor name
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 T = TypeVar("T")
-# Errors of file systems without flock. OPNOTSUPP and NOTSUP are one number on Linux.
+# Errors of file systems without flock. EOPNOTSUPP and ENOTSUP are one number on Linux.
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-STALE_SECONDS = 2.0  # to find out that the holder of a lock file is dead
+STALE_SECONDS = 2.0  # to find out that the process of a lock file is dead
 APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 REPEAT = "repeat the command as it was, or pass `restart` to start over"
 
 
 def byte_count(code: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor with that safetensors dtype and shape."""
+    """Returns the size in bytes of a tensor with this safetensors dtype and shape."""
     return math.prod(shape) * DTYPE_BITS[code] // 8
 
 
 class ShardFile:
-    """One shard under construction. `layout`: safetensors dtype code and shape by tensor name.
+    """Safetensors shard that is being written under a temporary name.
 
-    Wider dtypes come first, so that every tensor starts at a multiple of its item size. `finish`
-    renames the temporary file into place only when all tensors have been written. `abandon` removes
-    it. The end of a `with` block finishes, and after an error abandons.
+    `finish` renames the file to `path` if all tensors are complete, and `abandon` removes it. The
+    end of a `with` block finishes the shard, or abandons it after an error.
+
+    layout: safetensors dtype code and shape by tensor name.
+    metadata: texts for the header. None: the format that transformers requires.
     """
 
     def __init__(
         self, path: Path, layout: Layout, metadata: Mapping[str, str] | None = None
     ) -> None:
         self.path = path
-        # The process id keeps a killed run's straggler out of the file that its successor writes.
+        # The process id separates the files of a killed process and of the next one.
         self.temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
         self._layout = layout
         self._missing = {name: byte_count(*entry) for name, entry in layout.items()}
@@ -70,7 +73,10 @@ class ShardFile:
             raise
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Writes one tensor. Raises ValueError if dtype or shape is not the layout's."""
+        """Writes one tensor.
+
+        Raises ValueError if its dtype or shape is not the layout's.
+        """
         import torch
 
         from trtspec.checkpoint.tensors import CODES
@@ -85,7 +91,10 @@ class ShardFile:
         self.append(name, flat.view(torch.uint8).numpy().data)
 
     def append(self, name: str, chunk: memoryview) -> None:
-        """Writes the next bytes of a tensor."""
+        """Writes the next bytes of a tensor.
+
+        Raises ValueError if the tensor would become longer than the layout says.
+        """
         if len(chunk) > self._missing[name]:
             code, shape = self._layout[name]
             raise ValueError(f"{name} has more bytes than the layout says: {code} {list(shape)}")
@@ -93,23 +102,28 @@ class ShardFile:
         self._missing[name] -= len(chunk)
 
     def close(self) -> None:
-        """Ends writing. The name stays temporary until `publish`.
+        """Ends the writing and keeps the temporary name until `publish`.
 
-        Raises ValueError if bytes are missing.
+        Raises ValueError if bytes of a tensor are missing.
         """
         missing = sorted(name for name, count in self._missing.items() if count)
         if missing:
             raise ValueError(f"{len(missing)} tensors were not written whole, first {missing[0]}")
+        # -1 first, so that `abandon` does not close the file again if closing fails.
         handle, self._file = self._file, -1
         with writing(self.path):
             os.close(handle)
 
     def finish(self) -> None:
-        """Makes the shard durable and gives it its name. Raises ValueError if bytes are missing."""
+        """Makes the shard durable and gives it its name.
+
+        Raises ValueError if bytes of a tensor are missing.
+        """
         self.close()
         publish(self.temporary, self.path)
 
     def abandon(self) -> None:
+        """Closes and removes the temporary file if it exists."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -123,19 +137,21 @@ class ShardFile:
             if error is None:
                 self.finish()
         finally:
-            self.abandon()  # of a finished one nothing is left
+            self.abandon()  # This does nothing to a finished shard.
 
     def _write(self, data: bytes | memoryview, offset: int) -> None:
+        """Writes all of `data` at a byte offset of the file."""
         view = memoryview(data)
         with writing(self.path):
             while view:
+                # Linux writes at most 2 GiB at once.
                 count = os.pwrite(self._file, view[: 1 << 30], offset)
                 view = view[count:]
                 offset += count
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Makes a finished shard durable and gives it its name."""
+    """Makes a complete temporary file durable and renames it to `path`."""
     with writing(path):
         fsync(temporary)
         os.replace(temporary, path)
@@ -145,7 +161,10 @@ def publish(temporary: Path, path: Path) -> None:
 def _header(
     layout: Layout, metadata: Mapping[str, str] | None
 ) -> tuple[bytes, dict[str, int], int]:
-    """(head of the file, end of each tensor in the file, size of the file), in bytes."""
+    """Returns the header's bytes, the end offset of each tensor, and the size of the file in bytes.
+
+    Tensors of wider dtypes come first, so that each starts at a multiple of its item size.
+    """
     entries: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
     ends = {}
     offset = 0
@@ -156,6 +175,7 @@ def _header(
         ends[name] = end
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode("utf-8")
+    # The data must begin at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     head = struct.pack("<Q", len(text)) + text
@@ -164,7 +184,7 @@ def _header(
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype codes and shapes of tensors in memory."""
+    """Returns the dtype code and shape of each tensor, by name."""
     from trtspec.checkpoint.tensors import CODES
 
     return {name: (CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -173,26 +193,26 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple
 def write_shard(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Writes one safetensors file: all of it or nothing, fsynced."""
+    """Writes tensors to a safetensors file and fsyncs it.
+
+    A file of this name is replaced only after all tensors are written.
+    """
     with ShardFile(path, layout_of(tensors), metadata) as shard:
         for name, tensor in tensors.items():
             shard.write(name, tensor)
 
 
 def write_index(directory: Path, weight_map: Mapping[str, str], total_size: int) -> None:
-    """Writes model.safetensors.index.json. `total_size`: bytes of tensors, without headers."""
+    """Writes model.safetensors.index.json. `total_size`: bytes of all tensors, without headers."""
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     write_json(directory / INDEX_NAME, index)
 
 
 class Journal:
-    """A file of finished keys, `done`, with their records. It is locked while open.
+    """File of finished keys and their records, which is locked while it is open.
 
-    `servers` holds facts about the servers that gave the records, by their names in the command.
-
-    Raises UsageError if `header` is not the header that the file was begun with (naming what
-    changed), if the file is not a journal, and if another process holds it. `restart` forgets what
-    the file records, once it is locked. `private`: only its owner may read the file.
+    done: records by key.
+    servers: facts about the servers that gave the records, by their names in the command.
     """
 
     done: dict[str, Any]
@@ -207,6 +227,17 @@ class Journal:
         remedy: str = REPEAT,
         private: bool = False,
     ) -> None:
+        """Opens, locks and reads the journal at `path`, or starts it.
+
+        Raises UsageError if the file has another header (naming the differences), if it is not a
+        journal, or if another process holds it.
+
+        Args:
+            header: facts that the records depend on.
+            restart: whether the earlier records are deleted.
+            remedy: advice of the error for another header.
+            private: whether only the owner may read the file.
+        """
         self.path = path
         self.remedy = remedy
         self._lock: BaseFileLock | None = None
@@ -221,7 +252,8 @@ class Journal:
             with writing(path):
                 if restart:
                     os.ftruncate(self._file, 0)
-                if private:  # also if another umask or release began it
+                # The file may be older than the option.
+                if private:
                     os.fchmod(self._file, PRIVATE)
                 self._load(header)
         except BaseException:
@@ -229,32 +261,34 @@ class Journal:
             raise
 
     def _load(self, header: Mapping[str, Any]) -> None:
-        """Cuts off a torn line, and begins or reads the file."""
-        whole = self.path.read_bytes().rfind(b"\n") + 1
-        os.ftruncate(self._file, whole)
-        if not whole:
+        """Removes an incomplete last line, starts a new file with the header, and reads records."""
+        complete_bytes = self.path.read_bytes().rfind(b"\n") + 1
+        os.ftruncate(self._file, complete_bytes)
+        if not complete_bytes:
             self._append({"header": header})
             fsync(self.path.parent)
-        begun, self.servers, self.done, self._lines = _parse(self.path, self.remedy)
-        refuse_changed(self.path, begun, header, self.remedy)
+        earlier, self.servers, self.done, self._lines = _parse(self.path, self.remedy)
+        refuse_changed(self.path, earlier, header, self.remedy)
 
     def answered_by(self, servers: dict[str, dict[str, str]]) -> None:
-        """Adds to the header the facts about each server. An unknown fact is no difference.
+        """Records facts about the servers that give the records.
 
-        Raises UsageError, naming what differs, if other servers gave the records.
+        Raises UsageError, naming the differences, if other servers gave the earlier records. A fact
+        that is missing on one side is no difference.
         """
-        begun = self.servers
-        self.servers = {name: begun.get(name, {}) | facts for name, facts in servers.items()}
-        if begun or self.done:
-            old = {name: self.servers.get(name, {}) | facts for name, facts in begun.items()}
+        earlier = self.servers
+        self.servers = {name: earlier.get(name, {}) | facts for name, facts in servers.items()}
+        if earlier or self.done:
+            # A fact that one side lacks is filled in there, so that it is no difference.
+            old = {name: self.servers.get(name, {}) | facts for name, facts in earlier.items()}
             refuse_changed(self.path, old, self.servers, self.remedy)
-        if self.servers != begun:
+        if self.servers != earlier:
             self._append({"servers": self.servers})
 
     def entries(self, entry_type: type[T]) -> dict[str, T]:
-        """Returns every record as a value of this type.
+        """Returns every record as a value of `entry_type`, by key.
 
-        Raises UsageError, naming line and field, if a record is not of the type.
+        Raises UsageError, naming line and field, if a record does not have the type.
         """
         from pydantic import TypeAdapter, ValidationError
 
@@ -269,21 +303,23 @@ class Journal:
         return values
 
     def record(self, key: str, **fields: Any) -> None:
-        """Appends and fsyncs a record. After it returns, a rerun has `key` in `done`."""
+        """Appends a record and fsyncs it. After a restart of the command, `done` has the key."""
         entry = {**fields, "key": key}
         self._append(entry)
         self.done[key] = entry
 
     def _append(self, value: dict[str, Any]) -> None:
+        """Appends an object as one JSON line and fsyncs the file."""
         line = json.dumps(value, ensure_ascii=False).encode("utf-8") + b"\n"
         with writing(self.path):
             with self._appending:
-                # A disk that is nearly full takes a part, and the next call says so.
+                # A nearly full disk accepts fewer bytes, and the next call raises the error.
                 while line:
                     line = line[os.write(self._file, line) :]
             os.fsync(self._file)
 
     def close(self) -> None:
+        """Closes the file and releases its lock."""
         os.close(self._file)
         if self._lock is not None:
             self._lock.release()
@@ -298,14 +334,20 @@ class Journal:
 def refuse_changed(
     path: Path, old: Mapping[str, Any], new: Mapping[str, Any], remedy: str = REPEAT
 ) -> None:
-    """Raises UsageError naming what differs between a journal's header and this run's."""
+    """Raises UsageError, naming the differences, if `new` is not the earlier header `old`."""
     changed = differences(old, new)
     if changed:
-        raise UsageError(f"{path} was begun with something else: {'; '.join(changed)}", remedy)
+        raise UsageError(f"{path} was started with something else: {'; '.join(changed)}", remedy)
 
 
 class JournalContent(NamedTuple):
-    """The lines of a journal. `done`, `lines`: each record and its line number, by key."""
+    """Contents of a journal.
+
+    header: facts that the records depend on.
+    servers: facts about the servers, by name.
+    done: records by key.
+    lines: line numbers by key.
+    """
 
     header: dict[str, Any]
     servers: dict[str, dict[str, str]]
@@ -314,9 +356,9 @@ class JournalContent(NamedTuple):
 
 
 def read_journal(path: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Returns a journal's header and its records by key, without its lock.
+    """Returns a journal's header, and its records by key. Does not lock the file.
 
-    (None, {}) if the file is absent or not a journal.
+    The header is None and the records are empty if the file is absent or not a journal.
     """
     try:
         header, _, done, _ = _parse(path)
@@ -326,7 +368,10 @@ def read_journal(path: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
 
 
 def _parse(path: Path, remedy: str = "") -> JournalContent:
-    """Reads the whole lines of a journal. Raises UsageError, naming the line, for other files."""
+    """Reads the complete lines of a journal.
+
+    Raises UsageError, naming the line, if the file is not a journal.
+    """
     content = JournalContent({}, {}, {}, {})
     header, servers, done, lines = content
     with open_regular(path, remedy) as stream:
@@ -349,20 +394,22 @@ def _parse(path: Path, remedy: str = "") -> JournalContent:
 
 
 def differences(old: Any, new: Any) -> list[str]:
-    """`key.key was OLD, now NEW` for each value that differs, however deep.
+    """Returns `KEY.KEY was OLD, now NEW` for each value that differs at any depth.
 
-    Five at most, then their number.
+    At most five differences are listed, and a last text gives the number of the others.
     """
+    # JSON turns tuples and enums into the lists and texts that a file holds.
     lines = _differences(old, json.loads(json.dumps(new)), "")
     return lines if len(lines) <= 5 else [*lines[:5], f"and {len(lines) - 5} more"]
 
 
 def _differences(old: Any, new: Any, where: str) -> list[str]:
+    """Returns a text for each differing value at any depth. `where`: path of the two values."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return [] if old == new else [f"{where} was {_short(old)}, now {_short(new)}"]
     keys = sorted(old.keys() | new.keys())
     if old.get("name") != new.get("name"):
-        # Further differences of two things with different names say nothing.
+        # If the names differ, the two are different objects, so all other keys differ too.
         keys = ["name"]
     lines: list[str] = []
     for key in keys:
@@ -372,13 +419,14 @@ def _differences(old: Any, new: Any, where: str) -> list[str]:
 
 
 def lock_file(file: int, path: Path) -> BaseFileLock | None:
-    """Locks `path`, open as `file`, until it is closed.
+    """Locks `path`, which is open as `file`, until the file is closed.
 
-    On a file system without flock it returns a lock file beside it, which the caller releases. The
-    lock file of a process that was killed on this machine is replaced. Raises UsageError while
-    another process holds the lock.
+    Returns None with flock. On a file system without flock, returns a lock file beside `path`,
+    which the caller must release. A lock file of a process that was killed on this machine is
+    replaced. Raises UsageError if another process holds the lock.
     """
-    from filelock import SoftFileLock, Timeout, lock_descriptor  # here, because `--help` needs none
+    # Imported late, because most commands need no lock.
+    from filelock import SoftFileLock, Timeout, lock_descriptor
 
     remedy = "wait for it to end, or choose another output"
     beside = path.with_name(f"{path.name}.lock")
@@ -390,6 +438,7 @@ def lock_file(file: int, path: Path) -> BaseFileLock | None:
         if error.errno not in NO_FLOCK:
             text = f"{path} cannot be locked: {error.strerror}"
             raise TrtspecError(text, "choose an output on another file system") from None
+        # It replaces the lock file of a dead process within this time.
         lock = SoftFileLock(beside, timeout=STALE_SECONDS)
         try:
             lock.acquire()
@@ -407,5 +456,6 @@ def lock_file(file: int, path: Path) -> BaseFileLock | None:
 
 
 def _short(value: Any) -> str:
+    """Returns a value as JSON, cut to 80 characters."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,4 +1,4 @@
-"""The types of a family of Kimi models: its record, its tensors and its sizes."""
+"""Types that describe a family of Kimi models: its record, its tensors and its sizes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal, NamedTuple
 
+# purpose of a tensor in the model, by which policies, formats and memory estimates treat it
 Role = Literal[
     "experts",
     "attention, by heads",
@@ -23,7 +24,7 @@ Role = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSizes:
-    """Sizes of a model with latent attention, by their names in a K2's config.json."""
+    """Sizes of a model with multi-head latent attention, named as in the config.json of Kimi-K2."""
 
     hidden_size: int
     num_attention_heads: int
@@ -36,7 +37,7 @@ class LatentSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes(LatentSizes):
-    """Sizes of a text model."""
+    """Sizes of a text model, named as in the config.json of Kimi-K2."""
 
     num_hidden_layers: int
     intermediate_size: int
@@ -48,11 +49,14 @@ class Sizes(LatentSizes):
 
 
 class Part(NamedTuple):
-    """One tensor of a published checkpoint, or `copies` of it.
+    """Tensor of a published checkpoint, or the same tensor of every expert of a layer.
 
-    `{}` in its name is the number of an expert. A matrix may be stored packed, in several tensors
-    below its module. `parameter`: the parameter of our own model that holds its rows. All parts of
-    a parameter read the same input.
+    name: name without the prefix of the layer. `{}` is the number of an expert.
+    shape: shape of the plain matrix. A checkpoint may store it packed in several tensors.
+    role: purpose of the tensor in the model.
+    parameter: name of the parameter of trtspec's own model that holds its rows. All parts of a
+        parameter read the same input.
+    copies: number of experts that have such a tensor. 1 outside the experts.
     """
 
     name: str
@@ -64,24 +68,29 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
-    """The record of a family.
+    """Record of a family of Kimi models.
 
-    `name`: the engines' name for it. `model_types`: values of that key at the top level of
-    config.json. `text_types`: its values in text_config, () if the config is flat. `classes`: the
-    architectures that engines load.
-
-    `optional_keys` and `required_keys` decide what is computed and show in no tensor: they must
-    have a value that the family publishes. An absent required key is a problem, because readers of
-    a config fill in different values. `renamed`: the key of each size whose name in config.json is
-    not its name in `ModelSpec`.
-
-    `prefix` precedes the names of all text tensors. `ends` gives the parts outside the layers,
-    `layer` the parts of a layer by its index. `fused`: the shared name of linears that read the
-    same input. Engines compute them as one, so they share their scales. `vision_parameters`: number
-    of parameters in the tower and its projector. `mixed`: checkpoints may have several formats.
-
-    `reasoning_parsers`: the parser by engine. `thinks`: whether every model reasons. `version`
-    names a release from its sizes, the ids that end an answer and whether weights are packed.
+    name: name that engines give the family.
+    model_types: values of model_type at the top level of config.json.
+    text_types: values of model_type in text_config. Empty if config.json has no text_config.
+    classes: values of `architectures` that engines load.
+    optional_keys: keys of config.json that no tensor shows and that decide what is computed. A
+        value must be one that the family publishes.
+    required_keys: keys like optional_keys that must not be absent, because readers of a config
+        assume different values for them.
+    renamed: keys of config.json by the size of `ModelSpec` that they hold, if the names differ.
+    prefix: prefix of the names of all text tensors.
+    ends: function that yields the parts outside the layers.
+    layer: function that yields the parts of a layer by its index.
+    fused: shared names by the name of each linear that engines compute together with another. They
+        read the same input and share their scales.
+    vision_parameters: number of parameters in the vision tower and its projector.
+    mixed: whether checkpoints may have several formats.
+    tool_parser: name that engines give the parser of tool calls.
+    reasoning_parsers: names of the parser of reasoning by engine.
+    thinks: whether every model of the family reasons before it answers.
+    version: function that names the release from the sizes, the ids that end an answer, and whether
+        weights are packed.
     """
 
     name: str
@@ -103,15 +112,15 @@ class Family:
     version: Callable[[Sizes, tuple[int, ...], bool], str]
 
     def key(self, size: str) -> str:
-        """The key in config.json of a size of `ModelSpec`."""
+        """Returns the key of config.json that holds a size of `ModelSpec`."""
         return self.renamed.get(size, size)
 
     def stem(self, index: int) -> str:
-        """The prefix of the names of a decoder layer's parts."""
+        """Returns the prefix of the names of a decoder layer's tensors."""
         return f"{self.prefix}model.layers.{index}."
 
     def parts(self, sizes: Sizes) -> Iterator[tuple[str, Part]]:
-        """Yields the parts of the text model, each after the prefix of its name."""
+        """Yields each part of the text model after the prefix of its name."""
         for part in self.ends(sizes):
             yield self.prefix, part
         for index in range(sizes.num_hidden_layers):
@@ -119,21 +128,21 @@ class Family:
                 yield self.stem(index), part
 
     def tensors(self, sizes: Sizes) -> Iterator[tuple[str, Part]]:
-        """Yields hub name and part of each tensor of the text model, one expert after the other."""
-        for (stem, copies), group in groupby(
-            self.parts(sizes), lambda item: (item[0], item[1].copies)
-        ):
+        """Yields name and part of each tensor of the text model, one expert after the other."""
+        # The matrices of a layer's experts follow each other and are the only parts with copies.
+        groups = groupby(self.parts(sizes), lambda item: (item[0], item[1].copies))
+        for (stem, experts), group in groups:
             parts = [part for _, part in group]
-            for number in range(copies):
+            for expert in range(experts):
                 for part in parts:
-                    yield stem + part.name.format(number), part
+                    yield stem + part.name.format(expert), part
 
     def partners(self, module: str) -> list[str]:
-        """The other modules that read the same input, and so have the same scales."""
+        """Names of the other linears that read the same input and share their scales."""
         stem, _, leaf = module.rpartition(".")
-        fused = self.fused.get(leaf)
+        fused_name = self.fused.get(leaf)
         return [
             f"{stem}.{other}"
             for other, name in self.fused.items()
-            if name == fused and other != leaf
+            if name == fused_name and other != leaf
         ]

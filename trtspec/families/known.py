@@ -1,4 +1,4 @@
-"""The families that trtspec serves, and the family of a config.json."""
+"""The families that trtspec serves, and the lookup of a family by config.json."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from trtspec.families.family import Family
 from trtspec.families.kimi_k2 import KIMI_K2, KIMI_K25
 
 FAMILIES = (KIMI_K2, KIMI_K25)
-REFUSED_TYPES = ("kimi_k3", "kimi_linear")  # targets too, but not served
+REFUSED_TYPES = ("kimi_k3", "kimi_linear")  # Kimi targets that trtspec does not serve
 
 
 def model_types() -> dict[str, Family]:
-    """The family of each model_type that config.json may have at its top level."""
-    return {name: family for family in FAMILIES for name in family.model_types}
+    """Returns the family of each model_type that config.json may have at its top level."""
+    families: dict[str, Family] = {}
+    for family in FAMILIES:
+        families |= dict.fromkeys(family.model_types, family)
+    return families
 
 
 def family_of(config: dict[str, Any]) -> Family:
-    """The family of a target, by its config.json alone.
+    """Returns the family of a target, by the model_type of its config.json.
 
-    Raises TrtspecError if no family has its model_type.
+    Raises TrtspecError if no family has this model_type.
     """
     known = model_types()
     model_type = config.get("model_type", "")

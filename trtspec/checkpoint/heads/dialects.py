@@ -1,12 +1,12 @@
-"""The dialects that Eagle3 heads are stored in and the engines that serve them.
+"""The dialects in which Eagle3 heads are stored, and the engines that serve heads.
 
-Each is a row of data/dialects.yaml. All that differs between them is asked of the row. No file
-knows a dialect by its name.
+Each dialect and engine is a record of data/dialects.yaml, which holds all differences between them.
+No other file knows a dialect by its name.
 
-Layer ids have two conventions. One counts layer outputs from 0 (ModelOpt, TensorRT-LLM, SpecForge,
-TorchSpec). The other counts the layers that already ran, one more (SafeAILab, vLLM, speculators).
-SGLang takes ids that start with 1 for the first and all others for the second.
-`HeadSpec.aux_layers` always holds outputs.
+Layer ids have two conventions. Some projects count layer outputs from 0 (ModelOpt, TensorRT-LLM,
+SpecForge, TorchSpec). Others count the layers that already ran, which is one more (SafeAILab, vLLM,
+speculators). SGLang reads ids that start with 1 in the first convention and all others in the
+second. `HeadSpec.aux_layers` always counts outputs from 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,18 @@ from trtspec.specs import HeadSpec, ModelSpec
 
 @dataclass(frozen=True)
 class HeadEngine:
-    """An engine that serves heads. data/dialects.yaml says what the fields mean."""
+    """Engine that serves heads, as data/dialects.yaml describes it.
+
+    title: name for messages.
+    tensor_parallel: number of GPUs in the example command.
+    eagle31: version from which the engine serves EAGLE-3.1 heads.
+    command: template of the shell command that serves a pair.
+    guesses_ids: whether the engine infers the convention of layer ids from the first id.
+    theta_at_top: whether the engine reads rope_theta only at the top level of config.json.
+    pruned_mla: reason why the engine fails on an MLA head with a pruned vocabulary. "" if it does
+        not.
+    flags: keys of config.json from which the engine reads a flag of `HeadSpec`, by flag.
+    """
 
     name: str
     title: str
@@ -47,40 +58,60 @@ class HeadEngine:
     flags: dict[str, list[str]] = field(default_factory=dict)
 
     def cannot_load(self, spec: HeadSpec) -> str:
-        """Why this engine fails on such a head, whatever its layout. "" if it does not."""
+        """Reason why this engine fails on such a head in any layout.
+
+        "" if it does not fail.
+        """
         return self.pruned_mla if spec.is_mla and spec.is_pruned else ""
 
     def start(self, head: str, target: str, capture: list[int] | None) -> str:
-        """The shell command that serves a pair.
+        """Returns the shell command that serves a pair.
 
-        `capture`: the layer outputs that TensorRT-LLM needs in its configuration, since it never
-        reads them from the head. None if its default is right or unknown.
+        Args:
+            head: path or id of the head, or a placeholder such as <HEAD>.
+            target: path or id of the target, or a placeholder.
+            capture: layer outputs for the configuration of TensorRT-LLM, which never reads them
+                from the head. None if its default is right or the layers are unknown.
         """
+        quoted_head = _quoted(head)
+        # A name that needs quotes in a shell needs JSON's quotes in YAML.
+        head_in_yaml = head
+        if quoted_head != head:
+            head_in_yaml = json.dumps(head)
+        layers = ""
+        if capture:
+            layers = f"\n    eagle3_layers_to_capture: {capture}"
         return self.command.format(
-            head=_quoted(head),
-            head_in_yaml=json.dumps(head) if _quoted(head) != head else head,
+            head=quoted_head,
+            head_in_yaml=head_in_yaml,
             target=_quoted(target),
             gpus=self.tensor_parallel,
             draft_len=DRAFT_LEN,
             tokens=DRAFT_LEN + 1,
-            layers=f"\n    eagle3_layers_to_capture: {capture}" if capture else "",
+            layers=layers,
             speculation=shlex.quote(json.dumps(vllm_speculation(head))),
         )
 
 
 def _quoted(name: str) -> str:
-    """The name quoted for a shell, or a placeholder as it is."""
+    """Returns the name quoted for a shell. A placeholder such as <HEAD> is returned unquoted."""
     return name if name.startswith("<") else shlex.quote(name)
 
 
 def vllm_speculation(head: str, draft_len: int | None = None) -> dict[str, Any]:
-    """The value of vLLM's --speculative-config for a head."""
+    """Returns the value of vLLM's --speculative-config for a head.
+
+    `draft_len`: number of draft tokens. None: the published default.
+    """
     return {"model": head, "method": "eagle3", "num_speculative_tokens": draft_len or DRAFT_LEN}
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one project writes, reads and trains heads. data/dialects.yaml explains the fields."""
+    """Layout in which one project writes, reads and trains heads.
+
+    data/dialects.yaml explains every field in its first lines.
+    """
 
     name: str
     title: str
@@ -109,16 +140,18 @@ class Dialect:
     double_norm: str = ""
 
     def outputs(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Stored layer ids as layer outputs counted from 0."""
-        ran = self.counts == "layers run" or (self.counts == "by first id" and min(ids) != 1)
-        return tuple(number - 1 for number in ids) if ran else ids
+        """Returns stored layer ids as indices of layer outputs, which count from 0."""
+        counts_run = self.counts == "layers run"
+        if self.counts == "by first id":
+            counts_run = min(ids) != 1
+        return tuple(number - 1 for number in ids) if counts_run else ids
 
     def capture(self, config: dict[str, Any]) -> tuple[tuple[int, ...] | None, str]:
-        """(layer outputs that the head was trained on, how two statements of them differ).
+        """Returns the layer outputs that the head was trained on, and how two statements differ.
 
-        None if config.json does not state outputs. "" if no statements differ. `inspect` makes a
-        difference an error. Ids at the top level count the layers that ran. Nested ids that differ
-        from them are outputs already.
+        The outputs are None if config.json does not state them. The text is "" if no statements
+        differ. Ids at the top level count the layers that ran. Ids in eagle_config that differ from
+        ids at the top level count outputs already.
         """
         nested, top = stated_ids(config)
         if not top:
@@ -135,21 +168,27 @@ class Dialect:
         )
 
     def ids(self, outputs: tuple[int, ...] | None) -> list[int] | None:
-        """Layer outputs as this dialect stores them. None if they are not known."""
+        """Returns layer outputs as this dialect stores them. None if `outputs` is None."""
         if outputs is None:
             return None
-        ran = self.counts == "layers run" or (self.counts == "by first id" and outputs[0] != 1)
-        return [layer + 1 for layer in outputs] if ran else list(outputs)
+        counts_run = self.counts == "layers run"
+        if self.counts == "by first id":
+            counts_run = outputs[0] != 1
+        return [layer + 1 for layer in outputs] if counts_run else list(outputs)
 
     def served_by(self, engine: HeadEngine, spec: HeadSpec) -> bool:
-        """Whether `engine` computes a head from this layout as it is, layer ids included."""
-        not_first = spec.aux_layers and spec.aux_layers[0] != 1
-        misread = engine.guesses_ids and self.counts == "outputs" and not_first
+        """Whether `engine` computes a head correctly from this layout, layer ids included."""
+        # An engine that guesses takes outputs for layers that ran unless the first id is 1.
+        starts_elsewhere = spec.aux_layers and spec.aux_layers[0] != 1
+        misread = engine.guesses_ids and self.counts == "outputs" and starts_elsewhere
         return engine.name in self.read_by and not misread and not engine.cannot_load(spec)
 
 
 def _rows(section: str) -> dict[str, dict[str, Any]]:
-    """Rows of data/dialects.yaml by name, with their lists as tuples."""
+    """Returns the records of a section of data/dialects.yaml by name.
+
+    Lists become tuples, because the records are immutable.
+    """
     rows: dict[str, dict[str, Any]] = {}
     for name, row in DIALECT_TABLE[section].items():
         rows[name] = {
@@ -159,42 +198,48 @@ def _rows(section: str) -> dict[str, dict[str, Any]]:
 
 
 ENGINES = {name: HeadEngine(name, **row) for name, row in _rows("engines").items()}
+# dialects by name, in the order in which they are offered
 DIALECTS = {
     name: Dialect(name, **{"option": name} | row | {"expresses": frozenset(row["expresses"])})
     for name, row in _rows("dialects").items()
-}  # in the order in which they are offered
-OPTIONS = {
-    row.option: row for row in DIALECTS.values()
-} | DIALECTS  # by the name that convert takes, or their own
-DEFAULT = DIALECTS["modelopt"]  # what names and keys do not tell, and what `trtspec train` writes
+}
+# dialects by the value of `trtspec convert --to`, and by their own name
+OPTIONS = {dialect.option: dialect for dialect in DIALECTS.values()} | DIALECTS
+# dialect of a head whose names and keys show none, and of `trtspec train`
+DEFAULT = DIALECTS["modelopt"]
 
 
 def detect_dialect(config: dict[str, Any], names: set[str]) -> tuple[Dialect, bool]:
-    """(the dialect, whether a key shows it that only one writer leaves).
+    """Returns the dialect of a head, and whether a key that only one writer leaves shows it.
 
-    names: of the tensors, without `model.`. They tell some dialects apart.
+    Args:
+        config: config.json of the head.
+        names: names of the head's tensors without `model.`, which distinguish some dialects.
     """
     nested, top = stated_ids(config)
     ids = top or nested
     keys = {*config, *(f"eagle_config.{key}" for key in config.get("eagle_config") or ())}
     keys |= {*(config.get("architectures") or ())}
-    shown = keys | {str(config.get("model_type"))}
-    shown |= {name.split(".")[0] for name in names}
+    # the words by which `wrote` in data/dialects.yaml describes a head
+    traits = keys | {str(config.get("model_type"))}
+    traits |= {name.split(".")[0] for name in names}
     if ids:
-        shown.add("ids")
+        traits.add("ids")
         if min(ids) == 1:
-            shown.add("ids from 1")
-    for row in sorted(DIALECTS.values(), key=lambda row: row.rank):
-        for words in row.wrote:
-            if all((word.removeprefix("!") in shown) != word.startswith("!") for word in words):
-                return row, not keys.isdisjoint(words)
+            traits.add("ids from 1")
+    for dialect in sorted(DIALECTS.values(), key=lambda dialect: dialect.rank):
+        for words in dialect.wrote:
+            # A head must have each word, and must not have a word that starts with "!".
+            if all((word.removeprefix("!") in traits) != word.startswith("!") for word in words):
+                return dialect, not keys.isdisjoint(words)
     return DEFAULT, False
 
 
 def training_record(path: Path) -> dict[str, Any]:
-    """The provenance of the `trtspec train` that made a head, also if `trtspec convert` rewrote it.
+    """Returns the provenance of the `trtspec train` that made a head.
 
-    {} for a head of another trainer.
+    `trtspec convert` keeps the record of its source, so the record is found through any number of
+    conversions. {} if another tool trained the head.
     """
     record = recorded(path)
     while record.get("command") == "convert":
@@ -202,35 +247,38 @@ def training_record(path: Path) -> dict[str, Any]:
     return record if record.get("command") == "train" else {}
 
 
-def dialect_of(checkpoint: Checkpoint, asked: Dialect | None = None) -> Dialect:
-    """The dialect that `trtspec convert` noted, else `asked`, else the detected one.
+def dialect_of(checkpoint: Checkpoint, requested: Dialect | None = None) -> Dialect:
+    """Returns the dialect of a head.
 
-    A note counts if the tensor names fit it.
+    The dialect that `trtspec convert` recorded in provenance.json has priority if the tensor names
+    agree with it. The next is `requested`, and the last is the detected dialect. Raises UsageError
+    if `requested` contradicts the record or a key that only one writer leaves.
 
-    Some dialects have the same names and keys, and count layers differently. Raises UsageError if
-    `asked` is another one than the note or a key that only one writer leaves behind.
+    `requested`: dialect that the user states, because some dialects have the same names and keys
+    and count layers differently. None if the user states none.
     """
     names = {name.removeprefix("model.") for name in checkpoint.tensors}
-    shown, certain = detect_dialect(checkpoint.config, names)
+    detected, certain = detect_dialect(checkpoint.config, names)
     noted = DIALECTS.get(str(recorded(checkpoint.path).get("dialect")))
+    # Other names mean that the tensors were rewritten since.
     if noted is not None and noted.prefix == layer_prefix(checkpoint.tensors):
-        shown = noted
+        detected = noted
         certain = True
-    if asked and asked is not shown and certain:
-        message = (
-            f"`from_` {asked.option} contradicts {checkpoint.path}, whose layout is {shown.option}"
-        )
-        raise UsageError(message, f"leave `from_` out, or pass `from_` {shown.option}")
-    return asked or shown
+    if requested and requested is not detected and certain:
+        contradiction = f"`from_` {requested.option} contradicts {checkpoint.path}"
+        message = f"{contradiction}, whose layout is {detected.option}"
+        raise UsageError(message, f"leave `from_` out, or pass `from_` {detected.option}")
+    return requested or detected
 
 
 def head_config(spec: HeadSpec, target: ModelSpec) -> dict[str, Any]:
-    """config.json of a new head as `trtspec train` writes it."""
+    """Returns the config.json of a new head, as `trtspec train` writes it."""
+    # A config.json states one id as a number and several as a list.
     stop_ids = list(target.eos_token_ids)
     eos: list[int] | int | None = stop_ids
     if len(stop_ids) < 2:
         eos = stop_ids[0] if stop_ids else None
-    carried = {
+    target_keys = {
         "bos_token_id": target.bos_token_id,
         "eos_token_id": eos,
         "pad_token_id": target.pad_token_id,
@@ -238,5 +286,5 @@ def head_config(spec: HeadSpec, target: ModelSpec) -> dict[str, Any]:
         "use_cache": True,
     }
     ids = DEFAULT.ids(spec.aux_layers or target.default_aux_layers)
-    shared = shared_config(carried, spec, "BF16")
+    shared = shared_config(target_keys, spec, "BF16")
     return write_config(DEFAULT.config, shared, spec, ids, Verifier())

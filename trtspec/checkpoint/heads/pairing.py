@@ -1,4 +1,4 @@
-"""Checks that a head agrees with its target, and names differences that cost acceptance."""
+"""Checks that a head agrees with its target, and reports differences that lower acceptance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trtspec.specs import HeadSpec, ModelSpec
 
 TP_SIZES = (1, 2, 4, 8, 16, 32, 64)
 SHIFTED = "TS-PAIR-LAYERS-SHIFTED"
-# Published heads differ in the other settings.
+# Settings of YaRN that must agree. Published heads differ from their targets in the other ones.
 YARN_SCALING_KEYS = {"rope_type", "factor", "original_max_position_embeddings"}
 
 
@@ -30,7 +30,13 @@ def pair_problems(
     target_id: str | None = None,
     tp_size: int = 1,
 ) -> list[Problem]:
-    """Problems of serving `head` with `target`. Known ids are compared with published pairs."""
+    """Returns the problems of serving `head` with `target`.
+
+    Args:
+        head_id: hub id of the head, which is compared with published pairs. None if it has none.
+        target_id: hub id of the target. None if it has none.
+        tp_size: number of GPUs over which tensor parallelism splits the head.
+    """
     return [
         *_published(head_id, target_id),
         *_shapes(head, target),
@@ -41,25 +47,28 @@ def pair_problems(
 
 
 def target_record(target: Checkpoint) -> dict[str, Any]:
-    """The facts about a target that provenance.json of a head records.
+    """Returns the facts about a target that provenance.json of a head records.
 
-    `target_samples`: digests of the target's weights, and of the weights that `trtspec quantize`
-    made them from.
+    target_tensors: digest of names, dtypes and shapes of the target's tensors.
+    target_samples: digests of the target's weights, and of the weights from which `trtspec
+        quantize` made them.
     """
     marks = identity(target)
     record = recorded(target.path)
     quantized = record.get("source") if record.get("command") == "quantize" else None
     original = quantized.get("sample") if isinstance(quantized, dict) else None
-    samples = [marks["sample"], *([original] if isinstance(original, str) else [])]
+    samples = [marks["sample"]]
+    if isinstance(original, str):
+        samples.append(original)
     return {"target_tensors": marks["tensors"], "target_samples": samples}
 
 
 def learned_problems(head: Resolved, target: Resolved) -> list[Problem]:
-    """A warning if the head learned from other weights.
+    """Returns a warning if the head was trained on other weights than the target's.
 
-    [] if they match, are not here, or the head has no record.
-
-    Weights of another format cannot be compared, which is no more than told.
+    The problem is of severity info if the weights have another format, because their digests cannot
+    be compared. Returns [] if the weights match or are not on this machine, or if provenance.json
+    of the head does not record the weights.
     """
     record = training_record(head.path) if head.path is not None else {}
     source = record.get("source")
@@ -80,7 +89,10 @@ def learned_problems(head: Resolved, target: Resolved) -> list[Problem]:
 
 
 def reported_once(problems: list[Problem]) -> list[Problem]:
-    """The problems without those that another one explains: one finding for one fault."""
+    """Returns the problems without effects of another listed problem.
+
+    data/explained.yaml lists the effects of a problem, each as a code and the beginning of a place.
+    """
     effects = load_yaml("explained.yaml")
     caused: set[tuple[str, str, str]] = set()
     for problem in problems:
@@ -88,21 +100,27 @@ def reported_once(problems: list[Problem]) -> list[Problem]:
     return [
         problem
         for problem in problems
-        if not any(problem.code == code and problem.where.startswith(at) for code, _, at in caused)
+        if not any(
+            problem.code == code and problem.where.startswith(prefix) for code, _, prefix in caused
+        )
     ]
 
 
 def config_problems(head: dict[str, Any], target: dict[str, Any]) -> list[Problem]:
-    """Problems that only the two config.json show: end of text, and a rotated basis."""
+    """Returns the problems that only the two config.json show.
+
+    They are different ids that end a text, and a target whose quantization rotates its states.
+    """
     text = target.get("text_config") or target
     problems = []
-    ours = _ids(head, head.get("transformer_layer_config") or {})
-    theirs = _ids(text, target)
-    if ours and theirs and not ours & theirs:
-        ends = f"the head ends text at {sorted(ours)}, the target at {sorted(theirs)}"
-        message = f"{ends}: it was made for another model"
+    head_ids = _end_ids(head, head.get("transformer_layer_config") or {})
+    target_ids = _end_ids(text, target)
+    if head_ids and target_ids and not head_ids & target_ids:
+        ends = f"the head ends text at {sorted(head_ids)}, the target at {sorted(target_ids)}"
+        message = f"{ends}, so the head was made for another model"
         problems.append(Problem("TS-PAIR-EOS", "warning", "config.json:eos_token_id", message))
     quantization = target.get("quantization_config") or text.get("quantization_config") or {}
+    # compressed-tensors describes a rotation in transform_config, other tools in their own keys.
     rotation = [
         key
         for key, value in quantization.items()
@@ -111,40 +129,43 @@ def config_problems(head: dict[str, Any], target: dict[str, Any]) -> list[Proble
     if rotation:
         message = (
             f"the target's quantization rotates its states ({rotation[0]}); "
-            "a head of the plain one accepts ~1.1"
+            "a head of the unrotated target accepts about 1.1 tokens per step"
         )
         problems.append(Problem("TS-PAIR-ROTATED", "warning", "quantization_config", message))
     return problems
 
 
-def _ids(config: dict[str, Any], other: dict[str, Any]) -> set[int]:
-    """The ids that end a text."""
-    value = config.get("eos_token_id", other.get("eos_token_id"))
+def _end_ids(config: dict[str, Any], fallback: dict[str, Any]) -> set[int]:
+    """Returns the ids that end a text, from `fallback` if `config` does not state the key."""
+    value = config.get("eos_token_id", fallback.get("eos_token_id"))
     if isinstance(value, list):
         return set(value)
     return set() if value is None else {value}
 
 
 def yarn_problems(head: HeadSpec, target: ModelSpec) -> list[Problem]:
-    """A problem if YaRN's numbers differ. The head's config.json was read.
+    """Returns a problem if an MLA head's YaRN settings differ from the target's.
 
-    Published heads differ in beta_fast, 1 and 32.
+    It is a warning for type, factor and original positions, and otherwise info. Published heads
+    differ in beta_fast, which is 1 or 32.
     """
     names = [field.name for field in fields(head.rope) if field.name != "theta"]
-    ours, theirs = (
+    head_rope, target_rope = (
         {name: getattr(rope, name) for name in names} for rope in (head.rope, target.rope)
     )
-    other = [name for name in names if ours[name] != theirs[name]]
-    if not head.is_mla or not other:
+    differing = [name for name in names if head_rope[name] != target_rope[name]]
+    if not head.is_mla or not differing:
         return []
-    values = ", ".join(f"{name} {ours[name]} against {theirs[name]}" for name in other)
+    values = ", ".join(
+        f"{name} {head_rope[name]} against {target_rope[name]}" for name in differing
+    )
     message = f"the head's rope scaling is not the target's: {values}"
-    severity: Severity = "warning" if set(other) & YARN_SCALING_KEYS else "info"
+    severity: Severity = "warning" if set(differing) & YARN_SCALING_KEYS else "info"
     return [Problem("TS-PAIR-ROPE", severity, "rope_scaling", message)]
 
 
 def tensor_parallel_sizes(head: HeadSpec) -> list[int]:
-    """Tensor-parallel sizes that divide the head's attention heads and its MLP."""
+    """Returns the numbers of GPUs that divide the head's attention heads and its MLP."""
     return [
         size
         for size in TP_SIZES
@@ -153,6 +174,8 @@ def tensor_parallel_sizes(head: HeadSpec) -> list[int]:
 
 
 def _published(head_id: str | None, target_id: str | None) -> list[Problem]:
+    """Returns a warning if the head was published for other targets than this one."""
+    # `real_pair` is None for an id that is not listed, which says nothing about the pair.
     if head_id is None or target_id is None or real_pair(head_id, target_id) is not False:
         return []
     record = known_head(head_id)
@@ -165,6 +188,7 @@ def _published(head_id: str | None, target_id: str | None) -> list[Problem]:
 
 
 def _shapes(head: HeadSpec, target: ModelSpec) -> Iterator[Problem]:
+    """Yields problems of widths, vocabularies, a borrowed lm_head and the KV cache of MHA."""
     if head.target_hidden_size != target.hidden_size:
         states = f"the head fuses states of width {head.target_hidden_size}"
         message = f"{states}, the target's have {target.hidden_size}"
@@ -174,18 +198,19 @@ def _shapes(head: HeadSpec, target: ModelSpec) -> Iterator[Problem]:
             f"the head's vocabulary has {head.vocab_size} tokens, the target's {target.vocab_size}"
         )
         yield Problem("TS-PAIR-VOCAB", "error", "vocab_size", message)
-    if not head.has_lm_head and (head.draft_vocab_size, head.hidden_size) != (
-        target.vocab_size,
-        target.hidden_size,
-    ):
+    # A head without lm_head uses the target's, which must have the same shape.
+    head_shape = (head.draft_vocab_size, head.hidden_size)
+    target_shape = (target.vocab_size, target.hidden_size)
+    if not head.has_lm_head and head_shape != target_shape:
         yield finding("TS-PAIR-LM-HEAD", "lm_head.weight")
     if not head.is_mla:
         yield finding("TS-PAIR-MHA-CACHE", "attention", "info")
 
 
 def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
+    """Returns a problem if the head's layer ids are unknown, out of range or unlike the default."""
     layers = head.aux_layers
-    last = target.num_hidden_layers
+    count = target.num_hidden_layers
     default = target.default_aux_layers
     if layers is None:
         if head.num_aux != len(default):
@@ -199,11 +224,15 @@ def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
             "the head does not say which layers it reads; "
             f"engines capture the outputs of {list(default)}"
         )
-        remedy = "right for every published Kimi head; `trtspec bench` shows the acceptance"
+        remedy = (
+            "measure acceptance with `trtspec bench`; "
+            "the default is right for every published Kimi head"
+        )
         return [Problem("TS-PAIR-LAYERS-UNKNOWN", "info", "eagle_config", message, remedy)]
-    outside = [layer for layer in layers if not -1 <= layer < last]
+    # -1 is the embedding in some dialects, and the final state in TensorRT-LLM.
+    outside = [layer for layer in layers if not -1 <= layer < count]
     if outside:
-        message = f"layers {outside} do not exist in a target of {last} layers (0 to {last - 1})"
+        message = f"layers {outside} do not exist in a target of {count} layers (0 to {count - 1})"
         return [Problem("TS-PAIR-LAYER-RANGE", "error", "eagle_config", message)]
     if layers == default:
         return []
@@ -213,17 +242,18 @@ def _layers(head: HeadSpec, target: ModelSpec) -> list[Problem]:
             "the ids probably count layers that ran"
         )
         remedy = (
-            f"if so, store {list(default)}; `trtspec bench` with both shows which ids accept more"
+            f"store {list(default)} if so; `trtspec bench` with both shows which ids accept more"
         )
         return [Problem(SHIFTED, "warning", "eagle_config", message, remedy)]
     message = (
         f"the head reads layers {list(layers)}, TensorRT-LLM captures {list(default)} by default"
     )
-    remedy = f"`trtspec build-config` writes eagle3_layers_to_capture: {list(layers)}"
+    remedy = f"run `trtspec build-config`, which writes eagle3_layers_to_capture: {list(layers)}"
     return [Problem("TS-PAIR-LAYERS-NOT-DEFAULT", "info", "eagle_config", message, remedy)]
 
 
 def _rope(head: HeadSpec, target: ModelSpec) -> Iterator[Problem]:
+    """Yields problems of an MLA head's rope_theta and of the number of positions."""
     if head.is_mla and head.rope.theta != target.rope.theta:
         message = (
             f"rope_theta is {head.rope.theta:g} in the head and {target.rope.theta:g} in the target"
@@ -237,6 +267,7 @@ def _rope(head: HeadSpec, target: ModelSpec) -> Iterator[Problem]:
 
 
 def _parallel(head: HeadSpec, tp_size: int) -> list[Problem]:
+    """Returns an error if the head does not split over `tp_size` GPUs."""
     sizes = tensor_parallel_sizes(head)
     if tp_size in sizes:
         return []

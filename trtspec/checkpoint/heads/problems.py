@@ -19,14 +19,16 @@ from trtspec.checkpoint.values import FLOATS, read_values, vocabulary_values
 from trtspec.errors import Problem, Severity
 from trtspec.specs import HeadSpec, RopeSpec, Values
 
-# In the names of classes and model types.
+# Words in class names and model types, by the attention that engines build for them.
 CLASS_WORDS = {"mha": ("llama", "qwen"), "mla": ("deepseek", "kimi")}
+# A name without any of these words is not known as a head's.
 KNOWN_WORDS = ("eagle3", *CLASS_WORDS["mha"], *CLASS_WORDS["mla"])
-EPSILONS = (1e-8, 1e-4)  # between which every published rms_norm_eps lies
+EPSILONS = (1e-8, 1e-4)  # range of rms_norm_eps in published heads
 WINDOW = "TensorRT-LLM 1.3 and vLLM before speculators#684 attend to all tokens"
 PARALLEL = "vLLM computes it, TensorRT-LLM and SGLang draft token after token"
 UNKNOWN = "no engine is known to compute it"
-# By key: values that are computed here, the effect of another value, engines that compute that.
+# For each key: the values that trtspec can compute, the effect of any other value, and the engines
+# that compute it.
 DECISIVE: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "sliding_window": ((None, 0), "attention to a window", WINDOW),
     "layer_types": ((None, [], ["full_attention"]), "attention of another type", WINDOW),
@@ -36,18 +38,23 @@ DECISIVE: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "softmax_scale": ((None,), "another scale of attention", UNKNOWN),
     "attn_logit_softcapping": ((None,), "capped attention", UNKNOWN),
 }
-STRANGE = (".bias", "q_norm.weight", "k_norm.weight")
+# endings of tensors that change the function of a head and that engines do not read
+EXTRA_TENSORS = (".bias", "q_norm.weight", "k_norm.weight")
 SILU = ("silu", "swish")
 ROPE_BASE = "config.json:rope_theta"
-DEFAULT_THETA = 10000.0  # what readers take without a base
-# Of the input_layernorm gain. From here a second norm moves the fed-back state by 2 %.
+DEFAULT_THETA = 10000.0  # base that readers assume if config.json states none
+# Standard deviation of the gains of input_layernorm from which a second norm changes the state
+# that is fed back by 2 %.
 MIN_GAIN_SPREAD = 0.02
 
 
 def head_problems(
     checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec
 ) -> list[Problem]:
-    """Every problem beyond missing tensors and shapes. `tensors` go by their canonical names."""
+    """Returns every problem of a head except missing tensors and shapes.
+
+    `tensors`: header entries by canonical name.
+    """
     return [
         *_layout(checkpoint, tensors, spec),
         *_stated(checkpoint.config, tensors, spec),
@@ -67,22 +74,23 @@ def head_problems(
 def _layout(
     checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec
 ) -> Iterator[Problem]:
+    """Yields problems of tensors that engines do not read, other layers and other dtypes."""
     if any(name.startswith("model.") for name in checkpoint.tensors):
         yield finding("TS-HEAD-MODEL-PREFIX", "tensor names")
     config = flat_config(checkpoint.config)
     read = {*tensor_names(spec), *OPTIONAL}
     unread = [name for name in tensors if name not in read and not name.startswith("layers.")]
-    more = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
-    if more or config.get("num_hidden_layers", 1) != 1:
+    # The first layer is called `layer.` in canonical names.
+    further_layers = {name for name in tensors if name.startswith("layers.")}
+    if further_layers or config.get("num_hidden_layers", 1) != 1:
         message = (
             "the head has several decoder layers; Kimi heads and the engines' drafters have one"
         )
         yield Problem("TS-HEAD-FUNCTION", "error", "num_hidden_layers", message)
-    for where, message in _other_functions(
-        config, [name for name in unread if name.endswith(STRANGE)], spec
-    ):
+    extra = [name for name in unread if name.endswith(EXTRA_TENSORS)]
+    for where, message in _other_functions(config, extra, spec):
         yield Problem("TS-HEAD-FUNCTION", "error", where, message)
-    unread = [name for name in unread if not name.endswith(STRANGE)]
+    unread = [name for name in unread if not name.endswith(EXTRA_TENSORS)]
     if unread:
         message = f"{len(unread)} tensors that no engine reads, first {unread[0]}"
         yield Problem("TS-HEAD-TENSOR-UNKNOWN", "warning", unread[0], message)
@@ -98,22 +106,25 @@ def _layout(
 
 
 def _other_functions(
-    config: dict[str, Any], strange: list[str], spec: HeadSpec
+    config: dict[str, Any], extra: list[str], spec: HeadSpec
 ) -> Iterator[tuple[str, str]]:
-    """Yields tensors and keys by which the head computes what no engine's drafter does."""
-    if strange:
+    """Yields the tensor or key, and a message, for each function that engines do not compute.
+
+    `extra`: names of biases and of norms of queries and keys in the checkpoint.
+    """
+    if extra:
         message = (
             "biases, or norms of queries and keys, "
             "which engines leave out or load into another function"
         )
-        yield strange[0], f"the file holds {message}: {', '.join(strange)}"
+        yield extra[0], f"the file holds {message}: {', '.join(extra)}"
     if (config.get("hidden_act") or "silu") not in SILU:
         yield (
             "config.json:hidden_act",
             f"{config['hidden_act']!r}; every engine computes a head's MLP with SiLU",
         )
     for key in ("attention_bias", "mlp_bias"):
-        if config.get(key) and not strange:
+        if config.get(key) and not extra:
             message = (
                 f"`{key}: true`, and the file holds no biases: "
                 "loaders fail, or add biases that were never filled"
@@ -127,17 +138,18 @@ def _other_functions(
 def _stated(
     config: dict[str, Any], tensors: dict[str, TensorInfo], spec: HeadSpec
 ) -> Iterator[Problem]:
-    """Yields keys of config.json that engines obey and that the tensors contradict.
+    """Yields problems of keys in config.json that engines obey and that the tensors contradict.
 
-    Converting rewrites them.
+    `trtspec convert` corrects such keys.
     """
     stated = {**(config.get("eagle_config") or {}), **flat_config(config)}
     pruned = spec.is_pruned
     dtype = DTYPES.get(tensors["fc.weight"].dtype)
+    # transformers 5 writes `dtype`, older releases write `torch_dtype`.
     dtype_key = "dtype" if "dtype" in stated and "torch_dtype" not in stated else "torch_dtype"
 
     def wrong(key: str, wanted: Any, effect: str, severity: Severity = "error") -> Problem:
-        """`wanted` is None where the key must not be there."""
+        """Returns the problem of a key. `wanted`: right value, None if the key must be absent."""
         value = f"`{key}: {json.dumps(stated[key])}`" if key in stated else f"no {key}"
         remedy = "remove the key" if wanted is None else f"set `{key}: {json.dumps(wanted)}`"
         message = f"config.json has {value:.200}: {effect}"
@@ -168,6 +180,7 @@ def _stated(
             True,
             "vLLM would hand the head one state, and its fc takes several",
         )
+    # The key may be absent, but must not be null.
     if stated.get("target_hidden_size", 1) is None:
         yield wrong("target_hidden_size", None, "loaders that only test for the key fail")
     if pruned and not stated.get("draft_vocab_size"):
@@ -192,15 +205,15 @@ def _stated(
 
 
 def _names_class(value: Any, spec: HeadSpec) -> bool:
-    """Whether engines know a head of this attention by this class name or model type."""
+    """Whether engines build a head with this attention for a class name or model type."""
     text = str(value).lower()
-    other = "mha" if spec.is_mla else "mla"
+    other_attention = "mha" if spec.is_mla else "mla"
     known = any(word in text for word in KNOWN_WORDS)
-    return known and not any(word in text for word in CLASS_WORDS[other])
+    return known and not any(word in text for word in CLASS_WORDS[other_attention])
 
 
 def _unstated(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
-    """Yields problems of numbers that no tensor shows, if they are absent or unlike any head's."""
+    """Yields problems of numbers that no tensor shows, if they are absent or out of range."""
     where = "config.json:rms_norm_eps"
     epsilon = config.get("rms_norm_eps")
     if epsilon is None:
@@ -215,20 +228,21 @@ def _unstated(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
 
 
 def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
-    """Problems of the order and the convention of layer ids.
+    """Returns at most one problem of the order and the convention of the layer ids.
 
-    Ids that start at 2 under a key that counts from 0 are a deliberate choice, or counted one too
-    far.
+    Ids that start at 2 under a key that counts outputs from 0 are suspicious, because the usual
+    first output is 1.
     """
     layers = spec.aux_layers or ()
     nested, top = stated_ids(config)
     if -1 in layers and -1 not in (top or nested):
         message = (
             f"layer ids {list(top or nested)} count the layers that ran; "
-            "no engine hands on 0, the embedding"
+            "no engine passes on 0, the embedding"
         )
         return [Problem("TS-HEAD-LAYER-IDS", "error", "layer ids", message, REMEDY)]
-    captured = sorted(set(layers))  # TensorRT-LLM puts -1, the final state, before the others
+    # Sorting puts -1 first, as TensorRT-LLM does with the final state.
+    captured = sorted(set(layers))
     if list(layers) != captured:
         message = (
             f"the head lists layers {list(layers)}; engines capture each once and in ascending "
@@ -251,14 +265,14 @@ def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
         f"(vLLM, SGLang); read as {list(spec.aux_layers or ())}"
     )
     remedy = (
-        "look which pair has the higher acceptance, "
+        "compare the acceptance of both readings, "
         "`trtspec inspect HEAD --against TARGET` says what is usual"
     )
     return [Problem("TS-HEAD-LAYER-IDS", "warning", "eagle_config", message, remedy)]
 
 
 def _function(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
-    """Yields flags that make the trained function another one than TensorRT-LLM computes."""
+    """Yields flags by which a head computes another function than TensorRT-LLM does for it."""
     if spec.norm_before_residual:
         yield finding("TS-HEAD-NORM-RESIDUAL", "norm_before_residual")
     dialect = DIALECTS[spec.dialect]
@@ -289,18 +303,18 @@ def _function(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
                     f"{engine.title} reads {flag} at {' or '.join(keys)} alone, "
                     "and would compute a head without"
                 )
-                remedy = f"`trtspec convert HEAD -o OUT --to {engine.name}` writes it there"
+                remedy = f"run `trtspec convert HEAD -o OUT --to {engine.name}`"
                 yield Problem("TS-HEAD-CONFIG", "warning", f"config.json:{flag}", message, remedy)
 
 
 def uncomputed(config: dict[str, Any]) -> list[Problem]:
-    """A warning for each key by which the head computes another function than this package.
+    """Returns a warning for each key of a head's function that trtspec does not compute.
 
-    Nothing may run such a head.
+    trtspec must not run a head that has such a key.
     """
     stated = {**(config.get("eagle_config") or {}), **flat_config(config)}
     if stated.get("use_sliding_window") is False:
-        stated["sliding_window"] = None  # the switch of the key
+        stated["sliding_window"] = None  # The other key turns the window off.
     problems = []
     for key, (computed, effect, engines) in DECISIVE.items():
         value = stated.get(key)
@@ -313,6 +327,7 @@ def uncomputed(config: dict[str, Any]) -> list[Problem]:
 
 
 def _vocabulary(spec: HeadSpec) -> Iterator[Problem]:
+    """Yields problems of a pruned vocabulary and of the head's own embedding."""
     pruned = spec.is_pruned
     if pruned and not spec.has_d2t:
         yield finding("TS-HEAD-D2T-MISSING", "d2t")
@@ -323,32 +338,39 @@ def _vocabulary(spec: HeadSpec) -> Iterator[Problem]:
 
 
 def unloadable(spec: HeadSpec) -> Iterator[Problem]:
-    """Yields a problem for each engine that cannot load the head, whatever its layout."""
-    for engine in (engine for engine in ENGINES.values() if engine.cannot_load(spec)):
+    """Yields a problem for each engine that cannot load the head in any layout.
+
+    It is a warning for the engine that the head's dialect names first, and info for others.
+    """
+    for engine in ENGINES.values():
+        reason = engine.cannot_load(spec)
+        if not reason:
+            continue
         first = DIALECTS[spec.dialect].read_by[:1] == (engine.name,)
         remedy = (
-            f"for {engine.title} train a head with the whole vocabulary, or an MHA head; "
-            "others load this one"
+            f"train a head with the whole vocabulary, or an MHA head, for {engine.title}; "
+            "other engines load this one"
         )
         severity: Severity = "warning" if first else "info"
-        yield Problem("TS-HEAD-PRUNED-MLA", severity, "d2t", engine.cannot_load(spec), remedy)
+        yield Problem("TS-HEAD-PRUNED-MLA", severity, "d2t", reason, remedy)
 
 
 def _rope(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
-    """Yields problems of the rotary embedding."""
+    """Yields problems of the settings of the rotary embedding."""
     flat = flat_config(config)
     rope = spec.rope
     yarn = rope.is_yarn
     dialect = DIALECTS[spec.dialect]
     injected = dialect.injected_rope
+    # `injected` is an exporter's name and the YaRN settings that it writes into every head.
     if yarn and injected and injected[1:] == (rope.factor, rope.original_max_position_embeddings):
         yield finding("TS-HEAD-ROPE-INJECTED", "config.json:rope_scaling", "warning")
-    twice = list(_told_twice(flat))
-    yield from twice
+    contradictions = list(_rope_contradictions(flat))
+    yield from contradictions
     if rope.theta < 1 or (yarn and (rope.factor < 1 or rope.beta_fast < rope.beta_slow)):
         message = (
             f"a rope of theta {rope.theta:g}, factor {rope.factor:g}, "
-            f"beta {rope.beta_fast:g}-{rope.beta_slow:g} turns no position as any head was trained"
+            f"beta {rope.beta_fast:g}-{rope.beta_slow:g} rotates positions as in no trained head"
         )
         yield Problem("TS-HEAD-ROPE-VALUES", "error", "config.json:rope_scaling", message)
         return
@@ -359,7 +381,7 @@ def _rope(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
             f"{DEFAULT_THETA:g}"
         )
         yield finding("TS-HEAD-ROPE-THETA", "config.json", remedy=remedy)
-    if spec.is_mla and not yarn and not twice:
+    if spec.is_mla and not yarn and not contradictions:
         yield finding("TS-HEAD-ROPE-MLA", "config.json:rope_scaling")
     scaling = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
     unscaled = yarn and not (scaling.get("mscale") and scaling.get("mscale_all_dim"))
@@ -374,8 +396,12 @@ def _rope(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
         yield finding("TS-HEAD-ROPE-TORCHSPEC", "config.json:rope_theta", "info")
 
 
-def _told_twice(flat: dict[str, Any]) -> Iterator[Problem]:
-    """Yields differences between the up to three keys of rope. Readers differ in which they use."""
+def _rope_contradictions(flat: dict[str, Any]) -> Iterator[Problem]:
+    """Yields differences between the keys of one config.json that state the rope.
+
+    The keys are rope_theta, rope_scaling and rope_parameters. Engines differ in the key that they
+    read.
+    """
     scaling = flat.get("rope_scaling") or {}
     parameters = flat.get("rope_parameters") or {}
     thetas = set()
@@ -393,8 +419,10 @@ def _told_twice(flat: dict[str, Any]) -> Iterator[Problem]:
             "`trtspec convert --rope-theta` writes it everywhere"
         )
         yield Problem("TS-HEAD-ROPE-TWICE", "error", ROPE_BASE, message, remedy)
+    # Without one of the two keys nothing can differ.
     if "rope_scaling" not in flat or not parameters:
         return
+    # An equal base, because the bases were compared above.
     first, second = (
         RopeSpec.from_config({"rope_scaling": mapping | {"rope_theta": 1.0}})
         for mapping in (scaling, parameters)
@@ -417,11 +445,12 @@ def _told_twice(flat: dict[str, Any]) -> Iterator[Problem]:
 def _double_norm(
     checkpoint: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec
 ) -> list[Problem]:
-    """A problem if the trainer norms twice, LN(LN(x, input_layernorm), hidden_norm).
+    """Returns a problem if the head's trainer normed its input twice.
 
-    Engines compute LN(x, hidden_norm).
+    Such trainers compute LN(LN(x, input_layernorm), hidden_norm), engines LN(x, hidden_norm).
     """
     gain = tensors.get("layer.input_layernorm.weight")
+    # `trtspec train` writes the same dialect and norms once.
     doubled = DIALECTS[spec.dialect].double_norm and not training_record(checkpoint.path)
     if not doubled or gain is None or gain.dtype not in FLOATS:
         return []
@@ -433,9 +462,10 @@ def _double_norm(
 
 
 def _code(checkpoint: Checkpoint) -> list[Problem]:
-    """Problems of the head's code, which TensorRT-LLM would run unasked.
+    """Returns the problems of Python code in the checkpoint.
 
-    Engines have the classes of heads, so a head needs no code.
+    Code is a warning, because TensorRT-LLM runs it without asking. A head needs none, because
+    engines bring the classes of heads.
     """
     code = read_code(checkpoint.path)
     if not code.references:

@@ -1,7 +1,7 @@
 """Reads a head of any dialect into one canonical record (HeadSpec).
 
-Recognises drafts that are not Eagle3 heads, and compares a converted head with its source. A
-dimension is stated by config.json, or else shown by the first tensor. Where the two disagree,
+Also recognises drafts that are not Eagle3 heads, and compares a converted head with its source.
+config.json states a dimension, and otherwise the first tensor shows it. If the two disagree,
 `read_head` reports a problem.
 """
 
@@ -29,22 +29,25 @@ from trtspec.checkpoint.target_tensors import finding
 from trtspec.errors import Problem, TrtspecError, has_errors
 from trtspec.specs import Attention, HeadSpec, RopeSpec, Values
 
+# beginnings of tensor names that only latent attention has
 LATENT_TENSORS = ("layer.self_attn.kv_", "layer.self_attn.q_a_", "layer.self_attn.q_b_")
+# tensor names of Medusa heads
 MEDUSA = re.compile(r"^(medusa_heads?\.)?\d+\.\d+\.linear\.weight$|^medusa_heads?\.")
+# fields of HeadSpec that may differ between a head and its conversion
 STORAGE = (
     "dialect",
     "layer_prefix",
     "has_lm_head",
     "has_embed_tokens",
     "has_d2t",
-)  # may differ between dialects
+)
 
 
 def head_spec(checkpoint: Checkpoint, *, values: bool = False) -> HeadSpec:
-    """The canonical record of a head.
+    """Returns the canonical record of a head.
 
-    Raises TrtspecError at the first error of `read_head`, and with `values` at the first error in a
-    sample of the weights.
+    Raises TrtspecError if the head has errors. `values`: whether a sample of the weights is checked
+    too.
     """
     spec, problems = read_head(checkpoint)
     if values:
@@ -59,14 +62,15 @@ def head_spec(checkpoint: Checkpoint, *, values: bool = False) -> HeadSpec:
 def read_head(
     checkpoint: Checkpoint, dialect: Dialect | None = None
 ) -> tuple[HeadSpec, list[Problem]]:
-    """(canonical record, every problem of the checkpoint without a target).
+    """Returns the canonical record of a head and every problem that shows without a target.
 
-    `dialect` overrides what the files only suggest. Raises TrtspecError if it is not an Eagle3
-    head.
+    The record is incomplete if tensors are missing. Raises TrtspecError if the checkpoint is not an
+    Eagle3 head.
+
+    `dialect`: dialect that the user states. None: it is detected.
     """
-    from trtspec.checkpoint.heads.problems import (
-        head_problems,
-    )  # here: numpy takes longer to load than lint to answer
+    # Imported late, because it loads numpy, which takes longer than `trtspec lint` itself.
+    from trtspec.checkpoint.heads.problems import head_problems
 
     wrong = no_eagle3_head(checkpoint.config, checkpoint.tensors)
     if wrong is not None:
@@ -77,10 +81,12 @@ def read_head(
     is_latent = any(name.startswith(LATENT_TENSORS) for name in tensors)
     attention: Attention = "mla" if is_latent else "mha"
     prefix = layer_prefix(checkpoint.tensors)
-    if problems := unreadable(tensors, declared, attention):
+    problems = unreadable(tensors, declared, attention)
+    if problems:
         return replace(declared, attention=attention, layer_prefix=prefix), problems
     spec = replace(measured(tensors, declared, config), layer_prefix=prefix)
     problems = misfits(tensors, spec, declared) + fc_width(tensors, spec, config)
+    # Wrong shapes also change the number of norms, so they are reported alone.
     problems = problems or missing_norms(tensors, spec)
     return spec, problems + head_problems(checkpoint, tensors, spec)
 
@@ -88,9 +94,13 @@ def read_head(
 def head_spec_from_config(
     config: dict[str, Any], *, dialect: Dialect | None = None, owns: dict[str, bool] | None = None
 ) -> HeadSpec:
-    """HeadSpec from config.json alone, for heads known only by id.
+    """Returns the record of a head as config.json alone states it.
 
-    `owns`: which optional tensors the file holds.
+    Raises TrtspecError if config.json lacks a size or states an invalid value.
+
+    Args:
+        dialect: dialect of the head. None: it is detected.
+        owns: whether the checkpoint holds lm_head, embed_tokens and d2t, by these names.
     """
     flat = flat_config(config)
     owns = owns or {}
@@ -126,21 +136,21 @@ def head_spec_from_config(
     if mla:
         sizes: dict[str, Any] = {name: values.whole(name, 0) for name in LATENT}
         sizes["head_dim"] = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
-        spec = replace(
-            spec, **sizes, num_key_value_heads=heads
-        )  # latent attention shares one; engines read no number
+        # Engines do not read a number of key-value heads for latent attention.
+        spec = replace(spec, **sizes, num_key_value_heads=heads)
     return spec
 
 
 def _flags(config: dict[str, Any], dialect: Dialect) -> dict[str, bool]:
-    """Flags that change the function. A key differs in meaning or default between dialects."""
+    """Returns the flags of the head's norms, by their names in `HeadSpec`."""
+    # Projects have different keys for the same flag.
     eagle = config.get("eagle_config") or {}
     fc_norm = bool(config.get("fc_norm"))
     norm_output = bool(
         config.get("norm_output") or config.get("post_norm") or eagle.get("return_hidden_post_norm")
     )
     if dialect.norm_output_since and not fc_norm:
-        norm_output = False  # before that date the key named plain EAGLE-3
+        norm_output = False  # Before that date the key described plain EAGLE-3.
     return {
         "fc_norm": fc_norm,
         "norm_output": norm_output,
@@ -152,7 +162,10 @@ def _flags(config: dict[str, Any], dialect: Dialect) -> dict[str, bool]:
 
 
 def no_eagle3_head(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Problem | None:
-    """Why these tensors are not an Eagle3 head, by names and shapes. None if they may be."""
+    """Returns the problem of a checkpoint that is not an Eagle3 head. None if it may be a head.
+
+    Names and shapes of the tensors decide, and keys of config.json that other drafts have.
+    """
     names = tensors.keys()
     model_type = config.get("speculators_model_type") or config.get("model_type")
     medusa = "medusa_num_heads" in config or model_type == "medusa"
@@ -162,13 +175,16 @@ def no_eagle3_head(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Pr
         return finding("TS-HEAD-OTHER-DRAFT", "speculators_model_type")
     fc = tensors.get("fc.weight") or tensors.get("model.fc.weight")
     if fc is not None:
-        # EAGLE-1 and EAGLE-2 fuse the embedding with one state, in fc [H, 2H]
+        # EAGLE-1 and EAGLE-2 fuse the embedding with one state, so their fc is [H, 2H].
         normed = any(name.endswith("hidden_norm.weight") for name in names)
         if normed or len(fc.shape) != 2 or fc.shape[1] != 2 * fc.shape[0]:
             return None
         return finding("TS-HEAD-EAGLE1", "fc.weight")
-    numbers = {f".{name}".partition(".layers.")[2].partition(".")[0] for name in names}
-    layers = {number for number in numbers if number.isdecimal()}
+    layers = set()
+    for name in names:
+        number = f".{name}".partition(".layers.")[2].partition(".")[0]
+        if number.isdecimal():
+            layers.add(number)
     if len(layers) < 2 and any(name.endswith(("eh_proj.weight", "enorm.weight")) for name in names):
         return finding("TS-HEAD-OTHER-DRAFT", "tensor names")
     if len(layers) > 1 or any(".experts." in name for name in names):
@@ -177,7 +193,7 @@ def no_eagle3_head(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> Pr
 
 
 def head_facts(spec: HeadSpec, config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `inspect --json` and `convert --json` that only a head has."""
+    """Returns the keys of `inspect --json` and `convert --json` that only a head has."""
     attributes = (
         "eagle",
         "attention",
@@ -202,10 +218,13 @@ def head_facts(spec: HeadSpec, config: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class HeadComparison:
-    """A converted head beside its source.
+    """Comparison of a converted head with its source.
 
-    `tensors`: of the head. `compared`: that both hold. `identical`: to the byte. `added` and
-    `absent`: names that only the head has, and only the source.
+    tensors: number of tensors in the converted head.
+    compared: number of tensors that both heads hold.
+    identical: number of compared tensors with the same bytes.
+    added: names of tensors that only the converted head holds.
+    absent: names of tensors that only the source holds.
     """
 
     tensors: int
@@ -217,10 +236,15 @@ class HeadComparison:
 
 
 def compare_heads(derived: Checkpoint, source: Checkpoint) -> HeadComparison:
-    """Compares every tensor that both hold byte by byte, and every field of the two records."""
-    ours, theirs = canonical_names(derived.tensors), canonical_names(source.tensors)
+    """Compares a converted head with its source: the bytes of all tensors and the two records.
+
+    Names are canonical. Fields that describe only the storage may differ.
+    """
+    ours = canonical_names(derived.tensors)
+    theirs = canonical_names(source.tensors)
     both = [name for name in ours if name in theirs]
     different = [name for name in both if not same_bytes(derived, ours[name], source, theirs[name])]
+    # A dialect may leave out an optional tensor.
     lost = [name for name in theirs if name not in ours and name not in OPTIONAL]
     problems = [_differs(name, "its bytes are not those of the source") for name in different]
     problems += [_differs(name, "the source has it, the derived head does not") for name in lost]
@@ -230,7 +254,7 @@ def compare_heads(derived: Checkpoint, source: Checkpoint) -> HeadComparison:
         value = getattr(record, name)
         source_value = getattr(source_record, name)
         if name == "aux_layers" and None in (value, source_value):
-            continue  # one of the two does not say
+            continue  # One of the two configs does not state the layers.
         if value != source_value:
             problems.append(_differs(name, f"{value} here, {source_value} in the source"))
     return HeadComparison(
@@ -244,4 +268,5 @@ def compare_heads(derived: Checkpoint, source: Checkpoint) -> HeadComparison:
 
 
 def _differs(where: str, what: str) -> Problem:
+    """Returns the problem of a tensor or field that is not as in the source."""
     return Problem("TS-HEAD-DIFFERS", "error", where, f"differs from the source: {what}")

@@ -1,6 +1,6 @@
 """Compares the tensors of an Eagle3 head with its config.json: absent tensors and other shapes.
 
-A dimension is stated by config.json, or else shown by the first tensor.
+config.json states a dimension, and otherwise the first tensor shows it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,18 @@ ATTENTION = {
     ),
 }
 MAPS = ("d2t", "t2d")
-OPTIONAL = ("lm_head.weight", "embed_tokens.weight", *MAPS)  # rebuilt, or lent by the target
-FLAGS = ("fc_norm", "norm_before_fc")
+# tensors that a head may leave out, because they are rebuilt or the target lends them
+OPTIONAL = ("lm_head.weight", "embed_tokens.weight", *MAPS)
+FLAGS = ("fc_norm", "norm_before_fc")  # fields of HeadSpec that add norms
 Shapes = dict[str, tuple[int, ...]]
 
 
 def canonical_names(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The tensors without `model.`, with `layer.` for the first decoder layer in any dialect."""
+    """Returns the tensors by canonical name.
+
+    A canonical name has no `model.`, and begins with `layer.` for the decoder layer, which dialects
+    call `midlayer.` or `layers.0.`.
+    """
     renamed = {}
     for name, info in tensors.items():
         plain = name.removeprefix("model.")
@@ -48,11 +53,12 @@ def canonical_names(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 
 def layer_prefix(tensors: dict[str, TensorInfo]) -> str:
+    """Returns the prefix of the decoder layer's tensor names, `midlayer.` or `layers.0.`."""
     return "midlayer." if any("midlayer." in name for name in tensors) else "layers.0."
 
 
 def required_names(attention: str) -> list[str]:
-    """Names of tensors without which no engine computes the head.
+    """Returns the canonical names of tensors without which no engine computes the head.
 
     lm_head, embed_tokens and d2t may be absent.
     """
@@ -64,7 +70,7 @@ def required_names(attention: str) -> list[str]:
 
 
 def tensor_names(spec: HeadSpec) -> list[str]:
-    """Names of all tensors that an engine loads into the layers, stacked ones in their order."""
+    """Returns the canonical names of all tensors that an engine loads into the head's layers."""
     names = required_names(spec.attention)
     if spec.fc_norm:
         names += [f"fc_norm.{index}.weight" for index in range(spec.num_aux)]
@@ -74,9 +80,10 @@ def tensor_names(spec: HeadSpec) -> list[str]:
 
 
 def expected_shapes(spec: HeadSpec) -> Shapes:
-    """Shape by canonical name of every tensor that a head of this record may hold.
+    """Returns the shape of every tensor that a head of this record may hold, by canonical name.
 
-    Linears are [outputs, inputs]. The first projections see embedding and state, 2H wide.
+    Linears are [outputs, inputs]. The first projections of attention take embedding and state,
+    which together are 2H wide.
     """
     hidden = spec.hidden_size
     inner = spec.intermediate_size
@@ -103,6 +110,7 @@ def expected_shapes(spec: HeadSpec) -> Shapes:
 
 
 def _attention_shapes(spec: HeadSpec) -> Shapes:
+    """Returns the shapes of the attention's tensors by their name in the layer."""
     inputs = 2 * spec.hidden_size
     if spec.is_mla:
         return latent_attention(spec, inputs)
@@ -119,20 +127,19 @@ def _attention_shapes(spec: HeadSpec) -> Shapes:
 def unreadable(
     tensors: dict[str, TensorInfo], declared: HeadSpec, attention: Attention
 ) -> list[Problem]:
-    """Problems that prevent a comparison of shapes.
+    """Returns problems that prevent a comparison of shapes.
 
-    Tensors that every head needs are absent, one has another rank, or the config describes another
-    attention.
+    They are absent tensors that every head needs, tensors of another rank, and a config that
+    describes another attention.
     """
-    if missing := [name for name in required_names(attention) if name not in tensors]:
+    missing = [name for name in required_names(attention) if name not in tensors]
+    if missing:
         what = f"{len(missing)} tensors that an Eagle3 {attention.upper()} head needs are absent"
         message = f"{what}: {', '.join(missing)}"
         return [Problem("TS-HEAD-TENSOR-MISSING", "error", missing[0], message)]
-    if wrong := [
-        problem
-        for name, info in tensors.items()
-        if (problem := _wrong_rank(name, info)) is not None
-    ]:
+    problems = (_wrong_rank(name, info) for name, info in tensors.items())
+    wrong = [problem for problem in problems if problem is not None]
+    if wrong:
         return wrong
     if attention != declared.attention:
         message = (
@@ -145,7 +152,8 @@ def unreadable(
 def measured(
     tensors: dict[str, TensorInfo], declared: HeadSpec, config: dict[str, Any]
 ) -> HeadSpec:
-    """The record with what the tensors show and config.json does not state."""
+    """Returns the record, completed with facts that config.json does not state and tensors show."""
+    # number of rows of each optional tensor
     rows = {
         name: tensors[name].shape[0] for name in OPTIONAL if name in tensors and tensors[name].shape
     }
@@ -168,9 +176,9 @@ def measured(
 
 
 def _wrong_rank(name: str, info: TensorInfo) -> Problem | None:
-    """The problem of a tensor with another rank or without values, else None.
+    """Returns the problem of a tensor with another rank or without values, else None.
 
-    Linears have two dimensions and norms one. `values` judges the maps.
+    Linears have two dimensions and norms one. `values` checks the vocabulary maps.
     """
     rank = 1 if "norm" in name else 2
     known = name.endswith(".weight") and not name.startswith("layers.")
@@ -182,23 +190,33 @@ def _wrong_rank(name: str, info: TensorInfo) -> Problem | None:
 
 
 def misfits(tensors: dict[str, TensorInfo], spec: HeadSpec, declared: HeadSpec) -> list[Problem]:
-    """Tensors of another shape than the record's, and flags of `declared` that do not fit tensors.
+    """Returns problems of shapes and flags that disagree with the record.
 
-    Shapes are one problem, because several at once point at config.json.
+    All shapes are one problem, because several wrong shapes have one cause in config.json.
+
+    Args:
+        tensors: header entries by canonical name.
+        spec: record of the head, completed from its tensors.
+        declared: record as config.json alone states it.
     """
     faults = []
     for name, wanted in expected_shapes(spec).items():
         stored = tensors[name].shape if name in tensors else wanted
         if name in MAPS and len(stored) != 1:
-            continue
+            continue  # `values` reports maps of another rank.
         if name == "fc.weight":
-            stored, wanted = stored[:1], wanted[:1]  # its inputs are judged with the layer ids
+            # `fc_width` judges the inputs of fc with the layer ids.
+            stored = stored[:1]
+            wanted = wanted[:1]
         if stored != wanted:
             asked = f"where config.json asks for {list(wanted)}"
             faults.append(f"{name} is stored as {list(stored)}, {asked}")
     flags = []
-    for flag in (flag for flag in FLAGS if getattr(spec, flag) != getattr(declared, flag)):
-        remedy = f"set `{flag}: true`" if getattr(spec, flag) else REMEDY
+    for flag in FLAGS:
+        has_norms = getattr(spec, flag)
+        if has_norms == getattr(declared, flag):
+            continue
+        remedy = f"set `{flag}: true`" if has_norms else REMEDY
         flags.append(finding("TS-HEAD-FC-NORM", f"config.json:{flag}", remedy=remedy))
     if not faults:
         return flags
@@ -211,10 +229,9 @@ def misfits(tensors: dict[str, TensorInfo], spec: HeadSpec, declared: HeadSpec) 
 
 
 def missing_norms(tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
-    """A problem if norms are absent.
+    """Returns a problem if norms before fc are absent that the record has.
 
-    The shapes of the head agree with its record. Otherwise the number of norms follows from another
-    fault.
+    Call it only if the other shapes agree with the record, from which the number of norms follows.
     """
     missing = [name for name in tensor_names(spec) if name not in tensors]
     if not missing:
@@ -226,11 +243,11 @@ def missing_norms(tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Proble
 def fc_width(
     tensors: dict[str, TensorInfo], spec: HeadSpec, config: dict[str, Any]
 ) -> list[Problem]:
-    """A problem if fc takes another number of target states than config.json says."""
+    """Returns a problem if fc takes another number of target states than config.json states."""
     rows, width = tensors["fc.weight"].shape
     states = spec.num_aux
     if rows != spec.hidden_size:
-        return []  # not fc as a head has it, which `misfits` says
+        return []  # `misfits` reports the number of outputs.
     if width != states * spec.target_hidden_size or (
         spec.aux_layers is not None and len(spec.aux_layers) != states
     ):
