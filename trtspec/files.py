@@ -156,7 +156,7 @@ def missing(path: str | Path, remedy: str) -> UsageError:
 
 
 def beside(path: str | Path) -> Path | None:
-    """Path in the same directory whose name is most similar to that of a missing `path`.
+    """Path in the same directory with the name that is most similar to the missing `path`'s.
 
     None if no name is similar, or if the directory does not exist.
     """

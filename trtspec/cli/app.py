@@ -102,7 +102,7 @@ class LazyCommand(TyperCommand):
 
 
 class Commands(PlainHelp, TyperGroup):
-    """Group of all subcommands, none of which is imported yet."""
+    """Group of all subcommands. A subcommand is imported when it is used."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

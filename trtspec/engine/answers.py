@@ -283,7 +283,7 @@ class ChoiceStream:
         return metadata
 
     def _scores(self, entries: list[TokenLogprobs], echoed: list[int]) -> dict[str, Any]:
-        """Returns the member `logprobs` of a chunk. The arguments are those of `scores`."""
+        """Returns the member `logprobs` of a chunk. Takes the arguments of `scores`."""
         return {name: list(items) for name, items in scores(self.call, entries, echoed).items()}
 
     def _chunk(self, choice: dict[str, Any]) -> str:

@@ -423,7 +423,7 @@ class ChatBody(GenerationBody):
 
     @property
     def demanded_tools(self) -> list[Function]:
-        """The functions of which the answer must call one. [] if no call is demanded.
+        """Functions that the answer must choose a call from. [] if no call is demanded.
 
         Raises ApiError if `tool_choice` demands a function that is not among the tools.
         """

@@ -56,7 +56,7 @@ class Stats:
     histogram: list[int] = field(default_factory=list)
 
     def count(self, offered: int, accepted: int) -> None:
-        """Counts one verification of `offered` drafts, of which `accepted` were accepted."""
+        """Counts one verification: `offered` drafts were verified, and `accepted` accepted."""
         self.steps += 1
         self.drafted += offered
         self.accepted += accepted

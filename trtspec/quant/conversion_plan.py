@@ -63,7 +63,7 @@ class ConversionOptions:
 
 @dataclass(frozen=True)
 class Conversion:
-    """A checked conversion, of which nothing is written yet.
+    """A checked conversion, before anything is written.
 
     checkpoint: the source.
     spec: architecture of the model.
@@ -88,7 +88,7 @@ class Conversion:
 
     @property
     def decisive_options(self) -> dict[str, Any]:
-        """The options that, with the source, decide the output's bytes. Keys are those of JSON."""
+        """Options that decide the output's bytes, together with the source, by their JSON key."""
         policy = {
             "name": self.policy.name,
             "quantize": self.policy.quantize,
