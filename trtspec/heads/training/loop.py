@@ -108,7 +108,7 @@ def train_head(
         result.steps = step
         longest_step_s = max(longest_step_s, point.seconds)
         # The deadline must leave time for one more step and for saving it.
-        stopping = not is_last and stop.asked(ranks, longest_step_s + longest_save_s)
+        stopping = not is_last and stop.should_stop(ranks, longest_step_s + longest_save_s)
         save_start = time.monotonic()
         export(point)
         if curve and (stopping or is_last or step % run.save_every == 0):

@@ -28,20 +28,20 @@ def open_states(
     ranks: Ranks,
     journal: Journal | None = None,
 ) -> Features:
-    """The states of all samples, from the source that the plan names.
+    """Opens the hidden states of all samples, from the source that the plan names.
 
-    A stream computes the states, and a server sends them, while the head trains. Several processes
-    stream the states that one process would keep in memory: each computes a part, and none holds
-    all. Raises TrtspecError if the states are not the target's.
+    Raises TrtspecError if the states are not the target's.
 
     Args:
-        journal: holds the servers of earlier states.
+        journal: journal of the run, which names the servers of earlier states. A resumed run must
+            ask the same servers. None in processes other than the main process.
     """
     source = plan.features
     layers = plan.spec.aux_layers or ()
     if source.way == "memory" and ranks.size == 1:
         with progress_bar("states of the target", plan.tokens, "tokens") as bar:
             return compute_features(model, plan.samples, layers, bar.advance)
+    # Several processes stream even for "memory": each computes a share, and no process holds all.
     if source.way in ("memory", "stream"):
         device = str(model.embed.weight.device)
         stream = open_stream(run.target_dir, model.dtype, device, ranks)
@@ -60,7 +60,7 @@ def open_states(
         from trtspec.heads.training.module import state_client
 
         client = partial(state_client, source.urls, servers[0].model, longest)
-        client()  # raises if a dependency is missing, before the run begins
+        client()  # raises MissingDependency now, not in a thread of the running training
         features: Features = ServedFeatures(
             plan.samples, model.spec, plan.spec.num_aux, model.norm, client
         )
@@ -68,6 +68,7 @@ def open_states(
         assert plan.dumped is not None
         features = plan.dumped
     if ranks.main:
+        # Dumps and servers may have captured another model or other layers.
         shortest = lengths.index(min(lengths))
         aux = features.states(shortest)[1]
         check_first_layers(run.target_dir, plan.samples[shortest], aux, layers, model.dtype)

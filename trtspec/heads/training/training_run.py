@@ -65,21 +65,24 @@ def run_training(
     on_step: Callable[[CurvePoint], None] = lambda _: None,
     ranks: Ranks = SINGLE_PROCESS,
 ) -> dict[str, Any]:
-    """Trains, and writes the head to the run's output.
+    """Trains a head, and writes it to the output of the run.
 
-    A second call with the same arguments continues an interrupted run from its last saved state,
-    and a finished run with more epochs or steps. A run that was asked to stop, or whose time is up,
-    writes the head as it is then, and its record says so (`training.finished`). In a group of
-    processes all train and the main process writes. With streamed or served states the model may
-    lack its decoder layers.
+    A second call with the same arguments resumes an interrupted run from its last saved state. A
+    finished run resumes if it is given more epochs or steps. A run that a signal or the deadline
+    stops writes the head of its last step, and its record has `training.finished` false. In a group
+    of processes all train, and the main process writes.
 
-    Returns the provenance record, with sample ids in `held_out`. It is empty in all processes but
-    the main one.
+    Returns the provenance record, with sample ids in `held_out`. The record is empty in processes
+    other than the main process.
+
+    Args:
+        model: target. With streamed or served states it may lack its decoder layers.
+        on_step: function that gets the figures of every optimizer step.
     """
     options = options.for_device(run.device)
     fingerprint = run_fingerprint(run, plan.samples, options)
     output_options = run_options(run.output, run.output_options)
-    ranks.wait()  # the main process removes nothing before all have checked the output
+    ranks.wait()  # the main process changes the output only after all have checked it
     directory = run_directory(run.output, plan.output_bytes)
     with directory.claim({}, output_options) if ranks.main else nullcontext() as journal:
         require_shared(run.work, ranks, "resumes from the state that the main one saved there")
@@ -96,7 +99,7 @@ def run_training(
         }
         writer = HeadWriter(run, plan, options, model.spec, module, ranks, source)
         stop = Stop(run.deadline)
-        # Python handles signals in the main thread alone.
+        # Python lets only the main thread install signal handlers.
         signals: tuple[signal.Signals, ...] = ()
         if threading.current_thread() is threading.main_thread():
             signals = (signal.SIGINT, signal.SIGTERM)
@@ -127,7 +130,7 @@ def run_training(
 def _fresh_module(
     plan: TrainingPlan, model: KimiModel, options: TrainOptions
 ) -> train.TrainingModule:
-    """ModelOpt's module with initial weights that depend on the seed alone."""
+    """Builds ModelOpt's training module with random weights that depend on the seed alone."""
     torch.manual_seed(options.seed)
     device = model.embed.weight.device
     target_ids = None
@@ -141,10 +144,14 @@ def _fresh_module(
 
 @dataclass
 class HeadWriter:
-    """Writes the heads of one run: `best`, with the lowest held-out loss, and the last.
+    """Writes the heads of one run: `best`, with the lowest held-out loss, and the last head.
 
-    Every process calls it, and the main process writes. `source`: digests of the run's inputs for
-    provenance.json.
+    Every process calls the methods, and only the main process writes.
+
+    Args:
+        target: specification of the target.
+        module: training module that holds the head.
+        source: digests of the run's inputs for provenance.json.
     """
 
     run: TrainingRun
@@ -156,10 +163,12 @@ class HeadWriter:
     source: dict[str, Any]
 
     def write(self, output: Path, progress: dict[str, Any]) -> dict[str, Any]:
-        """Writes the head as it is now into `output`, its record last.
+        """Writes the current head into `output`, and its provenance record last.
 
-        `progress`: facts about the run for the record. Returns the record, which is empty in all
-        processes but the main one.
+        Returns the record, which is empty in processes other than the main process.
+
+        Args:
+            progress: facts about the run's progress, for the field `training` of the record.
         """
         if not self.ranks.main:
             return {}
@@ -190,7 +199,7 @@ class HeadWriter:
             training=training | progress,
             held_out=[samples[index].id for index in data.held],
         )
-        # After a kill no head has the record of another head.
+        # The old record goes first, so that a kill never leaves it beside another head's weights.
         for name in (PROVENANCE_NAME, CARD_NAME):
             remove_file(output, name)
         write_head(output, tensors, plan.spec, self.target)
@@ -198,14 +207,14 @@ class HeadWriter:
         return record
 
     def after(self, point: CurvePoint) -> None:
-        """Writes the heads that are due after this step."""
+        """Writes the best head after an optimizer step whose held-out loss is the lowest so far."""
         if not self.ranks.main:
             return
         if point.held_out and point.held_out["loss"] < self._best_loss():
             self._write_whole(BEST, point)
 
     def _best_loss(self) -> float:
-        """Held-out loss in the record of `best`. Infinite if there is no such head."""
+        """Held-out loss in the record of the best head. Infinite if no best head was written."""
         path = self.run.output / BEST / PROVENANCE_NAME
         if not path.is_file():
             return math.inf
@@ -213,7 +222,10 @@ class HeadWriter:
         return float(training["held_out_figures"]["loss"])
 
     def _write_whole(self, name: PlainName, point: CurvePoint) -> None:
-        """Writes the head as it is now into a folder of the output, which appears whole."""
+        """Writes the current head into the folder `name` of the output.
+
+        A kill leaves either the previous folder, or the complete new folder, or no folder.
+        """
         output = self.run.output
         unfinished = PlainName(f".{name}.partial")
         remove_folder(output, unfinished)
@@ -233,16 +245,19 @@ class HeadWriter:
 def write_head(
     output: Path, tensors: dict[str, torch.Tensor], spec: HeadSpec, target: ModelSpec
 ) -> None:
-    """Writes the checkpoint, config.json last: a directory that has one holds a whole head."""
+    """Writes the checkpoint of a head.
+
+    config.json is written last, so a directory that has a config.json holds a whole head.
+    """
     output.mkdir(parents=True, exist_ok=True)
     write_shard(output / SINGLE_SHARD, tensors, {"format": "pt"})
     write_json(output / CONFIG_NAME, head_config(spec, target))
 
 
 def write_record(output: Path, spec: HeadSpec, provenance: dict[str, Any]) -> None:
-    """Writes provenance.json and README.md beside the checkpoint.
+    """Writes provenance.json and README.md into the directory of the checkpoint.
 
-    They are written again when a measurement is added.
+    A later measurement calls this function again with its figures in `provenance`.
     """
     write_json(output / PROVENANCE_NAME, provenance)
     write_atomic(output / CARD_NAME, model_card(spec, provenance))
