@@ -54,8 +54,10 @@ class Options:
     """Options of a conversion.
 
     Args:
-        to: a name of trtspec.checkpoint.heads.dialects.OPTIONS.
-        from_: such a name, or None to detect the dialect of the source.
+        to: name of the destination's dialect, a key of trtspec.checkpoint.heads.dialects.OPTIONS.
+        from_: name of the source's dialect, a key of OPTIONS. None: the dialect is detected.
+        embed_tokens: choice of the embedding that is written (see `plan_tensors`).
+        rope_theta: rope base that replaces the source's. None: the source's is kept.
     """
 
     to: str
@@ -73,11 +75,15 @@ def convert_head(
     target: Resolved | None = None,
     bar: ProgressBar = ProgressBar(),
 ) -> HeadConversion:
-    """Converts a head. Writes nothing in a dry run, or if the problems have errors.
+    """Converts a head to another dialect, and writes it to `output`.
 
-    A dry run makes every check of a run, and reads every value of every tensor. Raises CheckFailed
-    if the source is not an Eagle3 head. Raises UsageError if the output is in the way, TrtspecError
-    if the disk has no room for it.
+    Nothing is written in a dry run, or if the problems of the result have errors. A dry run makes
+    every check of a conversion, and reads every value of every tensor. Raises CheckFailed if the
+    source is not an Eagle3 head. Raises UsageError if `output` is the source or is in use. Raises
+    TrtspecError if the disk is too small.
+
+    Args:
+        target: target of the head. None: checks that need the target are left out.
     """
     start = time.monotonic()
     checkpoint = source.checkpoint
@@ -90,13 +96,14 @@ def convert_head(
     licences = carried_names(path, "LICENSE*")
     names = frozenset((*HEAD_FILES, *licences))
     directory = OutputDirectory(output, "convert", names, size=0)
-    # A killed conversion starts over.
+    # A killed conversion starts over, because it keeps no state to resume from.
     output_options = OutputOptions(options.dry_run, restart=True, force=options.force)
     directory.check(output_options)
     refusal = no_eagle3_head(checkpoint.config, checkpoint.tensors)
     if refusal is not None:
         raise CheckFailed(f"{source.name}: {refusal.message}", refusal.remedy, refusal.code)
     planned, entries = _plan(checkpoint, output, options, target)
+    # The size of the output is known only now, so the free disk is checked a second time.
     directory = replace(directory, size=planned.bytes_out)
     refused = has_errors(planned.problems)
     if not refused:
@@ -107,21 +114,14 @@ def convert_head(
     with directory.claim({}, output_options):
         tensors = write_tensors(output / "model.safetensors", entries, bar)
         carry_files(path, output, licences)
-        origin = {
-            "head": source.name,
-            "dialect": conversion.source_dialect,
-            "config": checkpoint.config,
-            "provenance": recorded(path) or None,
-            "target": target.name if target else None,
-            **commit_record(path),
-        }
+        result = conversion.to_json()
+        origin = _origin(source, target, conversion.source_dialect)
         chosen = {
             "to": options.to,
             "from": options.from_,
             "embed_tokens": options.embed_tokens,
             "rope_theta": options.rope_theta,
         }
-        result = conversion.to_json()
         record = provenance(
             "convert",
             origin,
@@ -132,11 +132,24 @@ def convert_head(
         )
         write_json(output / "provenance.json", record)
         write_atomic(output / "README.md", conversion_card(conversion.head, result, record))
-        # The last file: a directory without it is not a head.
+        # config.json comes last, because a directory without it is not a head.
         write_json(output / "config.json", conversion.config)
         directory.finish()
     seconds = round(time.monotonic() - start, 3)
     return replace(conversion, seconds=seconds, peak_rss_bytes=peak_rss())
+
+
+def _origin(source: Resolved, target: Resolved | None, dialect: str) -> dict[str, Any]:
+    """Returns the facts about the source head that the provenance record keeps."""
+    checkpoint = source.checkpoint
+    return {
+        "head": source.name,
+        "dialect": dialect,
+        "config": checkpoint.config,
+        "provenance": recorded(checkpoint.path) or None,
+        "target": target.name if target else None,
+        **commit_record(checkpoint.path),
+    }
 
 
 @dataclass(frozen=True)
@@ -144,11 +157,21 @@ class HeadConversion:
     """The result of a conversion or of a dry run.
 
     Args:
-        output: None if nothing was written: in a dry run, and if the problems have errors.
+        output: directory of the written head. None in a dry run, and if the problems have errors.
+        to: name of the destination's dialect.
+        problems: errors, warnings and notes about the conversion.
         repairs: errors and warnings of the source that the written head no longer has.
-        head: the record of the head as it is written.
-        capture: layer outputs that TensorRT-LLM needs in its configuration.
-        serve: engine -> command.
+        source_dialect: name of the source's dialect.
+        head: specification of the head as it is written.
+        config: contents of the written config.json. Empty if the problems have errors.
+        tensors: number of tensors.
+        parameters: number of parameters, without the vocabulary maps.
+        bytes_out: size of all tensors in bytes.
+        capture: layer outputs that TensorRT-LLM needs in its configuration. None if its default is
+            right or the layers are unknown.
+        target_default_layers: layer outputs that engines capture by default for the target. None
+            without a target.
+        serve: command that serves the written head, by engine.
     """
 
     output: Path | None
@@ -169,7 +192,7 @@ class HeadConversion:
     peak_rss_bytes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The keys of `trtspec convert --json`, but for `problems`."""
+        """Returns the fields of the output of `trtspec convert --json`, except `problems`."""
         facts: dict[str, Any] = {}
         if self.config:
             facts = head_facts(self.head, self.config)
@@ -198,7 +221,11 @@ class HeadConversion:
 def _plan(
     checkpoint: Checkpoint, output: Path, options: Options, target: Resolved | None
 ) -> tuple[HeadConversion, dict[str, OutputTensor]]:
-    """(the conversion with every reason against it, where the bytes of each tensor come from)."""
+    """Plans a conversion without writing anything.
+
+    Returns the conversion with every reason against it, and the source of each tensor by its name
+    in the destination.
+    """
     stated_dialect = OPTIONS[options.from_] if options.from_ else None
     source_spec, source_problems = read_head(checkpoint, stated_dialect)
     dialect = OPTIONS[options.to]
@@ -218,6 +245,7 @@ def _plan(
         rope = replace(spec.rope, theta=options.rope_theta)
         spec = replace(spec, rope=rope)
     if model is not None:
+        # A source without layer ids is taken to capture the target's three default layers.
         if spec.aux_layers is None and spec.num_aux == 3:
             spec = replace(spec, aux_layers=model.default_aux_layers)
         problems += errors_in(pair_problems(spec, model))
@@ -225,7 +253,7 @@ def _plan(
     problems += refusals(spec, dialect, model)
     refused = has_errors(problems)
     if refused:
-        shared_weights = None  # the headers alone refuse it, so no weight is read
+        shared_weights = None  # an error in the headers is enough, so no weight is read
     entries, tensor_problems = plan_tensors(
         checkpoint, spec, dialect, shared_weights, options.embed_tokens
     )
@@ -236,12 +264,9 @@ def _plan(
     if not has_errors(problems):
         problems += cautions(spec, dialect)
         spec = with_ownership(spec, dialect, entries)
-        verifier = Verifier()
-        if target:
-            architectures = target.config().get("architectures") or ()
-            verifier = Verifier(target.name, tuple(architectures))
         shared = shared_config(checkpoint.config, spec, entries["fc.weight"].dtype)
-        config = write_config(dialect.config, shared, spec, dialect.ids(spec.aux_layers), verifier)
+        layer_ids = dialect.ids(spec.aux_layers)
+        config = write_config(dialect.config, shared, spec, layer_ids, _verifier(target))
     parameters, size = sizes(entries)
     capture = None
     if spec.aux_layers is not None and sorted(spec.aux_layers) != default_layers:
@@ -266,15 +291,25 @@ def _plan(
     return conversion, entries
 
 
+def _verifier(target: Resolved | None) -> Verifier:
+    """Returns the target's name and architectures, which some dialects have in their config."""
+    if not target:
+        return Verifier()
+    architectures = target.config().get("architectures") or ()
+    return Verifier(target.name, tuple(architectures))
+
+
 def _unrepaired(
     checkpoint: Checkpoint, spec: HeadSpec, problems: list[Problem], options: Options
 ) -> list[Problem]:
-    """The problems of the source that rewriting does not fix."""
+    """Returns the problems of the source that the conversion does not fix."""
     repaired = REPAIRED_CODES | DESTINATION_CODES
     if options.rope_theta is not None:
+        # The option decides between two rope bases that contradict each other.
         base_twice = ("TS-HEAD-ROPE-TWICE", ROPE_BASE)
         problems = [problem for problem in problems if (problem.code, problem.where) != base_twice]
     tensors = canonical_names(checkpoint.tensors)
+    # A missing d2t is rebuilt from t2d, if t2d has as many tokens as the draft vocabulary.
     if "d2t" not in tensors and "t2d" in tensors:
         targets = vocabulary_targets(checkpoint, tensors)
         if targets is not None and len(targets) == spec.draft_vocab_size:
@@ -282,19 +317,19 @@ def _unrepaired(
     return [problem for problem in problems if problem.code not in repaired]
 
 
-# Problems of the source that conversion itself fixes.
+# Codes of problems of the source that every conversion fixes.
 REPAIRED_CODES = {
     "TS-HEAD-MODEL-PREFIX", "TS-HEAD-CONFIG", "TS-HEAD-ROPE-THETA", "TS-HEAD-T2D-VALUES",
     # Neither an `auto_map` nor a Python file of the source is written.
     "TS-HEAD-CODE", "TS-CODE-REFERENCE", "TS-CODE-REPOSITORY", "TS-CODE-ABSENT", "TS-CODE-LINK",
     "TS-NAME-NOT-PLAIN",
 }  # fmt: skip
-# Problems that matter to some destinations only.
+# Codes of problems that matter only to some destinations. `refusals` judges them by dialect.
 DESTINATION_CODES = {"TS-HEAD-NORM-RESIDUAL", "TS-HEAD-ROPE-MLA"}
 
 
 def _shared_weights(target: Resolved | None, model: ModelSpec | None) -> SharedWeights | None:
-    """None if the target's weights are not on this machine."""
+    """Opens the target's own embedding and lm_head. None if its weights are not on this machine."""
     if target is None or model is None or target.weights is None:
         return None
     return SharedWeights(sound(target.target).checkpoint, model)
@@ -306,7 +341,13 @@ def _value_problems(
     shared_weights: SharedWeights | None,
     everything: bool,
 ) -> list[Problem]:
-    """Problems of the values that are copied from the head. `everything`: not only of a sample."""
+    """Finds problems in the values of the tensors that are copied from the head.
+
+    Compares the head's embedding with the target's too, if the embedding is copied.
+
+    Args:
+        everything: whether all values are read. Otherwise a sample of each tensor is read.
+    """
     copied = {}
     for name, entry in entries.items():
         if entry.info and entry.checkpoint is checkpoint:
@@ -325,7 +366,7 @@ def features(spec: HeadSpec) -> list[str]:
     mla = spec.is_mla
     yarn = spec.rope.is_yarn
     layers = spec.aux_layers or ()
-    needs: dict[str, bool] = {
+    needed_by_feature: dict[str, bool] = {
         "mla": mla,
         "mla without yarn": mla and not yarn,
         "pruned mla": mla and spec.is_pruned,
@@ -343,17 +384,18 @@ def features(spec: HeadSpec) -> list[str]:
         "head size": not mla and spec.head_dim * spec.num_attention_heads != spec.hidden_size,
         "other width": spec.target_hidden_size != spec.hidden_size,
     }
-    return [name for name, needed in needs.items() if needed]
+    return [name for name, needed in needed_by_feature.items() if needed]
 
 
-# A dialect without "mla" needs no second error for these.
+# Features of MLA heads only. A dialect without "mla" gets an error for "mla" and none for these.
 MLA_FEATURES = ("mla without yarn", "norm_before_fc with mla", "pruned mla")
 
 
 def refusals(spec: HeadSpec, dialect: Dialect, target: ModelSpec | None) -> list[Problem]:
-    """Returns one error per property that `dialect` cannot express.
+    """Returns one error for each property of the head that `dialect` cannot express.
 
-    The remedy names the dialects that can.
+    The remedy names the dialects that can express all properties. Also returns an error if
+    `dialect` stores no layer ids and the head's layers may not be its default.
     """
     needed = features(spec)
     capable = [row.option for row in DIALECTS.values() if row.expresses.issuperset(needed)]
@@ -384,7 +426,7 @@ def refusals(spec: HeadSpec, dialect: Dialect, target: ModelSpec | None) -> list
 
 
 def cautions(spec: HeadSpec, dialect: Dialect) -> list[Problem]:
-    """Notes on properties that only some versions of the destination support."""
+    """Returns notes and warnings about properties that only some versions of an engine support."""
     problems = []
     if spec.eagle == "3.1":
         message = (

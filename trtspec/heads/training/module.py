@@ -277,7 +277,7 @@ def build(
         "eagle_export_rope_scaling": {},
         "eagle_architecture_config": _eagle_architecture(spec, target),
     }
-    # ModelOpt looks its decoder class up under these two names. Its own class for MLA downloads code.
+    # ModelOpt looks up its decoder class by these two names. Its own class for MLA downloads code.
     with (
         patch.object(hf_eagle, "LlamaDecoderLayer", LlamaDraftLayer),
         patch.object(hf_eagle, "_setup_kimi_k2_decoder", lambda: MlaDraftLayer),

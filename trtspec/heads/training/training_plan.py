@@ -109,20 +109,22 @@ class TrainingPlan:
                     line += f", first: {file['refusals'][0]}"
                 lines.append(line)
         lines += [f"warning: {warning}" for warning in self.warnings]
+        spec = self.spec
         millions = self.parameters / 1e6
         lines.append(
-            f"Training an EAGLE-{self.spec.eagle} {self.spec.attention.upper()} head "
+            f"Training an EAGLE-{spec.eagle} {spec.attention.upper()} head "
             f"of {millions:.1f} M parameters on {self.tokens:,} tokens, {self.steps} steps"
         )
         return lines
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields of the plan in the output of `--json`."""
+        spec = self.spec
         return {
-            "attention": self.spec.attention,
-            "eagle": self.spec.eagle,
-            "aux_layers": list(self.spec.aux_layers or ()),
-            "draft_vocab_size": self.spec.draft_vocab_size,
+            "attention": spec.attention,
+            "eagle": spec.eagle,
+            "aux_layers": list(spec.aux_layers or ()),
+            "draft_vocab_size": spec.draft_vocab_size,
             "samples": len(self.samples) if self.counted is None else self.counted,
             "tokens": self.tokens,
             "steps": self.steps,

@@ -174,15 +174,17 @@ class HeadWriter:
             return {}
         tensors = train.head_tensors(self.module)
         plan = self.plan
+        spec = plan.spec
+        options = self.options
         samples = plan.samples
-        data = split_data(samples, self.options)
+        data = split_data(samples, options)
         training = summary(self.run.curve) | {
             "samples": len(data.trained),
             "held_out": len(data.held),
-            "peak_lr": peak_learning_rate(self.options, plan.spec.hidden_size),
+            "peak_lr": peak_learning_rate(options, spec.hidden_size),
             "processes": self.ranks.size,
         }
-        if plan.spec.has_d2t:
+        if spec.has_d2t:
             offsets = tensors["d2t"]
             target_ids = offsets + torch.arange(len(offsets))
             training["draft_vocabulary_coverage"] = coverage(samples, target_ids.tolist())
@@ -194,7 +196,7 @@ class HeadWriter:
         record = provenance(
             "train",
             source | self.source,
-            asdict(self.options),
+            asdict(options),
             parameters=plan.parameters,
             training=training | progress,
             held_out=[samples[index].id for index in data.held],
@@ -202,8 +204,8 @@ class HeadWriter:
         # The old record goes first, so that a kill never leaves it beside another head's weights.
         for name in (PROVENANCE_NAME, CARD_NAME):
             remove_file(output, name)
-        write_head(output, tensors, plan.spec, self.target)
-        write_record(output, plan.spec, record)
+        write_head(output, tensors, spec, self.target)
+        write_record(output, spec, record)
         return record
 
     def after(self, point: CurvePoint) -> None:
