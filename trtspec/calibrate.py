@@ -218,8 +218,8 @@ class Calibration:
     def states(self) -> States:
         """Makes the storage for the hidden states of all texts.
 
-        The states are in memory if STATES_SHARE of the free memory is enough. They are also written
-        to the work directory after each layer, so that a killed calibration can resume.
+        The states are in memory if STATES_SHARE of the free memory is enough. Each layer's states
+        are also written to the work directory, so that a killed calibration can resume.
         """
         budget = STATES_SHARE * machine.free_memory()
         directory = OutputDirectory.beside(self.output, "calibrate").path
@@ -334,7 +334,7 @@ def input_points(stream: LayerStream, index: int) -> dict[str, list[str]]:
 class LayerObserver:
     """Observers of the input points of one decoder layer.
 
-    They are attached to `layer` before its first batch, and read after its last batch.
+    The observers are attached to `layer` before its first batch, and read after its last batch.
 
     experts: observed routed experts. None if the layer is dense.
     """
@@ -377,8 +377,8 @@ class LayerObserver:
     def record(self) -> dict[str, Any]:
         """Returns the journal's entry of the layer.
 
-        `scales` has the input scale of each point, `dead` the points whose input was always zero,
-        and `unreached` the numbers of the experts that no token was routed to.
+        `scales` has the input scale of each input point. `dead` has the input points whose input
+        was always zero. `unreached` has the numbers of the experts that no token was routed to.
         """
         scales = {}
         dead = []

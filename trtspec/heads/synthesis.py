@@ -345,8 +345,8 @@ def write_provenance(
 def judge_answers(rows: list[dict[str, Any]]) -> tuple[dict[str, int], dict[str, str]]:
     """Looks for one of ANSWER_FAULTS in the last answer of each conversation of the data set.
 
-    Returns the number of `answers` and the number of answers with each fault, and the fault of each
-    faulty conversation by its id.
+    Returns two dicts. The first has the number of `answers`, and the number of answers with each
+    fault. The second has the fault of each faulty conversation by conversation id.
     """
     faults = {}
     for row in rows:
@@ -374,7 +374,7 @@ async def _answer_all(
     journal: Journal,
     bar: ProgressBar,
 ) -> Outcome:
-    """Answers the prompts that the journal lacks, and records each finished conversation in it.
+    """Answers the prompts that the journal lacks, and records each finished conversation.
 
     Raises TrtspecError if the server is unreachable, or after MAX_FAILED_IN_A_ROW failed requests.
     Raises UsageError if the server refuses the key or the model.
@@ -500,9 +500,9 @@ async def _ask(
 ) -> tuple[dict[str, Any], int]:
     """Sends one chat request.
 
-    Returns the first choice of the response, and the number of completion tokens (0 if the server
-    does not report it). Raises RequestFailed if the request fails after all retries, or if the
-    response is not a completion.
+    Returns the first choice of the response, and the number of completion tokens. The number is 0
+    if the server does not report usage. Raises RequestFailed if the request fails after all
+    retries, or if the response is not a completion.
     """
     body = {
         "model": sampling.model,

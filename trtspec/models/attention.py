@@ -31,7 +31,7 @@ class CausalMask:
     def by_head(self, heads: int) -> Tensor:
         """Returns the mask for multi-query attention, which treats heads as further tokens.
 
-        The mask is [B, T * heads, S]. It is kept, because every layer of the call needs it.
+        The mask is [B, T * heads, S]. Later layers of the call get the same mask.
         """
         if heads not in self.repeated:
             self.repeated[heads] = self.blocked.repeat_interleave(heads, 1)
@@ -76,7 +76,7 @@ class AttentionStep:
         """Appends the entries of the call to the cache, and returns the attention [B, T, ...].
 
         Each query attends to the cached entries of its row up to its own position. Without a cache
-        it attends to the entries of the call.
+        each query attends to the entries of the call.
 
         entry: cache entry of each token, [B, T, width].
         queries: queries of each token, [B, T, N, D].
@@ -105,15 +105,15 @@ def batch_step(
 ) -> AttentionStep:
     """Builds the step of a call over token ids int64 [B, T].
 
-    Row b of the call has the positions start[b] to start[b] + T - 1, and attends to the cached
-    positions of its row up to its own. Without a cache the call is a plain causal forward pass from
-    position 0.
+    Row b of the call has the positions start[b] to start[b] + T - 1. Each token attends to the
+    cached positions of its row up to its own position. Without a cache the call is a plain causal
+    forward pass from position 0.
 
     dtype: dtype of the attention scores.
     start: position of the first token of each row, int64 [B]. None without a cache.
     row: row of the cache that row 0 of the call uses. Row b uses row `row + b`.
-    length: end of the longest row, max(start) + T. None: it is read from the device, which makes
-        the host wait.
+    length: end of the longest row, max(start) + T. None: the length is read from the device, and
+        the host waits.
     """
     batch, count = tokens.shape
     device = tokens.device

@@ -90,11 +90,11 @@ class Eagle3Head(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Runs the head over the states x [B, T, H] and the tokens that follow them, int64 [B, T].
 
-        Returns the state that the head's next step takes as x, and the normed state for `logits`.
-        Both are [B, T, H], or [B, 1, H] if `at` is given.
+        Returns the states that the next draft step takes as x, and the normed states for `logits`.
+        The two tensors are [B, T, H], or [B, 1, H] if `at` is given.
 
         start, cache, row, length: as in `batch_step`. A row's first state is at position start[b].
-        at: int64 [B], index in T of the only output that is needed of each row. None: all.
+        at: int64 [B], index in T of the only output that each row needs. None: all T outputs.
         """
         step = batch_step(tokens, self.rope, x.dtype, start, cache, row, length)
         if at is None:
@@ -107,7 +107,7 @@ class Eagle3Head(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Runs the head over pieces of several texts, one after the other in a single row.
 
-        Returns the same two states as `forward` for the last position of each piece, both
+        Returns the same two tensors as `forward`, for the last position of each piece,
         [1, pieces, H].
 
         x: states of all pieces, [1, T, H].
@@ -126,10 +126,11 @@ class Eagle3Head(nn.Module):
         step: AttentionStep,
         selected: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Computes the state that the head's next step takes, and the normed state for `logits`.
+        """Computes the states for the next draft step, and the normed states for `logits`.
 
-        selected: indices of rows and of positions, [K] each, whose outputs are needed. The MLP runs
-            for them only, and the results are [K, 1, H]. None: all, and the results are [B, T, H].
+        selected: row indices [K] and position indices [K] of the outputs that are needed. The MLP
+            runs for these outputs only, and the results are [K, 1, H]. None: the MLP runs for all
+            outputs, and the results are [B, T, H].
         """
         embedded = self.input_layernorm(self.embed(tokens))
         states = self.hidden_norm(x)

@@ -115,6 +115,7 @@ class PackedLinear(Linear):
             linear.weight.data = by_input(linear.weight.data)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Computes x W^T, with the packed weight only for few rows or for bfloat16."""
         if x.dtype == torch.float32 and x.numel() > MAX_PACKED_ROWS * self.in_features:
             return F.linear(x, self.weight)
         return self.packed.product(x)
@@ -196,6 +197,7 @@ class FoldedRMSNorm(RMSNorm):
         turn_into(FoldedRMSNorm, norm, root=root, gain=norm.weight * size**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Computes the same as `RMSNorm.forward`."""
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x.div(torch.hypot(length, self.root)).mul_(self.gain)
 
@@ -233,6 +235,7 @@ class FoldedLatentAttention(LatentAttention):
         turn_into(FoldedLatentAttention, mla, q_folded=q_folded, o_folded=o_folded)
 
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
+        """Computes the same as `LatentAttention.forward`, [B, T, H]."""
         q_lora, kv_lora, k_rope = self.qkv_a_proj(x).split(self.a_sizes, -1)
         queries = F.linear(self.q_a_layernorm(q_lora), self.q_folded)
         # The query heads and the one shared key are rotated together, in place.

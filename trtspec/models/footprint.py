@@ -102,7 +102,7 @@ class Footprint:
         """Computes which load fits into `free` bytes.
 
         Returns the number of requests of the full length, and the maximum number of tokens of a
-        single request. The number of tokens is 0 if it is below MIN_LENGTH.
+        single request. A number of tokens below MIN_LENGTH is returned as 0.
         """
         rows = max(0, free - self.kept) // self.row
         tokens = (free - self.kept - self.logits) * self.length // self.row

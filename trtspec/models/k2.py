@@ -98,7 +98,7 @@ class KimiModel(nn.Module):
     ) -> TargetOutput:
         """Runs the model over pieces of several texts, one after the other in a single row.
 
-        A piece attends to its own text only, which has its own row of the cache.
+        Each text has its own row of the cache, and a piece attends to this row only.
 
         tokens: token ids of all pieces, int64 [1, T].
         aux_layers: 0-based layers whose outputs are captured, in ascending order.

@@ -17,6 +17,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Computes x W^T, [..., out], for x [..., in]."""
         return F.linear(x, self.weight)
 
 

@@ -12,9 +12,9 @@ NATIVE_BF16 = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 def has_native_bf16(device: str | torch.device = "cpu") -> bool:
     """Whether `device` multiplies bfloat16 matrices in hardware.
 
-    A CPU without such instructions computes bfloat16 by a generic kernel. On an AVX2 CPU a product
-    with 256 x 2048 weights took 1.5 times as long as in float32 for 1 token, 9 times for 64 tokens,
-    and 12 times for 384 tokens.
+    A CPU without such instructions computes bfloat16 by a generic kernel. On an AVX2 CPU, products
+    with 256 x 2048 weights took longer than in float32: 1.5 times for 1 token, 9 times for 64
+    tokens, 12 times for 384 tokens.
     """
     device_type = torch.device(device).type
     if device_type == "cpu":

@@ -32,7 +32,7 @@ class RotaryEmbedding:
     def upto(self, length: int, device: torch.device | str) -> Tensor:
         """Returns the rotations of the positions from 0 to `length` - 1, or of more positions.
 
-        The result is complex64 [positions, dim / 2]. It is kept for later calls.
+        The result is complex64 [positions, dim / 2], and is kept for later calls.
         """
         if self.rotations is None or len(self.rotations) < length:
             rotations = rotations_upto(max(length, MIN_POSITIONS), self.spec, self.dim)
@@ -70,9 +70,9 @@ def rotations_upto(length: int, spec: RopeSpec, dim: int) -> Tensor:
 def inverse_frequencies(spec: RopeSpec, dim: int) -> Tensor:
     """Computes the frequency of each pair in radians per position, float32 [dim / 2].
 
-    YaRN divides the low frequencies by `factor`, and keeps the high frequencies. A linear ramp
-    connects them, from the pair that turns `beta_fast` times over the original context to the pair
-    that turns `beta_slow` times.
+    YaRN divides the low frequencies by `factor`, and keeps the high frequencies. The ramp in
+    between is linear. The ramp begins at the pair that turns `beta_fast` times over the original
+    context, and ends at the pair that turns `beta_slow` times.
     """
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     plain = 1.0 / (spec.theta**exponents)
@@ -80,7 +80,7 @@ def inverse_frequencies(spec: RopeSpec, dim: int) -> Tensor:
         return plain
 
     def pair_with(turns: float) -> float:
-        """Returns the fractional index of the pair that turns `turns` times in that context."""
+        """Returns the fractional index of the pair that turns `turns` times over that context."""
         wavelength = spec.original_max_position_embeddings / (turns * 2 * math.pi)
         return dim * math.log(wavelength) / (2 * math.log(spec.theta))
 

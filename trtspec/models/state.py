@@ -72,13 +72,13 @@ class State(Protocol):
 
         None if the row has moved too far past `end`.
 
-        begin: end of the snapshot before. It is -1 for the first of snapshots that end early.
+        begin: end of the snapshot before. The first snapshot of a text may begin at -1.
         """
 
     def restore(self, row: int, snapshots: Sequence[Any], length: int) -> int:
         """Fills a row from consecutive snapshots of a text, with at most `length` tokens.
 
-        Returns the number of tokens that the row then has.
+        Returns the new number of tokens of the row.
         """
 
     def bytes(self, tokens: int) -> int:

@@ -41,9 +41,9 @@ FORWARD_TOKENS = 2048  # tokens of a forward pass, enough for efficient matrix m
 class LayerStream:
     """A target whose decoder layers are loaded one at a time and run over batches.
 
-    The checkpoint may be in any published format. The attribute `load_ahead` says whether the next
-    layer is decoded while one computes. It is true if PREFETCH_MEMORY_LAYERS layers fit into the
-    free memory. Raises TrtspecError if `trtspec inspect` finds an error in the checkpoint.
+    The checkpoint may be in any published format. The next layer is decoded while one computes if
+    PREFETCH_MEMORY_LAYERS layers fit into the free memory (attribute `load_ahead`). Raises
+    TrtspecError if `trtspec inspect` finds an error in the checkpoint.
 
     Args:
         dtype: compute dtype.
@@ -77,6 +77,7 @@ class LayerStream:
 
     @property
     def num_layers(self) -> int:
+        """Number of decoder layers of the target."""
         return self.spec.num_hidden_layers
 
     def close(self) -> None:
@@ -156,7 +157,7 @@ class LayerStream:
     ) -> None:
         """Runs layer `first` and all later layers over the batches, one layer after the other.
 
-        `states` holds the inputs of layer `first`, and then the outputs of each layer in turn.
+        `states` holds the inputs of layer `first`. The outputs of each layer replace its inputs.
 
         Args:
             batches: token ids of each batch, int64 [B, T].
@@ -190,8 +191,8 @@ class LayerStream:
     def attention_step(self, tokens: Tensor) -> AttentionStep:
         """Builds positions and mask of a plain causal forward pass over tokens [B, T].
 
-        The result depends on the shape alone. It is kept for the next batch, because consecutive
-        batches often have equal shapes.
+        The step depends on the shape only. The last step is kept, because consecutive batches often
+        have equal shapes.
         """
         if self._step is None or self._step[0] != tokens.shape:
             step = batch_step(tokens.to(self.device), self._rope, self.dtype)
@@ -279,7 +280,7 @@ class States:
         return self._read(self._source, number)
 
     def seal(self) -> None:
-        """Finishes the written generation, which `get` reads from then on.
+        """Finishes the written generation, so that `get` reads this generation.
 
         Sets `record` for `restore` if the generation is a file. A durable file is fsynced, and
         older files stay until `drop_older`. Without `durable` older files are removed.

@@ -223,8 +223,7 @@ def _plan(
 ) -> tuple[HeadConversion, dict[str, OutputTensor]]:
     """Plans a conversion without writing anything.
 
-    Returns the conversion with every reason against it, and the source of each tensor by its name
-    in the destination.
+    Returns the conversion with all problems, and the tensors by their names in the destination.
     """
     stated_dialect = OPTIONS[options.from_] if options.from_ else None
     source_spec, source_problems = read_head(checkpoint, stated_dialect)

@@ -102,7 +102,7 @@ def plan_tensors(
 
     Args:
         spec: specification of the source head.
-        shared_weights: the target's weights. None if they are not on this machine.
+        shared_weights: weights of the target. None if the weights are not on this machine.
         embed: choice of the embedding to write.
     """
     tensors = canonical_names(source.tensors)
@@ -150,8 +150,8 @@ def _lm_head(
     Returns the tensor (None: no lm_head is written) and the problems.
 
     Args:
-        stored: lm_head of the source head. None if it has none.
-        shared: lm_head of the target. None if it is not on this machine.
+        stored: lm_head of the source head. None if the head has no lm_head.
+        shared: lm_head of the target. None if the target's weights are not on this machine.
     """
     code = "TS-CONVERT-LM-HEAD"
     if stored is not None or not dialect.needs_lm_head:
@@ -183,8 +183,8 @@ def _embedding(
     writer would write, and never loses an embedding that differs from the target's.
 
     Args:
-        stored: embedding of the source head. None if it has none.
-        shared: embedding of the target. None if it is not on this machine.
+        stored: embedding of the source head. None if the head has no embedding.
+        shared: embedding of the target. None if the target's weights are not on this machine.
     """
     code = "TS-CONVERT-EMBED"
     has_target_width = spec.target_hidden_size == spec.hidden_size
@@ -259,7 +259,7 @@ def _maps(
 ) -> dict[str, OutputTensor]:
     """Builds the vocabulary maps that the dialect needs: d2t int64 [Vd] and t2d bool [V].
 
-    An unpruned head gets maps only if the dialect always has them. They map each token to itself.
+    An unpruned head gets maps, from each token to itself, only if the dialect always has maps.
     """
     targets = None
     if spec.is_pruned:
@@ -335,7 +335,7 @@ def write_tensors(
 
 @contextmanager
 def _readers(entries: dict[str, OutputTensor]) -> Iterator[dict[Path, ShardReader]]:
-    """Opens a reader for each checkpoint that tensors are copied from. Yields them by path."""
+    """Opens a reader for each checkpoint that tensors are copied from. Yields readers by path."""
     paths = {entry.checkpoint.path for entry in entries.values() if entry.checkpoint is not None}
     with ExitStack() as stack:
         yield {path: stack.enter_context(ShardReader(path)) for path in paths}

@@ -186,9 +186,9 @@ class Stepper:
         )
 
     def step(self, step: int, batches: list[list[int]]) -> CurvePoint:
-        """Runs one optimizer step over several batches, and returns its figures.
+        """Runs one optimizer step over several batches, and returns the figures of the step.
 
-        Every position that counts in the loss has the same weight, in whatever batch it is. Raises
+        All positions of the batches that count in the loss have the same weight. Raises
         TrtspecError if the loss or the gradient norm is NaN or infinite.
 
         Args:
@@ -281,8 +281,8 @@ class Stepper:
     def _loss(self, indices: list[int], counted: Tensor) -> tuple[Tensor, Tensor]:
         """Computes the loss of this process's share of a batch.
 
-        Returns this share's term of the optimizer step's loss, and bool [K, B, S]: whether the
-        draft of each training-time-test step and position agrees with the target.
+        Returns this share's term of the optimizer step's loss. Also returns bool [K, B, S]: whether
+        the draft of each training-time-test step and position agrees with the target.
 
         Args:
             counted: number of positions that count in the whole optimizer step, int64 [K].
@@ -344,8 +344,8 @@ def _loss_and_agreement(loss: Tensor, agree: Tensor) -> Tensor:
 def read_back(batch_sums: list[Tensor], norm: Tensor) -> tuple[Tensor, float]:
     """Copies the figures of an optimizer step from the device to the host.
 
-    Returns the total of `batch_sums` (float64) and the gradient norm. Both come in one transfer,
-    because the host waits for the device at each transfer.
+    Returns the total of `batch_sums` (float64) and the gradient norm. The function makes a single
+    transfer, because the host waits for the device at each transfer.
     """
     summed = torch.stack(batch_sums).sum(0)
     norm_entry = norm.detach().double()[None]
@@ -511,6 +511,10 @@ class _LossWithGradients(torch.autograd.Function):
     def forward(
         ctx: Any, teacher: Teacher, lm_head: Tensor, *states: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """Returns the loss (float32 scalar) and the agreement, bool [K, N].
+
+        Keeps the gradients in `ctx` for `backward`.
+        """
         lm_head_gradient = torch.zeros_like(lm_head, dtype=torch.float32)
         gradients = Gradients(lm_head_gradient, [torch.zeros_like(state) for state in states])
         values, agree = losses(lm_head.to(teacher.lm_head.dtype), states, teacher, gradients)
@@ -520,8 +524,9 @@ class _LossWithGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """Returns the kept gradients, multiplied by the incoming gradient of the loss."""
         gradients: Gradients = ctx.gradients
-        del ctx.gradients
+        del ctx.gradients  # `ctx` may live longer, and the gradients are large
         factor = grads[0]
         lm_head_gradient = gradients.lm_head.mul_(factor)
         state_gradients = [gradient.mul_(factor) for gradient in gradients.states]
@@ -539,8 +544,8 @@ def losses(
 
     p is the target's distribution, and q the head's. Returns the weighted loss of each
     training-time-test step, float64 [K], and whether the head's best token is the target's best,
-    bool [K, N]. A position whose depth is less than a step's number has no draft at that step. Its
-    loss is 0 and its agreement False. Softmax is computed in float32.
+    bool [K, N]. A position whose depth is less than a step's number has no draft at that step. Such
+    a position has loss 0 and agreement False. Softmax is computed in float32.
 
     Args:
         lm_head: weight [Vd, H] of the head's lm_head, in the dtype of the products.

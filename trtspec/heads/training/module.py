@@ -128,9 +128,9 @@ def ttt_attention(
     """Computes the attention of training-time-test step k over the keys of the steps 0 to k.
 
     The states move to the next index of the sequence at each step. At step k the state at index q
-    drafts for the context that ends at index q-k. So it attends to the keys of step 0 up to index
-    q-k, and to a single key of each step i >= 1, at index q-(k-i). Step 0 needs a full score
-    matrix, and each later step a diagonal.
+    drafts for the context that ends at index q-k. So this state attends to the keys of step 0 up to
+    index q-k. Of each step i >= 1 the state attends to a single key, at index q-(k-i). Step 0 needs
+    a full score matrix, and each later step a diagonal.
 
     Padding is on the right, which causal attention never reads, so `attention_mask` is not used.
     Returns [B, S, h, d], and None for the weights, as transformers' interface demands.
@@ -182,8 +182,8 @@ def _later_step(query: Tensor, key: Tensor, value: Tensor, diagonals: list[Tenso
         query: scaled queries [B, h, S, d].
         key: keys of step 0, [B, h, S, d].
         value: values of step 0, [B, h, S, d].
-        diagonals: keys and values [B, h, S, d] of step 1, then of step 2, and so on. They are
-            shifted so that each query's own key is at the query's index.
+        diagonals: keys and values of step 1, keys and values of step 2, and so on, [B, h, S, d].
+            Each tensor is shifted, so that the only key a query attends to is at the query's index.
     """
     batch, heads, rows, _ = query.shape
     scores_per_row = batch * heads * rows
@@ -205,11 +205,15 @@ def _later_step(query: Tensor, key: Tensor, value: Tensor, diagonals: list[Tenso
 def _some_rows(begin: int, query: Tensor, key: Tensor, value: Tensor, *diagonals: Tensor) -> Tensor:
     """Computes the attention of the queries whose first index in the sequence is `begin`.
 
-    A query at index q attends to the keys of step 0 up to index q minus the number of later steps,
-    and to its own key of each later step.
+    With n later steps, the query at index q attends to the keys of step 0 up to index q - n. Of
+    each later step the query attends to a single key.
 
     Args:
-        diagonals: as in the attention of a whole sequence, only for these queries.
+        query: scaled queries, [B, h, rows, d].
+        key: keys of step 0 up to the last query's index, [B, h, columns, d].
+        value: values of step 0 up to the last query's index.
+        diagonals: keys and values of step 1, keys and values of step 2, and so on, shifted so that
+            each query's only key is at the query's index, [B, h, rows, d].
     """
     steps = len(diagonals) // 2
     row = torch.arange(begin, begin + query.shape[2], device=query.device)
@@ -218,6 +222,7 @@ def _some_rows(begin: int, query: Tensor, key: Tensor, value: Tensor, *diagonals
     scores = [(query @ key.transpose(2, 3)).masked_fill(is_later, -torch.inf)]
     for step, step_key in enumerate(diagonals[::2], 1):
         score = (query * step_key).sum(-1, keepdim=True)
+        # The first rows of a shifted key come from the end of the sequence.
         is_absent = row < steps - step
         scores.append(score.masked_fill(is_absent[:, None], -torch.inf))
     weights = torch.softmax(torch.cat(scores, -1), dim=-1).to(query.dtype)
@@ -387,9 +392,9 @@ def state_client(
     """Makes ModelOpt's client of servers that stream hidden states. Each thread needs its own.
 
     The returned function fetches the captured layer outputs of a sample, [S, layers + 1, H]. The
-    function returns None if the server dropped them. The function raises httpx.HTTPError or OSError
-    if the server is unreachable, and RuntimeError if the server saw other tokens or its slots are
-    too small. Raises MissingDependency if NIXL is not installed.
+    function returns None if the server dropped the outputs. The function raises httpx.HTTPError or
+    OSError if the server is unreachable, and RuntimeError if the server saw other tokens or its
+    slots are too small. Raises MissingDependency if NIXL is not installed.
 
     Args:
         model: name of the model on the servers.
@@ -408,6 +413,7 @@ def state_client(
         dataset = streaming.EagleVllmStreamingDataset([{}], tokenizer=None, config=config)
 
     def fetch(sample: Sample) -> torch.Tensor | None:
+        # ModelOpt's client expects a loss mask. The mask of the training is made elsewhere.
         mask = torch.ones(len(sample.tokens), dtype=torch.int64)
         request = {"cid": sample.id, "token_ids": list(sample.tokens), "loss_mask": mask}
         answer = dataset._fetch(request)

@@ -56,10 +56,10 @@ def dry_run(
     recipe: TrainingRecipe,
     gpu: GpuSpec,
 ) -> dict[str, Any]:
-    """Makes every check of a training run, and returns its plan and its sizes without running it.
+    """Makes every check of a training run, and plans the run without training.
 
-    Raises TrtspecError or UsageError if the run would fail. The keys are those of the plan, of
-    `needs`, and settings of the run.
+    Returns the plan, the estimates of `needs`, and the settings of the run. Raises TrtspecError or
+    UsageError if the run would fail.
 
     Args:
         recipe: sizes of the data, used if the target or the data are not on this machine.
@@ -102,7 +102,7 @@ def dry_run(
 def stored_bytes(resolved: Resolved) -> int:
     """Size of the target's weights in bytes. 0 if unknown.
 
-    The size is that of the files on this machine, or of the published files if there are none.
+    Measures the files on this machine. Without files, the published size is returned.
     """
     size = 0
     if resolved.path:

@@ -165,7 +165,7 @@ class Stop:
         self._own_reasons: set[str] = set()
 
     def hear(self, number: int, _: object) -> None:
-        """Handles a signal: notes it as a reason to stop, and lets the next one interrupt."""
+        """Records a signal as a reason to stop. A second signal of this number will interrupt."""
         self._own_reasons.add(signal.Signals(number).name)
         signal.signal(number, signal.default_int_handler)
 

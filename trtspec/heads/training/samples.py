@@ -68,7 +68,7 @@ def read_samples(
     Args:
         seq_len: maximum length of a sample in tokens. Longer samples are cut.
         min_len: minimum length of a sample in tokens. Shorter samples are left out.
-        refused: list to which an error is appended for each row without a sample.
+        refused: list to which an error is appended for each conversation without a sample.
         names: names of conversations that are in use. The new names are added.
     """
     if refused is None:
@@ -133,7 +133,7 @@ def samples_of(
 def _unused_name(conversation: Conversation, names: set[str]) -> str:
     """Returns a unique name for a conversation, from its id or line number, and adds it to `names`.
 
-    A duplicate name gets the file's name as a prefix, and then "+" signs.
+    A name that is in use gets the file's name as a prefix, and "+" signs if that is in use too.
     """
     name = conversation.id or str(conversation.line)
     if name in names:
@@ -235,7 +235,7 @@ def batches_of_epoch(
 class TrainingData:
     """The samples of each optimizer step, and the held-out samples.
 
-    Both depend on the samples and the options alone. A longer run begins with the steps of a
+    The steps depend on the samples and the options only. A longer run begins with the steps of a
     shorter run.
 
     Args:
@@ -326,8 +326,9 @@ def read_files(
     """Reads the samples of several data files, without duplicates.
 
     Of samples with the same tokens the first is kept. Returns the samples of all files in order,
-    and for each file a dict with `file`, the numbers of `conversations`, `duplicates` and `refused`
-    rows, and the first messages about refused rows (`refusals`).
+    and a dict for each file. The dict has the name of the `file`, and the numbers of
+    `conversations`, `duplicates` and `refused` conversations. Its `refusals` are the first messages
+    about refused conversations.
     """
     seen: set[tuple[int, ...]] = set()
     names: set[str] = set()

@@ -68,8 +68,8 @@ def saved_run(work: Path) -> SavedRun | None:
 def check_saved(saved: SavedRun, fingerprint: dict[str, Any], total: int, output: Path) -> None:
     """Raises UsageError if a run of `total` steps cannot resume from `saved`.
 
-    The error names the changed options or inputs. A finished run resumes only if `total` is larger
-    than before, and no run resumes if `total` is smaller than its number of steps done.
+    A run cannot resume if options or inputs have changed, which the error names. A finished run
+    resumes only with a larger `total`. No run resumes if it has had more than `total` steps.
     """
     finished = is_finished(output)
     option = "`force`" if finished else "`restart`"

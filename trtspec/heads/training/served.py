@@ -70,7 +70,7 @@ def state_servers(urls: tuple[str, ...], longest: int) -> list[DetectedServer]:
 
 
 class ServedFeatures(Features):
-    """`Features` that live servers compute, fetched in threads shortly before training needs them.
+    """Hidden states from live servers. Threads fetch the states shortly before training needs them.
 
     Args:
         norm: final norm of the target.
@@ -103,7 +103,7 @@ class ServedFeatures(Features):
                 self._pending[index] = self._pool.submit(run, self._states, sample)
 
     def states(self, index: int) -> tuple[Tensor, Tensor]:
-        """Waits for the states of sample `index`, and returns them.
+        """Returns the states of sample `index` after waiting for the server.
 
         Raises TrtspecError if the server gives no states, or states of another shape.
         """

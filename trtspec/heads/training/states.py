@@ -102,13 +102,14 @@ def collate(
 
 
 class HeldFeatures(Features):
-    """`Features` that are held in memory, by sample index."""
+    """Hidden states in memory, by sample index."""
 
     def __init__(self, samples: list[Sample], hidden_size: int, num_aux: int) -> None:
         super().__init__(samples, hidden_size, num_aux)
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def states(self, index: int) -> tuple[Tensor, Tensor]:
+        """Returns the final states and the captured layer outputs of sample `index`."""
         return self.held[index]
 
 
@@ -151,9 +152,9 @@ def dumps_of(
 ) -> DumpedFeatures:
     """Finds and checks the hidden-state dump of each sample in `directory`.
 
-    A dump's file is named after the sample's id. If a dump has other tokens than its sample (from
-    another template or another length limit), the dump's tokens replace the sample's, because the
-    states belong to the dump's tokens. Raises TrtspecError if a dump is missing or invalid.
+    A dump's file is named after the sample's id. A dump may have other tokens than its sample, from
+    another template or length limit. The dump's tokens replace the sample's in that case, because
+    the states belong to the dump's tokens. Raises TrtspecError if a dump is missing or invalid.
     """
     paths = [directory / f"{sample.id}.pt" for sample in samples]
     missing = [path.name for path in paths if not path.is_file()]
@@ -174,10 +175,11 @@ def dumps_of(
 
 
 def read_dump(path: Path, spec: ModelSpec, num_aux: int) -> tuple[Sample, dict[str, Tensor]]:
-    """Reads a hidden-state dump: its tokens as a sample, and its tensors mapped from the file.
+    """Reads a hidden-state dump, and checks that the dump fits the target.
 
-    Raises TrtspecError if the file is not a dump, if its widths or tokens are not the target's, or
-    if its states are from before the target's final norm.
+    Returns the tokens as a sample, and the tensors mapped from the file. Raises TrtspecError if the
+    file is not a dump, has the widths or tokens of another target, or has states from before the
+    final norm.
     """
     try:
         # With `weights_only` a dump from a stranger cannot run code.
@@ -219,7 +221,7 @@ def read_dump(path: Path, spec: ModelSpec, num_aux: int) -> tuple[Sample, dict[s
 
 
 class DumpedFeatures(Features):
-    """`Features` that are read from hidden-state dumps.
+    """Hidden states in the files of a dump directory.
 
     Args:
         paths: file of each sample.
@@ -252,7 +254,7 @@ class DumpedFeatures(Features):
 def check_content(path: Path, states: tuple[Tensor, ...]) -> None:
     """Raises TrtspecError if bytes of a dump have changed, or if `states` hold NaN or infinity.
 
-    torch.save stores a CRC-32 of each tensor, which the check compares.
+    The check compares the CRC-32 that torch.save stores for each tensor.
     """
     try:
         with zipfile.ZipFile(path) as archive:

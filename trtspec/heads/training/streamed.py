@@ -86,8 +86,8 @@ def stream_features(
     does not see the directory of the chunks.
 
     Args:
-        work: work folder of the run. It keeps the chunks if the plan names no directory, and is
-            removed with the chunks at the end of the run.
+        work: work folder of the run, which keeps the chunks if the plan names no directory. Its
+            chunks are removed at the end of the run.
         target: digest of the target's weights.
         chunk_bytes: maximum size of a chunk. None: as much as CHUNK_BYTES and the free disk allow.
     """
@@ -178,12 +178,12 @@ def chunks_in_order(
 
 
 class StreamedFeatures(Features):
-    """`Features` in one file per chunk of samples. A chunk is computed when it is first needed.
+    """Hidden states in one file per chunk of samples, computed when a chunk is first needed.
 
     A file has the tensors `<index>.hidden` and `<index>.<layer>` of each sample, bf16 [S, H]. In a
-    group of processes each computes a share of the batches of a chunk, writes a file of its share,
-    and waits for the files of the others. The batches are those of a single process, so the states
-    are equal bit for bit.
+    group, each process computes a share of a chunk's batches, writes a file of this share, and
+    waits for the other files. A single process forms the same batches, so the states are equal bit
+    for bit.
 
     Args:
         aux_layers: 0-based layers whose outputs are captured, in ascending order.
@@ -322,6 +322,7 @@ class StreamedFeatures(Features):
                 file.write(f"{index}.{name}", output[row, : lengths[index]].to(torch.bfloat16))
 
         def on_output(layer: int, number: int, output: Tensor) -> None:
+            """Keeps the outputs of captured layers."""
             if layer in self.aux_layers:
                 keep(str(layer), number, output)
 

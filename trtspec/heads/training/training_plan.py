@@ -87,8 +87,8 @@ class TrainingPlan:
     def output_bytes(self) -> int:
         """Maximum number of bytes that a run keeps in its output.
 
-        There are two saved states (float32) while one replaces the other. There are three heads
-        (bf16): the best head, its successor while it is written, and the last head.
+        Two saved states (float32) exist while one replaces the other. Up to three heads (bf16)
+        exist: the last head, the best head, and a new best head while it is written.
         """
         state = 4 * (1 + len(MOMENTS)) * self.parameters
         head = 2 * self.parameters

@@ -67,10 +67,10 @@ def run_training(
 ) -> dict[str, Any]:
     """Trains a head, and writes it to the output of the run.
 
-    A second call with the same arguments resumes an interrupted run from its last saved state. A
-    finished run resumes if it is given more epochs or steps. A run that a signal or the deadline
-    stops writes the head of its last step, and its record has `training.finished` false. In a group
-    of processes all train, and the main process writes.
+    A second call with the same arguments resumes an interrupted run from the last saved state. More
+    epochs or steps extend a finished run. If a signal or the deadline stops the run, the current
+    head is written, and the record has `training.finished` false. In a group of processes all
+    train, and the main process writes.
 
     Returns the provenance record, with sample ids in `held_out`. The record is empty in processes
     other than the main process.
