@@ -153,8 +153,9 @@ def pack(weight: Tensor) -> PackedWeight | None:
     FBGEMM. BF16 weights have 8 significant bits and FP16 has 11. So FP16 holds all BF16 weights
     within a factor of 2^31 of the largest weight.
     """
-    large = weight.dtype == torch.float32 and weight.numel() >= MIN_PACKED_ELEMENTS
-    if not (large or through_float32(weight.dtype)) or not weight.is_cpu:
+    is_large_float32 = weight.dtype == torch.float32 and weight.numel() >= MIN_PACKED_ELEMENTS
+    is_faster = is_large_float32 or through_float32(weight.dtype)
+    if not is_faster or not weight.is_cpu:
         return None
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         return None
@@ -165,6 +166,7 @@ def pack(weight: Tensor) -> PackedWeight | None:
         return None
     scale = 2.0 ** (FP16_TOP_EXPONENT - math.floor(math.log2(largest)))
     scaled = weight * scale
+    # The packed product must not change the model.
     if not torch.equal(scaled.half().float() / scale, weight):
         return None
     packed = torch.ops.quantized.linear_prepack_fp16(scaled.contiguous(), None)

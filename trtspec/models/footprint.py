@@ -44,14 +44,15 @@ def target_bytes(path: Path, spec: ModelSpec, dtype: torch.dtype, device: str) -
     with torch.device("meta"):
         model = KimiModel(spec)
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    packed = 0
+    packed = 0  # elements of weights with a packed copy
     if device == "cpu" and (dtype == torch.float32 or through_float32(dtype)):
         stored = Checkpoint.open(path)
         mappings = [mapping for mapping in layout(spec) if is_nvfp4(stored, mapping.names[0])]
         fp4 = {mapping.parameter for mapping in mappings}
         packed = sum(count for name, count in elements.items() if name not in fp4)
     weight_bytes = sum(elements.values()) * dtype.itemsize
-    return int(weight_bytes + packed * 4 * PACKED_SHARE)
+    packed_bytes = packed * 4 * PACKED_SHARE  # 4 bytes of each float32 element
+    return int(weight_bytes + packed_bytes)
 
 
 def head_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
@@ -120,13 +121,15 @@ def footprint(
     """
     weights = target_bytes(path, spec, load.dtype, load.device)
     logits = LOGITS_COPIES * (1 + load.draft_len) * spec.vocab_size * 4
-    # A token has an entry in each layer of the target (FP8 if the checkpoint asks for it) and one
-    # in the head.
-    token = spec.kv_elements_per_token * (1 if spec.quant.kv_cache else load.dtype.itemsize)
+    # The caches of the target (FP8 if the checkpoint's config demands it) and of the head have an
+    # entry for each token.
+    entry_itemsize = 1 if spec.quant.kv_cache else load.dtype.itemsize
+    token_bytes = spec.kv_elements_per_token * entry_itemsize
     if head is not None:
-        weights += head_bytes(head[0], load.dtype)
-        token += head[1].kv_elements_per_token * load.dtype.itemsize
-    row = token * (load.length + load.draft_len) + logits
+        checkpoint, head_spec = head
+        weights += head_bytes(checkpoint, load.dtype)
+        token_bytes += head_spec.kv_elements_per_token * load.dtype.itemsize
+    row = token_bytes * (load.length + load.draft_len) + logits
     kept = int(SPARE * weights) + load.prefix_bytes
     return Footprint(weights, kept, row, logits, load.length)
 

@@ -122,10 +122,13 @@ def layout(spec: HeadSpec) -> dict[str, tuple[str, ...]]:
     table: dict[str, tuple[str, ...]] = {}
     for name in tensor_names(spec):
         plain = name.removeprefix("layer.")
-        parameter = ".".join(STACKED.get(part, part) for part in plain.split("."))
+        modules = plain.split(".")
+        parameter = ".".join(STACKED.get(module, module) for module in modules)
         # The norms of all captured states are one parameter of the model.
         if name.startswith("fc_norm."):
             parameter = "fc_norm"
+        # Only the layer's tensors have the prefix, which differs between dialects.
         stored = name if plain == name else spec.layer_prefix + plain
-        table[parameter] = (*table.get(parameter, ()), stored)
+        earlier_parts = table.get(parameter, ())
+        table[parameter] = (*earlier_parts, stored)
     return table

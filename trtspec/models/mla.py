@@ -60,6 +60,7 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = Linear(self.kv_lora_rank, heads * (self.nope_dim + self.v_dim))
         self.o_proj = Linear(heads * self.v_dim, spec.hidden_size)
         self.scale = (self.nope_dim + self.rope_dim) ** -0.5
+        # DeepSeek-V3 applies YaRN's attention temperature to queries and keys, so it is squared.
         if spec.rope.is_yarn and spec.rope.mscale_all_dim:
             self.scale *= yarn_mscale(spec.rope.factor, spec.rope.mscale_all_dim) ** 2
 

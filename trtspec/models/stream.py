@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -229,7 +230,8 @@ class States:
         self.directory = directory
         self.durable = durable
         sizes = [math.prod(shape) * dtype.itemsize for shape in self.shapes]
-        self.offsets: list[int] = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
+        # Offset of each batch in a file, in bytes, and the size of the file.
+        self.offsets: list[int] = list(accumulate(sizes, initial=0))
         self.in_memory = self.bytes <= budget
         self.on_disk = durable or not self.in_memory
         if self.on_disk and directory is None:

@@ -42,7 +42,10 @@ if TYPE_CHECKING:
     from trtspec.heads.training.module import TrainingModule
 
 EVALUATIONS = 10  # evaluations on held-out samples in a whole run, unless `eval_every` is given
-PEAK_LR_TIMES_WIDTH = 0.5  # the learning rate falls with width: 2e-3 at 256, 7e-5 at Kimi's 7168
+# The default peak learning rate falls with the hidden size: 2e-3 at 256, 7e-5 at Kimi's 7168.
+PEAK_LR_TIMES_WIDTH = 0.5
+MAX_DEFAULT_LR = 2e-3
+MIN_CHUNK_POSITIONS = 64
 # Logits of a chunk, by device type. They fit the cache of a CPU core, and take 1 GiB of a GPU.
 CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**28}
 # Bytes per logit of a chunk: the target's product (bf16) and distribution (float32), the head's
@@ -202,7 +205,8 @@ class Stepper:
         indices = list(chain.from_iterable(batches))
         counted = self._counted(indices)
         batch_sums = []
-        # DistributedDataParallel adds up the gradients of all processes at the last batch only.
+        # DistributedDataParallel adds up the gradients of all processes at the last batch only. A
+        # single process has no wrapper with `no_sync`.
         no_sync = getattr(self.objective, "no_sync", contextlib.nullcontext)
         for number, batch in enumerate(batches, 1):
             context = no_sync if number < len(batches) else contextlib.nullcontext
@@ -306,7 +310,7 @@ def peak_learning_rate(options: TrainOptions, hidden_size: int) -> float:
     """Highest learning rate of the schedule: the option `lr`, or a default from `hidden_size`."""
     if options.lr is not None:
         return options.lr
-    return min(2e-3, PEAK_LR_TIMES_WIDTH / hidden_size)
+    return min(MAX_DEFAULT_LR, PEAK_LR_TIMES_WIDTH / hidden_size)
 
 
 def learning_rate(step: int, total: int, peak: float, options: TrainOptions) -> float:
@@ -591,7 +595,7 @@ def chunk_positions(vocabulary: int, device: str) -> int:
         vocabulary: number of tokens in the draft vocabulary.
         device: key of CHUNK_ELEMENTS.
     """
-    return max(64, CHUNK_ELEMENTS[device] // vocabulary)
+    return max(MIN_CHUNK_POSITIONS, CHUNK_ELEMENTS[device] // vocabulary)
 
 
 @dataclass

@@ -54,6 +54,7 @@ from trtspec.specs import HeadSpec, ModelSpec
 TTT_ATTENTION = "trtspec_ttt"
 # Attention scores of a later training-time-test step in memory. More are computed in parts.
 MAX_SCORES = 2**26
+MIN_QUERIES = 16  # queries of a part
 # The target stub that ModelOpt turned into a dynamic module with `eagle_module`.
 TrainingModule = Any
 
@@ -190,7 +191,7 @@ def _later_step(query: Tensor, key: Tensor, value: Tensor, diagonals: list[Tenso
     if scores_per_row * rows <= MAX_SCORES:
         return _some_rows(0, query, key, value, *diagonals)
     # A quarter of MAX_SCORES, because masks, softmax and backward pass make tensors of this size.
-    count = max(16, MAX_SCORES // 4 // scores_per_row)
+    count = max(MIN_QUERIES, MAX_SCORES // 4 // scores_per_row)
     attended = []
     for begin in range(0, rows, count):
         end = begin + count

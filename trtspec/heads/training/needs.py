@@ -80,6 +80,7 @@ def dry_run(
         result = plan.to_dict()
     seconds_left = None
     if run.deadline is not None:
+        # Rounded to ten seconds, because the deadline was set some time ago.
         seconds_left = round(run.deadline - time.monotonic(), -1)
     result |= {
         "measured": measured,
@@ -181,7 +182,7 @@ def needs(
             "tokens": plan.tokens,
             "state_bytes": plan.feature_bytes,
             "saved_state_bytes": 3 * 4 * plan.parameters,  # float32 weights and two moments
-            "head_bytes": 2 * plan.parameters,
+            "head_bytes": 2 * plan.parameters,  # bf16
         },
         "phases": {"training": {"least_gpus": trainers, "peak_bytes": round(peak)}},
         "ways": {
@@ -238,12 +239,13 @@ def training_bytes(
     backward pass it holds activations of every token, and logits of one chunk of positions.
     """
     tokens = rows * options.seq_len
-    outer_weights = 2 * 2 * target.vocab_size * target.hidden_size
+    outer_weights = 2 * 2 * target.vocab_size * target.hidden_size  # embedding and lm_head, bf16
     vocabulary = plan.spec.draft_vocab_size
     chunk = min(tokens, chunk_positions(vocabulary, "cuda"))
     logits = LOGIT_BYTES * vocabulary * chunk
-    layer = 2 * LAYER_COPIES * options.ttt_steps * target.hidden_size
-    return OPTIMIZER_BYTES * plan.parameters + outer_weights + logits + tokens * layer
+    activations_per_token = 2 * LAYER_COPIES * options.ttt_steps * target.hidden_size  # bf16
+    activations = tokens * activations_per_token
+    return OPTIMIZER_BYTES * plan.parameters + outer_weights + logits + activations
 
 
 def dump_commands(

@@ -123,7 +123,8 @@ def ranks_from_env() -> Ranks:
     """
     defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     try:
-        return Ranks(*(int(os.environ.get(name, value)) for name, value in defaults.items()))
+        numbers = [int(os.environ.get(name, value)) for name, value in defaults.items()]
+        return Ranks(*numbers)
     except ValueError as error:
         message = f"RANK, WORLD_SIZE or LOCAL_RANK is not a number ({error})"
         raise UsageError(message, "start with torchrun") from None

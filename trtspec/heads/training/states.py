@@ -98,7 +98,8 @@ def collate(
         begin = row * length
         positions += [begin + offset for offset in range(1, count) if mask[offset]]
     tensors = (tokens, hidden, aux, torch.tensor(positions, dtype=torch.int64))
-    return TrainingBatch(*(tensor.to(device, non_blocking=True) for tensor in tensors))
+    moved = [tensor.to(device, non_blocking=True) for tensor in tensors]
+    return TrainingBatch(*moved)
 
 
 class HeldFeatures(Features):

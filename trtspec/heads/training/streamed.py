@@ -38,6 +38,7 @@ from trtspec.models.stream import (
 from trtspec.report import remove_folder, say
 from trtspec.specs import ModelSpec
 
+MAX_LOAD_THREADS = 8  # threads of a process that decode a layer
 CHUNK_BYTES = 256 * 2**30  # maximum size of the states of a chunk on disk
 POLL_S = 0.2  # seconds between checks for the files of other processes
 # Maximum fraction of the free disk that a chunk takes. The disk holds two chunks, and the states
@@ -53,7 +54,8 @@ def open_stream(
     The processes of a machine share its memory and threads. Raises TrtspecError if one decoded
     layer for each of them does not fit into memory.
     """
-    threads = min(8, max(1, torch.get_num_threads() // ranks.local_size))
+    threads_per_process = torch.get_num_threads() // ranks.local_size
+    threads = min(MAX_LOAD_THREADS, max(1, threads_per_process))
     stream = LayerStream(target_dir, dtype=dtype, device=device, threads=threads)
     layer = stream.layer_bytes(stream.num_layers - 1)
     share = machine.free_memory() / ranks.local_size
