@@ -360,19 +360,10 @@ class LayerObserver:
             assert isinstance(mlp.experts, Experts)
             self.experts = ObservedExperts(mlp.experts, see)
             mlp.experts = self.experts
-        attention = layer.self_attn
         for point in observers:
-            if point.startswith("mlp.experts."):
-                continue
-            module = layer.get_submodule(point)
-            if module is attention.kv_b_proj:
-                # The model folds kv_b_proj into the queries and never calls it. Its input is the
-                # output of the norm.
-                attention.kv_a_layernorm.register_forward_hook(
-                    lambda _, __, x, point=point: see(point, x)
-                )
-            else:
-                module.register_forward_pre_hook(lambda _, args, point=point: see(point, args[0]))
+            # The experts show their own inputs.
+            if not point.startswith("mlp.experts."):
+                _attach(layer, point, see)
 
     def record(self) -> dict[str, Any]:
         """Returns the journal's entry of the layer.
@@ -390,6 +381,18 @@ class LayerObserver:
         if self.experts:
             unreached = (self.experts.tokens_per_expert == 0).nonzero().flatten().tolist()
         return {"scales": scales, "dead": dead, "unreached": unreached}
+
+
+def _attach(layer: DecoderLayer, point: str, see: Callable[[str, Tensor], None]) -> None:
+    """Attaches a hook to `layer` that calls `see` with the input of the linear `point`."""
+    attention = layer.self_attn
+    module = layer.get_submodule(point)
+    if module is attention.kv_b_proj:
+        # The model folds kv_b_proj into the queries and never calls the linear, whose input is the
+        # output of the norm.
+        attention.kv_a_layernorm.register_forward_hook(lambda _, __, x: see(point, x))
+    else:
+        module.register_forward_pre_hook(lambda _, args: see(point, args[0]))
 
 
 class ObservedExperts(nn.Module):
@@ -469,21 +472,6 @@ def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
             path.unlink()
     header = calibration.header
     checkpoint = calibration.stream.checkpoint
-    spec = calibration.stream.spec
-    unreached_experts = sum(len(layer["unreached"]) for layer in layers)
-    model = [spec.model_type, spec.num_hidden_layers, spec.n_routed_experts]
-    metadata = {
-        "command": "calibrate",
-        "options": header["options"],
-        "data": header["data"],
-        "texts": len(calibration.texts),
-        "tokens": calibration.tokens,
-        "unreached_experts": unreached_experts,
-        "source": source_name(checkpoint.path),
-        "fingerprint": header["source"],
-        "model": model,
-        "modelopt": versions().get("nvidia-modelopt"),
-    }
     source = {"path": str(checkpoint.path), **header["source"]}
     measured = [{key: layer[key] for key in ("scales", "dead", "unreached")} for layer in layers]
     data = {"name": calibration.data.name, "sha256": header["data"]}
@@ -491,9 +479,34 @@ def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
     write_json(calibration.provenance_path, record)
     scales = _scales(calibration, layers)
     tensors = {f"{linear}.input_scale": torch.tensor(scale) for linear, scale in scales.items()}
-    metadata_text = json.dumps(metadata, sort_keys=True)
-    write_shard(output, tensors, {"format": "pt", METADATA_KEY: metadata_text})
+    metadata = json.dumps(_metadata(calibration, layers), sort_keys=True)
+    write_shard(output, tensors, {"format": "pt", METADATA_KEY: metadata})
     calibration.work.finish()
+
+
+def _metadata(calibration: Calibration, layers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the facts about the calibration that the header of the output keeps.
+
+    Args:
+        layers: journal's entry of each layer.
+    """
+    stream = calibration.stream
+    spec = stream.spec
+    header = calibration.header
+    unreached_experts = sum(len(layer["unreached"]) for layer in layers)
+    model = [spec.model_type, spec.num_hidden_layers, spec.n_routed_experts]
+    return {
+        "command": "calibrate",
+        "options": header["options"],
+        "data": header["data"],
+        "texts": len(calibration.texts),
+        "tokens": calibration.tokens,
+        "unreached_experts": unreached_experts,
+        "source": source_name(stream.checkpoint.path),
+        "fingerprint": header["source"],
+        "model": model,
+        "modelopt": versions().get("nvidia-modelopt"),
+    }
 
 
 def _scales(calibration: Calibration, layers: list[dict[str, Any]]) -> dict[str, float]:

@@ -39,7 +39,7 @@ from trtspec.client.client import (
     refuse_owned,
     remedy_for,
 )
-from trtspec.client.servers import detect_server
+from trtspec.client.servers import DetectedServer, detect_server
 from trtspec.client.text_quality import degeneration
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.report import (
@@ -392,11 +392,7 @@ async def _answer_all(
         url, endpoint.concurrency, endpoint.timeout, headers, proxies=True
     ) as client:
         if missing:
-            try:
-                server = await _with_retries(lambda: detect_server(client, sampling.model))
-            except RequestFailed as failure:
-                message = f"TS-SYNTH-SERVER {failure.message}"
-                raise TrtspecError(message, failure.remedy) from None
+            server = await _find_server(client, sampling.model)
             journal.answered_by({"server": server.identity})
             sampling = replace(sampling, model=server.model)
         outcome.server = journal.servers.get("server", {})
@@ -431,6 +427,18 @@ async def _answer_all(
             raise failed.exceptions[0] from None
     outcome.seconds = time.monotonic() - start
     return outcome
+
+
+async def _find_server(client: httpx.AsyncClient, model: str | None) -> DetectedServer:
+    """Asks the server for its identity and the name of `model`. None: the server's only model.
+
+    Raises TrtspecError if the server does not answer or lacks the model.
+    """
+    try:
+        return await _with_retries(lambda: detect_server(client, model))
+    except RequestFailed as failure:
+        message = f"TS-SYNTH-SERVER {failure.message}"
+        raise TrtspecError(message, failure.remedy) from None
 
 
 def _server_gone(last: RequestFailed) -> TrtspecError:

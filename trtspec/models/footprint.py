@@ -39,7 +39,7 @@ def target_bytes(path: Path, spec: ModelSpec, dtype: torch.dtype, device: str) -
     The size includes the packed copies of weights on a CPU. NVFP4 weights are also held in `dtype`,
     as products of codes and block scales (see `NVFP4Linear`), but have no packed copies.
 
-    path: checkpoint of the target, of which only the headers are read.
+    path: checkpoint of the target. Only its headers are read.
     """
     with torch.device("meta"):
         model = KimiModel(spec)

@@ -114,24 +114,10 @@ def convert_head(
     with directory.claim({}, output_options):
         tensors = write_tensors(output / "model.safetensors", entries, bar)
         carry_files(path, output, licences)
-        result = conversion.to_json()
-        origin = _origin(source, target, conversion.source_dialect)
-        chosen = {
-            "to": options.to,
-            "from": options.from_,
-            "embed_tokens": options.embed_tokens,
-            "rope_theta": options.rope_theta,
-        }
-        record = provenance(
-            "convert",
-            origin,
-            chosen,
-            dialect=conversion.head.dialect,
-            tensors=tensors,
-            repairs=result["repairs"],
-        )
+        record = _provenance(conversion, source, target, options, tensors)
         write_json(output / "provenance.json", record)
-        write_atomic(output / "README.md", conversion_card(conversion.head, result, record))
+        card = conversion_card(conversion.head, conversion.to_json(), record)
+        write_atomic(output / "README.md", card)
         # config.json comes last, because a directory without it is not a head.
         write_json(output / "config.json", conversion.config)
         directory.finish()
@@ -139,17 +125,36 @@ def convert_head(
     return replace(conversion, seconds=seconds, peak_rss_bytes=peak_rss())
 
 
-def _origin(source: Resolved, target: Resolved | None, dialect: str) -> dict[str, Any]:
-    """Returns the facts about the source head that the provenance record keeps."""
+def _provenance(
+    conversion: HeadConversion,
+    source: Resolved,
+    target: Resolved | None,
+    options: Options,
+    tensors: dict[str, dict[str, Any]],
+) -> dict[str, Any]:
+    """Returns the provenance record of a written head.
+
+    Args:
+        tensors: source and digest of each tensor (see `write_tensors`).
+    """
     checkpoint = source.checkpoint
-    return {
+    origin = {
         "head": source.name,
-        "dialect": dialect,
+        "dialect": conversion.source_dialect,
         "config": checkpoint.config,
         "provenance": recorded(checkpoint.path) or None,
         "target": target.name if target else None,
         **commit_record(checkpoint.path),
     }
+    chosen = {
+        "to": options.to,
+        "from": options.from_,
+        "embed_tokens": options.embed_tokens,
+        "rope_theta": options.rope_theta,
+    }
+    repairs = [problem.to_dict() for problem in conversion.repairs]
+    dialect = conversion.head.dialect
+    return provenance("convert", origin, chosen, dialect=dialect, tensors=tensors, repairs=repairs)
 
 
 @dataclass(frozen=True)

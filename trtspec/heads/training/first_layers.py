@@ -52,8 +52,8 @@ def check_first_layers(
     for output in outputs:
         distance = (output - captured).norm()
         differences.append(float(distance / output.norm()))
-    smallest = min(differences)
-    nearest = differences.index(smallest)
+    nearest = min(range(len(differences)), key=differences.__getitem__)
+    smallest = differences[nearest]
     if smallest > MAX_DIFFERENCE:
         message = (
             f"TS-FEATURES-OTHER the states of {sample.id} match no early layer of "

@@ -102,21 +102,9 @@ def stream_features(
         chunk_bytes = ranks.agree(chunk_bytes)
     data = split_data(plan.samples, options)
     chunks, kept = chunks_in_order(plan.samples, data, stream.spec, len(layers), chunk_bytes)
+    # Every chunk stays if later epochs use its samples again.
     if ranks.main and kept == math.inf:
-        # Every chunk stays, because later epochs use its samples again.
-        present = sum(path.stat().st_size for path in directory.glob("chunk-*"))
-        free = machine.free_disk(directory) + present
-        if plan.feature_bytes > free:
-            message = (
-                f"TS-FEATURES-DISK the states of {plan.tokens:,} tokens take "
-                f"{plan.feature_bytes:,} bytes, kept for later epochs, "
-                f"and the disk of {directory} has {free:,} free"
-            )
-            remedy = (
-                "pass `epochs` 1, which removes what it has passed, "
-                "or `features` stream:DIR on a larger disk"
-            )
-            raise TrtspecError(message, remedy)
+        _require_disk(directory, plan)
     require_shared(directory, ranks, "reads the states that the others compute")
     # A file of states is used again only if all of these are equal.
     fingerprint = repr((target, layers, str(stream.dtype), stream.activation))
@@ -136,6 +124,24 @@ def stream_features(
         for number in range(int(min(kept, len(chunks)))):
             features.opened(number)
     return features
+
+
+def _require_disk(directory: Path, plan: TrainingPlan) -> None:
+    """Raises TrtspecError if the disk of `directory` cannot hold the states of all samples."""
+    # Chunks that are present already need no further room.
+    present = sum(path.stat().st_size for path in directory.glob("chunk-*"))
+    free = machine.free_disk(directory) + present
+    if plan.feature_bytes > free:
+        message = (
+            f"TS-FEATURES-DISK the states of {plan.tokens:,} tokens take "
+            f"{plan.feature_bytes:,} bytes, kept for later epochs, "
+            f"and the disk of {directory} has {free:,} free"
+        )
+        remedy = (
+            "pass `epochs` 1, which removes what it has passed, "
+            "or `features` stream:DIR on a larger disk"
+        )
+        raise TrtspecError(message, remedy)
 
 
 def chunks_in_order(
