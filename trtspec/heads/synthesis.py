@@ -70,7 +70,7 @@ SYNTHESIS_OWNED = {
     "stream_options": "leave it out: answers are not streamed",
 }
 ANSWER_FAULTS = ("empty", "noise", "loop", "cut off")  # faults that a head should not learn
-REMEDY = "each row has prompt, messages, conversations or turns"
+REMEDY = "give rows with prompt, messages, conversations or turns"
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,8 @@ def shard(prompts: list[Prompt], text: str | None) -> list[Prompt]:
     except ValueError:
         index = count = 0  # an invalid shard, which the next check refuses
     if not 0 <= index < count:
-        raise UsageError(f"`shard` {text!r} is not i/n with 0 <= i < n", "for example `shard` 0/4")
+        message = f"`shard` {text!r} is not i/n with 0 <= i < n"
+        raise UsageError(message, "pass, for example, `shard` 0/4")
     return [prompt for prompt in prompts if int(prompt.id, 16) % count == index]
 
 
@@ -527,7 +528,7 @@ async def _ask(
         usage = reply.get("usage") or {}
         return choice, int(usage.get("completion_tokens") or 0)
     except (AttributeError, TypeError, ValueError):
-        raise RequestFailed(f"the answer is no completion: {str(reply)[:200]}") from None
+        raise RequestFailed(f"the answer is not a completion: {str(reply)[:200]}") from None
 
 
 async def _with_retries(send: Callable[[], Awaitable[T]]) -> T:

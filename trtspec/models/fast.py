@@ -309,7 +309,7 @@ class StackedMoE(MoE):
         if not isinstance(routed, Experts) or not isinstance(shared, MLP) or not is_small(routed):
             return
         if not isinstance(shared.gate_up_proj, Linear) or not isinstance(shared.down_proj, Linear):
-            return  # NVFP4
+            return  # an NVFP4 linear has no plain weight
         count, hidden, inner = routed.down.shape
         gate, up = routed.gate_up.chunk(2, 1)
         shared_gate, shared_up = shared.gate_up_proj.weight.chunk(2, 0)

@@ -360,7 +360,7 @@ class States:
         raw = torch.empty(end - begin, dtype=torch.uint8)
         file.seek(begin)
         if file.readinto(raw.numpy().data) < len(raw):  # type: ignore[attr-defined]
-            message = f"{self.directory}: the states end early"
+            message = f"{self.directory}: a file of hidden states is too short"
             raise TrtspecError(message, "run again with `restart`")
         return raw.view(self.dtype).view(self.shapes[number])
 

@@ -181,7 +181,7 @@ def refused(planes: torch.Tensor) -> None:
         (lambda planes: planes[..., :-1], "captured .* wanted"),
         (lambda planes: None, "in 5 attempts .no states for it"),
         (refused, "in 5 attempts .timed out"),
-        (missing, "brings no states .KeyError: 'kv_transfer_params'"),
+        (missing, "has no states .KeyError: 'kv_transfer_params'"),
     ],
 )
 def test_what_a_server_may_send_is_refused_by_name(target, plan, monkeypatch, change, says):

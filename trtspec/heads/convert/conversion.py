@@ -233,11 +233,11 @@ def _plan(
     stated_dialect = OPTIONS[options.from_] if options.from_ else None
     source_spec, source_problems = read_head(checkpoint, stated_dialect)
     dialect = OPTIONS[options.to]
-    model = None
+    target_spec = None
     default_layers = None
     if target is not None:
-        model = target.target_spec()
-        default_layers = list(model.default_aux_layers)
+        target_spec = target.target_spec()
+        default_layers = list(target_spec.default_aux_layers)
     problems = _unrepaired(checkpoint, source_spec, source_problems, options)
     repairs = [
         problem
@@ -248,13 +248,13 @@ def _plan(
     if options.rope_theta is not None:
         rope = replace(spec.rope, theta=options.rope_theta)
         spec = replace(spec, rope=rope)
-    if model is not None:
+    if target_spec is not None:
         # A source without layer ids is taken to capture the target's three default layers.
         if spec.aux_layers is None and spec.num_aux == 3:
-            spec = replace(spec, aux_layers=model.default_aux_layers)
-        problems += errors_in(pair_problems(spec, model))
-    shared_weights = _shared_weights(target, model)
-    problems += refusals(spec, dialect, model)
+            spec = replace(spec, aux_layers=target_spec.default_aux_layers)
+        problems += errors_in(pair_problems(spec, target_spec))
+    shared_weights = _shared_weights(target, target_spec)
+    problems += refusals(spec, dialect, target_spec)
     refused = has_errors(problems)
     if refused:
         shared_weights = None  # an error in the headers is enough, so no weight is read
@@ -272,6 +272,7 @@ def _plan(
         layer_ids = dialect.ids(spec.aux_layers)
         config = write_config(dialect.config, shared, spec, layer_ids, _verifier(target))
     parameters, size = sizes(entries)
+    # TensorRT-LLM captures the target's default layers unless its configuration names others.
     capture = None
     if spec.aux_layers is not None and sorted(spec.aux_layers) != default_layers:
         capture = list(spec.aux_layers)
@@ -402,26 +403,26 @@ def refusals(spec: HeadSpec, dialect: Dialect, target: ModelSpec | None) -> list
     `dialect` stores no layer ids and the head's layers may not be its default.
     """
     needed = features(spec)
-    capable = [row.option for row in DIALECTS.values() if row.expresses.issuperset(needed)]
+    capable = [other.option for other in DIALECTS.values() if other.expresses.issuperset(needed)]
     remedy = f"convert to {' or '.join(capable)}" if capable else "serve the head as it is"
     if "mla" not in dialect.expresses:
         needed = [name for name in needed if name not in MLA_FEATURES]
-    rows = DIALECT_TABLE["features"]
+    reasons = DIALECT_TABLE["features"]
     problems = []
     for name in needed:
         if name not in dialect.expresses:
-            row = rows[name]
-            message = f"{dialect.title} {row['reason']}"
-            problems.append(Problem(row["code"], "error", row["where"], message, remedy))
+            entry = reasons[name]
+            message = f"{dialect.title} {entry['reason']}"
+            problems.append(Problem(entry["code"], "error", entry["where"], message, remedy))
+    # An engine whose checkpoints hold no layer ids captures the target's default layers.
     default = None
     if target is not None:
         default = target.default_aux_layers
     if dialect.stores_ids or spec.aux_layers in (None, default):
         return problems
-    # A project whose checkpoints hold no ids captures the default layers.
     layers = list(spec.aux_layers or ())
     if default is None:
-        message = f"{dialect.title} stores no layer ids; whether {layers} are its own is not known"
+        message = f"{dialect.title} stores no layer ids, and may capture other layers than {layers}"
         remedy = "pass `target`, so that its default layers are known"
     else:
         message = f"{dialect.title} always captures {list(default)}, not {layers}"
@@ -435,7 +436,7 @@ def cautions(spec: HeadSpec, dialect: Dialect) -> list[Problem]:
     if spec.eagle == "3.1":
         message = (
             f"EAGLE-3.1 needs {dialect.eagle31}; "
-            "an older one computes another function and accepts little"
+            "an older version computes another function and accepts few drafts"
         )
         problems.append(Problem("TS-CONVERT-VERSION", "info", "fc_norm, norm_output", message))
     for feature in features(spec):
@@ -444,12 +445,13 @@ def cautions(spec: HeadSpec, dialect: Dialect) -> list[Problem]:
             problems.append(Problem("TS-CONVERT-VERSION", "info", feature, message))
     if dialect.mha_needs and not spec.is_mla:
         message = f"{dialect.title} needs {dialect.mha_needs}"
-        remedy = "install transformers below 5 there, or train the head on elsewhere"
+        remedy = "install transformers below 5 with it, or continue training elsewhere"
         problems.append(Problem("TS-CONVERT-VERSION", "warning", "rope_theta", message, remedy))
+    # Some trainers have a fixed YaRN base in their code.
     theta = spec.rope.theta
     if spec.is_mla and dialect.fixed_rope_base:
         trainer, base = dialect.fixed_rope_base
         if theta != base:
-            message = f"{trainer} would train this head on with YaRN base {base:g}, not {theta:g}"
+            message = f"{trainer} would continue training with YaRN base {base:g}, not {theta:g}"
             problems.append(Problem("TS-CONVERT-THETA", "warning", "rope_theta", message))
     return problems

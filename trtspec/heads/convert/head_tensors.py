@@ -54,6 +54,7 @@ class SharedWeights:
 
     def tensor(self, name: str) -> OutputTensor | None:
         """Finds the target's tensor EMBED or LM_HEAD. None if the target has no such tensor."""
+        # The names of lm_head and embedding are `lm_head.weight` and `model.embed_tokens.weight`.
         inner = "model." if name == EMBED else ""
         info = self.checkpoint.tensors.get(f"{self.spec.family.prefix}{inner}{name}")
         return OutputTensor.copied(self.checkpoint, info) if info else None
@@ -164,7 +165,7 @@ def _lm_head(
     if shared is None:
         message = (
             f"{dialect.title} needs an lm_head, "
-            "and the target's weights to borrow it from are not here"
+            "and the target's weights, which have one, are not on this machine"
         )
         return None, [Problem(code, "error", LM_HEAD, message, WEIGHTS_REMEDY)]
     return shared, _misfit(shared, spec, LM_HEAD, code)
@@ -190,7 +191,7 @@ def _embedding(
     has_target_width = spec.target_hidden_size == spec.hidden_size
     if choice == "target" or (stored is None and dialect.embed_tokens and shared is not None):
         if shared is None:
-            message = "the target's weights to borrow the embedding from are not here"
+            message = "the target's weights, which have the embedding, are not on this machine"
             return stored, [Problem(code, "error", EMBED, message, WEIGHTS_REMEDY)]
         return shared, _misfit(shared, spec, EMBED, code)
     if stored is None:

@@ -54,8 +54,8 @@ from trtspec.specs import HeadSpec, ModelSpec
 TTT_ATTENTION = "trtspec_ttt"
 # Attention scores of a later training-time-test step in memory. More are computed in parts.
 MAX_SCORES = 2**26
-MIN_QUERIES = 16  # queries of a part
-# The target stub that ModelOpt turned into a dynamic module with `eagle_module`.
+MIN_QUERIES = 16  # minimum number of queries of a part
+# Type of the target stub after ModelOpt has given it the head, `eagle_module`.
 TrainingModule = Any
 
 
@@ -196,7 +196,7 @@ def _later_step(query: Tensor, key: Tensor, value: Tensor, diagonals: list[Tenso
     for begin in range(0, rows, count):
         end = begin + count
         span = slice(begin, end)
-        seen = slice(0, min(rows, end))  # a row sees no later row
+        seen = slice(0, min(rows, end))  # a query attends to no later key
         inputs = [query[:, :, span], key[:, :, seen], value[:, :, seen]]
         inputs += [tensor[:, :, span] for tensor in diagonals]
         attended.append(checkpoint(_some_rows, begin, *inputs, use_reentrant=False))
@@ -244,7 +244,7 @@ class TargetStub(PreTrainedModel):
         super().__init__(config)
         self.model = nn.Module()
         self.model.layers = nn.ModuleList()
-        # ModelOpt makes the head in this dtype: master weights stay float32.
+        # ModelOpt creates the head in this dtype. Master weights must be float32.
         self.model.dtype = torch.float32
         self.embed_tokens = nn.Embedding.from_pretrained(embed)
         self.lm_head = nn.Linear(lm_head.shape[1], lm_head.shape[0], bias=False, device="meta")
@@ -365,7 +365,7 @@ def _finish_head(
     attention = head.layers[0].self_attn
     eps = spec.rms_norm_eps
     if spec.is_mla:
-        # Servers use the config's eps here. The transformers module has a constant.
+        # These two norms have a constant eps in transformers, and the config's eps in servers.
         attention.q_a_layernorm.variance_epsilon = eps
         attention.kv_a_layernorm.variance_epsilon = eps
     if spec.fc_norm:

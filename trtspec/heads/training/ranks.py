@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trtspec.errors import TrtspecError, UsageError
 
 TIME = "time"
-STOP_REASONS = (TIME, "SIGTERM", "SIGINT")  # reasons to end before the last step, in order of rank
+STOP_REASONS = (TIME, "SIGTERM", "SIGINT")  # in the order in which they are reported
 
 
 @dataclass(frozen=True)

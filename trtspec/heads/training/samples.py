@@ -106,7 +106,7 @@ def samples_of(
     row = f"{CODE} {conversation.where}"
     answered = [rendering for rendering in render(conversation, tokenizer) if any(rendering.answer)]
     if not answered:
-        remedy = f"make answers: `trtspec synthesize {conversation.file} -o answers.jsonl`"
+        remedy = f"generate answers: `trtspec synthesize {conversation.file} -o answers.jsonl`"
         raise UsageError(f"{row} has no answer", remedy)
     samples = []
     for rendering in answered:
@@ -124,7 +124,7 @@ def samples_of(
             samples.append(sample)
     if not samples:
         first = answered[0]
-        size = f"of {len(first.tokens)} tokens, the first {first.prompt} its prompt"
+        size = f"has {len(first.tokens)} tokens, the first {first.prompt} in its prompt"
         message = f"{row} {size}: no answer within {min_len} to {seq_len} tokens"
         raise UsageError(message, "raise `seq_len`, or leave the row out")
     return samples

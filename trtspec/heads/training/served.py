@@ -135,8 +135,8 @@ class ServedFeatures(Features):
                 f"TS-FEATURES-NAN the server sent NaN or infinity among the states of {sample.id}"
             )
             remedy = (
-                "look at the engine: an overflow in its dtype, "
-                "or a connector that misreads its cache"
+                "check the engine for an overflow in its dtype "
+                "and for a connector that misreads its cache"
             )
             raise TrtspecError(message, remedy)
         weight = next(self.norm.parameters())
@@ -167,7 +167,7 @@ class ServedFeatures(Features):
             except Exception as error:
                 # The client reads any JSON that a server sends, and NIXL has errors of its own.
                 message = (
-                    f"TS-FEATURES-SERVER the answer for {sample.id} brings no states "
+                    f"TS-FEATURES-SERVER the answer for {sample.id} has no states "
                     f"({type(error).__name__}: {error})"
                 )
                 remedy = (
@@ -180,5 +180,5 @@ class ServedFeatures(Features):
             f"TS-FEATURES-SERVER the server gave no states of {sample.id} "
             f"in {MAX_ATTEMPTS} attempts ({reason})"
         )
-        remedy = "look at its log, then run the same command again to resume"
+        remedy = "look at the server's log, then run the same command again to resume"
         raise TrtspecError(message, remedy)

@@ -273,7 +273,7 @@ class StreamedFeatures(Features):
                     file = safe_open(path, "pt")
                 except (OSError, SafetensorError) as error:
                     message = f"TS-FEATURES-DUMP {path} is damaged ({error})"
-                    raise TrtspecError(message, "remove it: the run makes it again") from None
+                    raise TrtspecError(message, "remove it, and run the command again") from None
                 for name in file.keys():  # noqa: SIM118
                     self._open[number][int(name.partition(".")[0])] = file
         return self._open[number]
@@ -304,7 +304,8 @@ class StreamedFeatures(Features):
             unfinished.unlink()
         if not own_path.is_file():
             self._write(own_path, sorted(self.chunks[number]))
-        while not self.files(number):  # the launcher ends every process when one dies
+        # The wait needs no limit, because the launcher ends every process if one dies.
+        while not self.files(number):
             time.sleep(POLL_S)
 
     def _write(self, path: Path, indices: list[int]) -> None:
