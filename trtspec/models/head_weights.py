@@ -1,4 +1,4 @@
-"""Loads an Eagle3 head checkpoint into `Eagle3Head`: strict, all misfits in one message."""
+"""Loads an Eagle3 head checkpoint into `Eagle3Head`, with all problems in one error."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The memory of a model's layers: each row keeps one text.
 
-A forward changes no memory that cannot be overwritten. It appends its entries, and `commit` says
+A forward pass only appends entries, which later passes may overwrite. After the pass `commit` says
 how many of its tokens became text. Rejected drafts, failed passes, snapshots and reuse need no
-other rule, for any type of memory. Here is the memory of latent attention, a cache of latents by
-position.
+other rule, for any type of memory. `LatentCache` is the memory of latent attention, a cache of
+latents by position.
 """
 
 from __future__ import annotations

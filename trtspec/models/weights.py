@@ -1,4 +1,4 @@
-"""From a Kimi checkpoint of any published format to a `KimiModel`: names and loading of weights."""
+"""Loads the weights of a Kimi checkpoint, in any published format, into a `KimiModel`."""
 
 from __future__ import annotations
 

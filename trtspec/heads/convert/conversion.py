@@ -268,9 +268,7 @@ def _plan(
     if not has_errors(problems):
         problems += cautions(spec, dialect)
         spec = with_ownership(spec, dialect, entries)
-        shared = shared_config(checkpoint.config, spec, entries["fc.weight"].dtype)
-        layer_ids = dialect.ids(spec.aux_layers)
-        config = write_config(dialect.config, shared, spec, layer_ids, _verifier(target))
+        config = _config(checkpoint, spec, dialect, entries, target)
     parameters, size = sizes(entries)
     # TensorRT-LLM captures the target's default layers unless its configuration names others.
     capture = None
@@ -296,12 +294,22 @@ def _plan(
     return conversion, entries
 
 
-def _verifier(target: Resolved | None) -> Verifier:
-    """Returns the target's name and architectures, which some dialects have in their config."""
-    if not target:
-        return Verifier()
-    architectures = target.config().get("architectures") or ()
-    return Verifier(target.name, tuple(architectures))
+def _config(
+    source: Checkpoint,
+    spec: HeadSpec,
+    dialect: Dialect,
+    entries: dict[str, OutputTensor],
+    target: Resolved | None,
+) -> dict[str, Any]:
+    """Returns the contents of config.json of the written head."""
+    # Some dialects have the target's name and architectures in their config.
+    verifier = Verifier()
+    if target:
+        architectures = target.config().get("architectures") or ()
+        verifier = Verifier(target.name, tuple(architectures))
+    shared = shared_config(source.config, spec, entries["fc.weight"].dtype)
+    layer_ids = dialect.ids(spec.aux_layers)
+    return write_config(dialect.config, shared, spec, layer_ids, verifier)
 
 
 def _unrepaired(

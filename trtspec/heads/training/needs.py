@@ -145,32 +145,16 @@ def needs(
     layer = decoded_layer_bytes(target)
     refused = refusals(target, gpu=gpu, tp_size=parallel, ep_size=parallel)
     chunks = max(1, math.ceil(plan.feature_bytes / CHUNK_BYTES))
-
-    def way(gpus: int, disk: float, peak_bytes: float, contents: str) -> dict[str, Any]:
-        """Returns the sizes of one way, and why it is impossible if one GPU is too small.
-
-        `contents`: objects that take the `peak_bytes` of one GPU, for the message.
-        """
-        facts: dict[str, Any] = {
-            "possible": peak_bytes <= memory,
-            "gpus": gpus,
-            "disk_bytes": round(disk),
-            "peak_bytes": round(peak_bytes),
-        }
-        if peak_bytes > memory:
-            facts["why"] = (
-                f"one GPU would have to hold {contents}, and has {memory / 1e9:,.0f} GB to use"
-            )
-        return facts
-
-    online = way(trainers, 0, stored + peak, "target and head")
+    online = _way(trainers, 0, stored + peak, memory, "target and head")
     stream_disk = min(plan.feature_bytes, 2 * CHUNK_BYTES)
     stream_contents = "two layers, or the head and one sequence"
-    stream = way(trainers, stream_disk, max(2 * layer, peak), stream_contents)
+    stream = _way(trainers, stream_disk, max(2 * layer, peak), memory, stream_contents)
     engine_peak = max(stored / parallel, peak)
     engine_contents = "its part of the target, or the head and one sequence"
-    dumps = way(max(parallel, trainers), plan.feature_bytes, engine_peak, engine_contents)
-    server = way(parallel + trainers, 0, engine_peak, engine_contents)
+    # The engine and the training use the same GPUs, one after the other.
+    dumps_gpus = max(parallel, trainers)
+    dumps = _way(dumps_gpus, plan.feature_bytes, engine_peak, memory, engine_contents)
+    server = _way(parallel + trainers, 0, engine_peak, memory, engine_contents)
     return {
         "gpu": gpu.name,
         "epochs": round(epochs, 3),
@@ -194,6 +178,29 @@ def needs(
         "dump_commands": dump_commands(name, data, plan, options, parallel, refused),
         "server_commands": server_commands(name, plan, target, options, parallel),
     }
+
+
+def _way(gpus: int, disk: float, peak_bytes: float, memory: float, contents: str) -> dict[str, Any]:
+    """Returns the sizes of one way to get the states, and `why` if one GPU is too small for it.
+
+    Args:
+        gpus: least number of GPUs.
+        disk: bytes on disk.
+        peak_bytes: peak memory of one GPU.
+        memory: usable bytes of one GPU.
+        contents: objects that take the peak memory, for the message.
+    """
+    facts: dict[str, Any] = {
+        "possible": peak_bytes <= memory,
+        "gpus": gpus,
+        "disk_bytes": round(disk),
+        "peak_bytes": round(peak_bytes),
+    }
+    if peak_bytes > memory:
+        facts["why"] = (
+            f"one GPU would have to hold {contents}, and has {memory / 1e9:,.0f} GB to use"
+        )
+    return facts
 
 
 def decoded_layer_bytes(target: ModelSpec) -> int:

@@ -1,6 +1,7 @@
 """The state of a run on disk, and the fingerprint that a resumed run must repeat.
 
-The state is one file with weights, moments and step. It appears whole.
+The state is one file with weights, moments and step. A kill while the file is written leaves the
+previous file.
 """
 
 from __future__ import annotations

@@ -49,21 +49,7 @@ def open_states(
         return stream_features(stream, plan, options, run.work, digest, ranks=ranks)
     lengths = [len(sample.tokens) for sample in plan.samples]
     if source.way == "server":
-        longest = max(lengths)
-        servers = state_servers(source.urls, longest)
-        if journal is not None:
-            identities = {}
-            for number, server in enumerate(servers, 1):
-                identities[f"server {number}"] = server.identity
-            journal.answered_by(identities)
-        # ModelOpt takes many seconds to import, and a dry run does not need it.
-        from trtspec.heads.training.module import state_client
-
-        client = partial(state_client, source.urls, servers[0].model, longest)
-        client()  # raises MissingDependency now, not in a thread of the running training
-        features: Features = ServedFeatures(
-            plan.samples, model.spec, plan.spec.num_aux, model.norm, client
-        )
+        features: Features = _open_served(model, plan, max(lengths), journal)
     else:
         assert plan.dumped is not None
         features = plan.dumped
@@ -73,3 +59,30 @@ def open_states(
         aux = features.states(shortest)[1]
         check_first_layers(run.target_dir, plan.samples[shortest], aux, layers, model.dtype)
     return features
+
+
+def _open_served(
+    model: KimiModel, plan: TrainingPlan, longest: int, journal: Journal | None
+) -> ServedFeatures:
+    """Checks the servers that the plan names, and opens the hidden states that they send.
+
+    Raises TrtspecError if a server does not fit. Raises UsageError if the journal names other
+    servers.
+
+    Args:
+        longest: number of tokens of the longest sample.
+        journal: journal of the run, which records the servers. None: nothing is recorded.
+    """
+    urls = plan.features.urls
+    servers = state_servers(urls, longest)
+    if journal is not None:
+        identities = {}
+        for number, server in enumerate(servers, 1):
+            identities[f"server {number}"] = server.identity
+        journal.answered_by(identities)
+    # ModelOpt takes many seconds to import, and a dry run does not need it.
+    from trtspec.heads.training.module import state_client
+
+    client = partial(state_client, urls, servers[0].model, longest)
+    client()  # raises MissingDependency now, not in a thread of the running training
+    return ServedFeatures(plan.samples, model.spec, plan.spec.num_aux, model.norm, client)

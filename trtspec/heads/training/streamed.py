@@ -1,9 +1,9 @@
 """States of a target that runs one decoder layer at a time over a chunk of samples.
 
-The states of a chunk go to one file, which appears whole. A chunk is made when a step first needs
-one of its samples. Chunks follow the order in which the first epoch uses the samples, so training
-alternates: a chunk of states, a chunk of steps. If no sample is used twice, files that training has
-passed are removed.
+The states of a chunk go to one file, which is complete or missing. A chunk is computed when a step
+first needs one of its samples. Chunks follow the order in which the first epoch uses the samples,
+so training alternates: a chunk of states, a chunk of steps. If no sample is used twice, files that
+training has passed are removed.
 """
 
 from __future__ import annotations

@@ -257,15 +257,7 @@ def new_head_spec(target: ModelSpec, options: TrainOptions) -> HeadSpec:
     Raises UsageError if the capture layers or the draft vocabulary do not fit the target.
     """
     layers = options.aux_layers or target.default_aux_layers
-    layer_count = target.num_hidden_layers
-    unknown = [layer for layer in layers if not 0 <= layer < layer_count]
-    if unknown or list(layers) != sorted(set(layers)):
-        message = (
-            f"capture layers {list(layers)} are not ascending layer outputs of a target with "
-            f"{layer_count} layers"
-        )
-        remedy = f"use 0-based outputs, for example {list(target.default_aux_layers)}"
-        raise UsageError(message, remedy)
+    _check_layers(layers, target)
     vocab_size = target.vocab_size
     draft_vocab_size = options.draft_vocab_size or vocab_size
     if not 0 < draft_vocab_size <= vocab_size:
@@ -307,3 +299,16 @@ def new_head_spec(target: ModelSpec, options: TrainOptions) -> HeadSpec:
         norm_output=is_eagle31,
         has_d2t=draft_vocab_size != vocab_size,
     )
+
+
+def _check_layers(layers: tuple[int, ...], target: ModelSpec) -> None:
+    """Raises UsageError if the capture layers are not ascending layers of the target."""
+    layer_count = target.num_hidden_layers
+    unknown = [layer for layer in layers if not 0 <= layer < layer_count]
+    if unknown or list(layers) != sorted(set(layers)):
+        message = (
+            f"capture layers {list(layers)} are not ascending layer outputs of a target with "
+            f"{layer_count} layers"
+        )
+        remedy = f"use 0-based outputs, for example {list(target.default_aux_layers)}"
+        raise UsageError(message, remedy)

@@ -90,13 +90,7 @@ def run_training(
         if run.init is not None:
             initial = check_initial(run.init, plan.spec)
             module.eagle_module.load_state_dict(initial_tensors(initial))
-        source = {
-            "data_sha256": fingerprint["data"],
-            "init_sha256": fingerprint["init"],
-            "target_config": fingerprint["target"],
-            **fingerprint["target_id"],
-            **target_record(Checkpoint.open(run.target_dir)),
-        }
+        source = _source_record(run.target_dir, fingerprint)
         writer = HeadWriter(run, plan, options, model.spec, module, ranks, source)
         stop = Stop(run.deadline)
         # Python lets only the main thread install signal handlers.
@@ -125,6 +119,17 @@ def run_training(
                 if path.name != STATE_NAME:
                     remove_folder(run.work, PlainName(path.name))
     return record
+
+
+def _source_record(target_dir: Path, fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """Returns the facts about target, data and initial head that the provenance record keeps."""
+    return {
+        "data_sha256": fingerprint["data"],
+        "init_sha256": fingerprint["init"],
+        "target_config": fingerprint["target"],
+        **fingerprint["target_id"],
+        **target_record(Checkpoint.open(target_dir)),
+    }
 
 
 def _fresh_module(
