@@ -92,6 +92,7 @@ def assemble(
         head = Eagle3Head(spec)
     for parameter, names in layout(spec).items():
         parts = [tensors[name] for name in names]
+        # fc_norm has one row for each captured layer. Other parameters join rows of matrices.
         value = torch.stack(parts) if parameter == "fc_norm" else torch.cat(parts)
         owner, _, leaf = parameter.rpartition(".")
         stored = nn.Parameter(value.to(device=device, dtype=dtype), False)

@@ -89,10 +89,10 @@ def install(
         _install_nvfp4(module, mapping, linear)
         return
     owner, _, leaf = mapping.parameter.rpartition(".")
-    plain = module.get_submodule(owner)
+    owner_module = module.get_submodule(owner)
     # The router computes in float32.
     stored_dtype = torch.float32 if owner.endswith("mlp.gate") else dtype
-    value = torch.empty(getattr(plain, leaf).shape, dtype=stored_dtype)
+    value = torch.empty(getattr(owner_module, leaf).shape, dtype=stored_dtype)
     # The rows of all experts follow each other.
     rows = value.flatten(0, 1) if value.dim() == 3 else value
     decode = partial(_decode_into, tensors=tensors)
@@ -100,7 +100,7 @@ def install(
     # The loop waits for the threads, and raises their errors.
     for _ in run(decode, rows.split(mapping.rows), mapping.names):
         pass
-    setattr(plain, leaf, nn.Parameter(value.to(device), requires_grad=False))
+    setattr(owner_module, leaf, nn.Parameter(value.to(device), requires_grad=False))
 
 
 def _install_nvfp4(

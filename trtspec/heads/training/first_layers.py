@@ -45,8 +45,10 @@ def check_first_layers(
         return None
     count = min(MAX_TOKENS, len(sample.tokens))
     with LayerStream(target_dir, dtype=dtype) as stream:
+        # The layer after is compared too, because engines may number layers from 1.
         compared = min(layer + 2, stream.num_layers)
         outputs = first_outputs(stream, sample.tokens[:count], compared)
+        # `aux` begins with the lowest captured layer.
         captured = aux[:count, : stream.spec.hidden_size].float()
     differences = []
     for output in outputs:

@@ -610,22 +610,25 @@ class Gradients:
     lm_head: Tensor
     states: list[Tensor]
 
-    def add(self, step: int, index: Tensor, logits: Tensor, rows: Tensor, lm_head: Tensor) -> None:
+    def add(
+        self, step: int, index: Tensor, logit_gradient: Tensor, rows: Tensor, lm_head: Tensor
+    ) -> None:
         """Adds the gradients that follow from the gradient of a chunk's logits.
 
         Args:
             step: number of the training-time-test step, counted from 0.
             index: int64 [N], indices of the chunk's states in the flattened batch.
-            logits: float32 [N, Vd], gradient by the logits `rows @ lm_head.T`.
+            logit_gradient: float32 [N, Vd], gradient by the logits `rows @ lm_head.T`.
             rows: [N, H], states of the chunk in the dtype of the products.
         """
-        logits = logits.to(lm_head.dtype)
-        if logits.dtype == self.lm_head.dtype:
-            self.lm_head.addmm_(logits.T, rows)
+        logit_gradient = logit_gradient.to(lm_head.dtype)
+        # addmm_ needs equal dtypes, and saves a copy of the product.
+        if logit_gradient.dtype == self.lm_head.dtype:
+            self.lm_head.addmm_(logit_gradient.T, rows)
         else:
-            self.lm_head.add_(logits.T @ rows)
+            self.lm_head.add_(logit_gradient.T @ rows)
         gradient = self.states[step]
-        gradient.index_copy_(0, index, (logits @ lm_head).to(gradient.dtype))
+        gradient.index_copy_(0, index, (logit_gradient @ lm_head).to(gradient.dtype))
 
 
 @dataclass(frozen=True)

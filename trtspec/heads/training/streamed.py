@@ -108,6 +108,7 @@ def stream_features(
     require_shared(directory, ranks, "reads the states that the others compute")
     # A file of states is used again only if all of these are equal.
     fingerprint = repr((target, layers, str(stream.dtype), stream.activation))
+    # All chunks stay in a directory that the user has named.
     features = StreamedFeatures(
         plan.samples,
         stream,
