@@ -256,10 +256,11 @@ def prepare(
         device=options.device,
         threads=min(LOAD_THREADS, torch.get_num_threads()),
     )
-    policy = policy or default_policy(stream.spec, source_name(stream.checkpoint.path))
+    spec = stream.spec
+    policy = policy or default_policy(spec, source_name(stream.checkpoint.path))
     linears = {
         name.removesuffix(".weight")
-        for name, part in stream.spec.family.tensors(stream.spec)
+        for name, part in spec.family.tensors(spec)
         if part.role in policy.quantize
     }
     texts = read_texts(data, KimiTokenizer(source), options.samples, options.seq_len)
@@ -357,8 +358,9 @@ class LayerObserver:
 
         mlp = layer.mlp
         if isinstance(mlp, MoE):
-            assert isinstance(mlp.experts, Experts)
-            self.experts = ObservedExperts(mlp.experts, see)
+            experts = mlp.experts
+            assert isinstance(experts, Experts)
+            self.experts = ObservedExperts(experts, see)
             mlp.experts = self.experts
         for point in observers:
             # The experts show their own inputs.
@@ -569,14 +571,15 @@ def _estimate(calibration: Calibration, resumes: bool) -> CalibrationResult:
     # The first layer is dense, the last has experts.
     layer_bytes = max(map(stream.layer_bytes, {0, stream.num_layers - 1}))
     memory_bytes = (1 + stream.load_ahead) * layer_bytes
+    states_bytes = states.bytes
     if states.in_memory:
-        memory_bytes += states.bytes
+        memory_bytes += states_bytes
     return calibration.result(
         layer_bytes=layer_bytes,
-        states_bytes=states.bytes,
+        states_bytes=states_bytes,
         memory_bytes_estimate=memory_bytes,
         # The states of one layer are read while the states of the next layer are written.
-        disk_bytes=2 * states.bytes,
+        disk_bytes=2 * states_bytes,
         free_bytes=machine.free_disk(calibration.output.parent),
         resumes=resumes,
         dry_run=True,

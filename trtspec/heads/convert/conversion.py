@@ -377,6 +377,8 @@ def _value_problems(
 def features(spec: HeadSpec) -> list[str]:
     """Names of the properties of this head that a dialect must be able to express."""
     mla = spec.is_mla
+    fc_norm = spec.fc_norm
+    norm_before_fc = spec.norm_before_fc
     yarn = spec.rope.is_yarn
     layers = spec.aux_layers or ()
     needed_by_feature: dict[str, bool] = {
@@ -384,12 +386,12 @@ def features(spec: HeadSpec) -> list[str]:
         "mla without yarn": mla and not yarn,
         "pruned mla": mla and spec.is_pruned,
         "yarn": yarn,
-        "fc_norm": spec.fc_norm,
+        "fc_norm": fc_norm,
         "norm_output": spec.norm_output,
-        "norm_output alone": spec.norm_output and not spec.fc_norm,
-        "norm_before_fc": spec.norm_before_fc,
-        "norm_before_fc with mla": spec.norm_before_fc and mla,
-        "two norms before fc": spec.norm_before_fc and spec.fc_norm,
+        "norm_output alone": spec.norm_output and not fc_norm,
+        "norm_before_fc": norm_before_fc,
+        "norm_before_fc with mla": norm_before_fc and mla,
+        "two norms before fc": norm_before_fc and fc_norm,
         "norm_before_residual": spec.norm_before_residual,
         "number of states": spec.num_aux != 3,
         "final state": -1 in layers,

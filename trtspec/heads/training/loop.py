@@ -321,9 +321,10 @@ def learning_rate(step: int, total: int, peak: float, options: TrainOptions) -> 
     0 at step `total`.
     """
     # A warm-up below 1 is a share of the steps, at least one step. From 1 on it is their number.
-    warmup_steps = min(round(options.warmup), total)
-    if options.warmup < 1:
-        warmup_steps = max(1, round(options.warmup * total))
+    warmup = options.warmup
+    warmup_steps = min(round(warmup), total)
+    if warmup < 1:
+        warmup_steps = max(1, round(warmup * total))
     if step <= warmup_steps:
         return peak * step / warmup_steps
     if options.schedule == "constant":

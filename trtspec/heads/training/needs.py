@@ -144,16 +144,17 @@ def needs(
     parallel = 2 ** max(0, doublings)
     layer = decoded_layer_bytes(target)
     refused = refusals(target, gpu=gpu, tp_size=parallel, ep_size=parallel)
-    chunks = max(1, math.ceil(plan.feature_bytes / CHUNK_BYTES))
+    state_bytes = plan.feature_bytes
+    chunks = max(1, math.ceil(state_bytes / CHUNK_BYTES))
     online = _way(trainers, 0, stored + peak, memory, "target and head")
-    stream_disk = min(plan.feature_bytes, 2 * CHUNK_BYTES)
+    stream_disk = min(state_bytes, 2 * CHUNK_BYTES)
     stream_contents = "two layers, or the head and one sequence"
     stream = _way(trainers, stream_disk, max(2 * layer, peak), memory, stream_contents)
     engine_peak = max(stored / parallel, peak)
     engine_contents = "its part of the target, or the head and one sequence"
     # The engine and the training use the same GPUs, one after the other.
     dumps_gpus = max(parallel, trainers)
-    dumps = _way(dumps_gpus, plan.feature_bytes, engine_peak, memory, engine_contents)
+    dumps = _way(dumps_gpus, state_bytes, engine_peak, memory, engine_contents)
     server = _way(parallel + trainers, 0, engine_peak, memory, engine_contents)
     return {
         "gpu": gpu.name,
@@ -162,9 +163,9 @@ def needs(
             "target_bytes": stored,
             # The second size applies if the next layer is decoded while one computes.
             "decoded_layer_bytes": [layer, 2 * layer],
-            "state_bytes_per_token": plan.feature_bytes // max(1, plan.tokens),
+            "state_bytes_per_token": state_bytes // max(1, plan.tokens),
             "tokens": plan.tokens,
-            "state_bytes": plan.feature_bytes,
+            "state_bytes": state_bytes,
             "saved_state_bytes": 3 * 4 * plan.parameters,  # float32 weights and two moments
             "head_bytes": 2 * plan.parameters,  # bf16
         },

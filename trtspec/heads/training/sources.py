@@ -36,19 +36,20 @@ def open_states(
         journal: journal of the run, which names the servers of earlier states. A resumed run must
             ask the same servers. None in processes other than the main process.
     """
-    source = plan.features
+    way = plan.features.way
+    samples = plan.samples
     layers = plan.spec.aux_layers or ()
-    if source.way == "memory" and ranks.size == 1:
+    if way == "memory" and ranks.size == 1:
         with progress_bar("states of the target", plan.tokens, "tokens") as bar:
-            return compute_features(model, plan.samples, layers, bar.advance)
+            return compute_features(model, samples, layers, bar.advance)
     # Several processes stream even for "memory": each computes a share, and no process holds all.
-    if source.way in ("memory", "stream"):
+    if way in ("memory", "stream"):
         device = str(model.embed.weight.device)
         stream = open_stream(run.target_dir, model.dtype, device, ranks)
         digest = identity_digest(run.target_dir)
         return stream_features(stream, plan, options, run.work, digest, ranks=ranks)
-    lengths = [len(sample.tokens) for sample in plan.samples]
-    if source.way == "server":
+    lengths = [len(sample.tokens) for sample in samples]
+    if way == "server":
         features: Features = _open_served(model, plan, max(lengths), journal)
     else:
         assert plan.dumped is not None
@@ -57,7 +58,7 @@ def open_states(
         # Dumps and servers may have captured another model or other layers.
         shortest = lengths.index(min(lengths))
         aux = features.states(shortest)[1]
-        check_first_layers(run.target_dir, plan.samples[shortest], aux, layers, model.dtype)
+        check_first_layers(run.target_dir, samples[shortest], aux, layers, model.dtype)
     return features
 
 

@@ -314,11 +314,13 @@ class StreamedFeatures(Features):
 
         A kill leaves no file at `path`.
         """
+        stream = self.stream
+        ranks = self.ranks
         lengths = {index: len(self.samples[index].tokens) for index in indices}
         # Every process forms the same batches. Process r computes batch r, r + size, and so on.
         every_group = list(similar_length(list(lengths.values())))
         groups = []
-        for positions in every_group[self.ranks.rank :: self.ranks.size]:
+        for positions in every_group[ranks.rank :: ranks.size]:
             groups.append([indices[position] for position in positions])
         batches = [padded([self.samples[index].tokens for index in group]) for group in groups]
         layout: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -337,21 +339,21 @@ class StreamedFeatures(Features):
                 keep(str(layer), number, output)
 
         # Half of this process's share of the free memory. The layers need the rest.
-        budget = machine.free_memory() / 2 / self.ranks.local_size
-        states_name = PlainName(f"states-{self.ranks.rank}")
+        budget = machine.free_memory() / 2 / ranks.local_size
+        states_name = PlainName(f"states-{ranks.rank}")
         states_path = self.directory / states_name
-        size = (self.hidden_size, self.stream.dtype)
+        size = (self.hidden_size, stream.dtype)
         try:
             with (
                 ShardFile(path, layout) as file,
                 States(batches, *size, budget=budget, directory=states_path) as states,
             ):
-                self.stream.embed(batches, states)
-                self.stream.run(batches, states, on_output=on_output)
-                norm = self.stream.model_without_layers("norm.weight").norm
+                stream.embed(batches, states)
+                stream.run(batches, states, on_output=on_output)
+                norm = stream.model_without_layers("norm.weight").norm
                 with torch.inference_mode():
                     for number in range(len(batches)):
-                        last = states.get(number).to(self.stream.device)
+                        last = states.get(number).to(stream.device)
                         keep("hidden", number, norm(last))
         finally:
             remove_folder(self.directory, states_name)

@@ -137,14 +137,15 @@ def _fresh_module(
 ) -> train.TrainingModule:
     """Builds ModelOpt's training module with random weights that depend on the seed alone."""
     torch.manual_seed(options.seed)
+    spec = plan.spec
     device = model.embed.weight.device
     target_ids = None
-    if plan.spec.has_d2t:
-        kept = draft_vocabulary(plan.samples, plan.spec.draft_vocab_size, model.spec.vocab_size)
+    if spec.has_d2t:
+        kept = draft_vocabulary(plan.samples, spec.draft_vocab_size, model.spec.vocab_size)
         target_ids = torch.tensor(kept, device=device)
     embed = model.embed.weight.to(device, options.dtype)
     lm_head = model.lm_head.weight.to(device, options.dtype)
-    return train.build(plan.spec, model.spec, embed, lm_head, target_ids=target_ids)
+    return train.build(spec, model.spec, embed, lm_head, target_ids=target_ids)
 
 
 @dataclass
