@@ -165,7 +165,7 @@ def traced(on_call: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
 
 
 def inspected(path: object, against: object = None, sample: int | None = None) -> Result:

@@ -216,7 +216,7 @@ def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
     """The tensors of every shard."""
     shards = sorted(directory.glob("*.safetensors"))
     assert shards, f"no tensors in {directory}"
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for shard in shards:
         tensors |= load_file(shard)
     return tensors
@@ -232,7 +232,8 @@ def write_shards(directory: Path, tensors: dict[str, torch.Tensor], shards: int)
     if shards == 1:
         write_tensors(directory, tensors)
         return
-    names, weight_map = sorted(tensors), {}
+    names = sorted(tensors)
+    weight_map: dict[str, str] = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
         part = {name: tensors[name].contiguous() for name in names[shard::shards]}

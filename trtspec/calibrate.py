@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ from trtspec.errors import UsageError
 from trtspec.models.k2 import DecoderLayer
 from trtspec.models.moe import Experts, MoE, dispatch
 from trtspec.models.precision import default_dtype
-from trtspec.models.stream import LayerStream, States
+from trtspec.models.stream import LayerStream, States, StatesRecord
 from trtspec.models.weights import layer_layout
 from trtspec.quant.modelopt import InputObserver
 from trtspec.quant.policy import METADATA_KEY, Policy, default_policy
@@ -104,7 +104,7 @@ def calibrate_checkpoint(
             return _estimate(calibration, calibration.work.check(output_options))
         with calibration.work.claim(calibration.header, output_options) as journal:
             resumed = _measure(calibration, journal, bar)
-            layers = list(journal.done.values())
+            layers: list[LayerScales] = list(journal.done.values())
             _finish(calibration, layers)
         return _result(calibration, layers, resumed, start)
 
@@ -158,6 +158,46 @@ class CalibrationResult:
     dry_run: bool | None = None
 
 
+class DecisiveOptions(TypedDict):
+    """The options that decide the scales."""
+
+    policy: dict[str, Any]
+    samples: int
+    seq_len: int
+    dtype: str
+    device: str
+    format_version: int
+
+
+class CalibrationHeader(TypedDict):
+    """Header of the journal, which a resume must repeat.
+
+    Args:
+        source: fingerprint of the checkpoint.
+        data: digest of the texts.
+    """
+
+    source: dict[str, Any]
+    options: DecisiveOptions
+    data: str
+
+
+class LayerScales(TypedDict):
+    """The journal's entry of a layer.
+
+    Args:
+        scales: input scale of each input point.
+        dead: input points whose input was always zero.
+        unreached: numbers of the experts that no token was routed to.
+        states: facts about the file with the hidden states after the layer.
+    """
+
+    scales: dict[str, float]
+    dead: list[str]
+    unreached: list[int]
+    states: NotRequired[StatesRecord]
+
+
 @dataclass(frozen=True)
 class Calibration:
     """The checked inputs of a calibration, before anything is written.
@@ -179,12 +219,12 @@ class Calibration:
     data: Path
 
     @cached_property
-    def header(self) -> dict[str, Any]:
+    def header(self) -> CalibrationHeader:
         """Header of the journal: everything that decides the scales, which a resume must repeat."""
         policy = self.policy
         options = self.options
         stream = self.stream
-        recorded_options = {
+        recorded_options: DecisiveOptions = {
             "policy": {"name": policy.name, "quantize": policy.quantize},
             "samples": options.samples,
             "seq_len": options.seq_len,
@@ -367,12 +407,8 @@ class LayerObserver:
             if not point.startswith("mlp.experts."):
                 _attach(layer, point, see)
 
-    def record(self) -> dict[str, Any]:
-        """Returns the journal's entry of the layer.
-
-        `scales` has the input scale of each input point. `dead` has the input points whose input
-        was always zero. `unreached` has the numbers of the experts that no token was routed to.
-        """
+    def record(self) -> LayerScales:
+        """Returns the journal's entry of the layer."""
         scales = {}
         dead = []
         for point, observer in self.observers.items():
@@ -438,7 +474,7 @@ def _measure(calibration: Calibration, journal: Journal, bar: ProgressBar) -> in
     with calibration.states() as states:
         first = len(journal.done)
         if 0 < first < total:
-            states_record = journal.done[f"layer {first - 1}"]["states"]
+            states_record: StatesRecord = journal.done[f"layer {first - 1}"]["states"]
             if not states.restore(states_record):
                 first = 0  # without the states of the last recorded layer all layers run again
         bar.show(first, total)
@@ -460,7 +496,7 @@ def _measure(calibration: Calibration, journal: Journal, bar: ProgressBar) -> in
     return first
 
 
-def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
+def _finish(calibration: Calibration, layers: list[LayerScales]) -> None:
     """Writes the provenance, then the scales, then removes the work directory.
 
     A kill before the end leaves a calibration that resumes.
@@ -475,7 +511,10 @@ def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
     header = calibration.header
     checkpoint = calibration.stream.checkpoint
     source = {"path": str(checkpoint.path), **header["source"]}
-    measured = [{key: layer[key] for key in ("scales", "dead", "unreached")} for layer in layers]
+    measured = [
+        {"scales": layer["scales"], "dead": layer["dead"], "unreached": layer["unreached"]}
+        for layer in layers
+    ]
     data = {"name": calibration.data.name, "sha256": header["data"]}
     record = provenance("calibrate", source, header["options"], data=data, layers=measured)
     write_json(calibration.provenance_path, record)
@@ -486,7 +525,7 @@ def _finish(calibration: Calibration, layers: list[dict[str, Any]]) -> None:
     calibration.work.finish()
 
 
-def _metadata(calibration: Calibration, layers: list[dict[str, Any]]) -> dict[str, Any]:
+def _metadata(calibration: Calibration, layers: list[LayerScales]) -> dict[str, Any]:
     """Returns the facts about the calibration that the header of the output keeps.
 
     Args:
@@ -495,23 +534,21 @@ def _metadata(calibration: Calibration, layers: list[dict[str, Any]]) -> dict[st
     stream = calibration.stream
     spec = stream.spec
     header = calibration.header
-    unreached_experts = sum(len(layer["unreached"]) for layer in layers)
-    model = [spec.model_type, spec.num_hidden_layers, spec.n_routed_experts]
     return {
         "command": "calibrate",
         "options": header["options"],
         "data": header["data"],
         "texts": len(calibration.texts),
         "tokens": calibration.tokens,
-        "unreached_experts": unreached_experts,
+        "unreached_experts": sum(len(layer["unreached"]) for layer in layers),
         "source": source_name(stream.checkpoint.path),
         "fingerprint": header["source"],
-        "model": model,
+        "model": [spec.model_type, spec.num_hidden_layers, spec.n_routed_experts],
         "modelopt": versions().get("nvidia-modelopt"),
     }
 
 
-def _scales(calibration: Calibration, layers: list[dict[str, Any]]) -> dict[str, float]:
+def _scales(calibration: Calibration, layers: list[LayerScales]) -> dict[str, float]:
     """Returns the input scale of every quantized linear by its hub name.
 
     Args:
@@ -527,7 +564,7 @@ def _scales(calibration: Calibration, layers: list[dict[str, Any]]) -> dict[str,
 
 
 def _result(
-    calibration: Calibration, layers: list[dict[str, Any]], resumed: int, start: float
+    calibration: Calibration, layers: list[LayerScales], resumed: int, start: float
 ) -> CalibrationResult:
     """Makes the result of a finished calibration.
 
@@ -543,8 +580,9 @@ def _result(
     dead_inputs = []
     for index, layer in enumerate(layers):
         dead_inputs += [f"layer {index} {point}" for point in layer["dead"]]
-        if layer["unreached"]:
-            unreached[str(index)] = layer["unreached"]
+        layer_unreached = layer["unreached"]
+        if layer_unreached:
+            unreached[str(index)] = layer_unreached
     experts_unreached = sum(len(ids) for ids in unreached.values())
     input_scale = {
         "min": min(scales),

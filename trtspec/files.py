@@ -31,7 +31,11 @@ CODE = "TS-ERROR-FILE"
 MOST_BYTES = 2**20  # of an engine file, which has a few thousand
 MOST_OPTIONS = 2**16  # bytes of a file of options, which has a few thousand
 STDIN = "-"
-YAML_REMEDY = "pass a YAML file, or `-` for standard input"
+YAML_REMEDY = "pass a YAML file, a directory, or `-` for standard input"
+TO_UTF8 = (
+    "unpack a compressed file; convert text with `iconv -t UTF-8 -f ENCODING FILE`, where ENCODING "
+    "is UTF-16 (PowerShell) or WINDOWS-1252 (Latin letters)"
+)
 
 
 @contextmanager
@@ -86,7 +90,7 @@ def decoded(data: bytes, path: str | Path, remedy: str = "") -> str:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise unreadable(path, f"line {line} is not UTF-8 text", remedy) from None
+        raise unreadable(path, f"line {line} is not UTF-8 text", TO_UTF8) from None
 
 
 def read_object(path: str | Path, most: int = MOST_JSON, remedy: str = "") -> dict[str, Any]:
@@ -97,6 +101,7 @@ def read_object(path: str | Path, most: int = MOST_JSON, remedy: str = "") -> di
     try:
         value = parse_json(read_text(path, most, remedy))
     except ValueError as error:
+        remedy = f"correct the file there, or {remedy or 'fetch it again'}"
         raise TrtspecError(f"{path} is not valid JSON: {error}", remedy, CODE) from None
     if not isinstance(value, dict):
         raise TrtspecError(f"{path} holds {type(value).__name__}, not a JSON object", remedy, CODE)

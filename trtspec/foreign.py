@@ -153,7 +153,7 @@ def what_is(text: str) -> str:
     if path.is_dir():
         return "a checkpoint" if (path / "config.json").exists() else "a directory"
     if path.exists():
-        return "a file"
+        return "an engine YAML" if path.suffix in (".yml", ".yaml") else "a file"
     if (DATA / text / "config.json").is_file():
         return "a checkpoint"
     return "a hub id" if parse_hub_id(text) else "not there"

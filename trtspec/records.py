@@ -568,7 +568,7 @@ def unknown_variables(command: TyperCommand, environ: Iterable[str]) -> Iterator
     known = {name for parameter in command.params if parameter.envvar for name in parameter.envvar}
     prefix = variable(str(command.name), "")
     for name in sorted(name for name in environ if name.startswith(prefix) and name not in known):
-        near = nearest(name.removeprefix(prefix), spellings(command), "options")
+        near = nearest(name.removeprefix(prefix), spellings(command), "vllm", "options")
         remedy = ""
         if near:
             remedy = f"; did you mean {variable(str(command.name), near)}?"

@@ -199,8 +199,8 @@ def now() -> str:
 
 
 def provenance(
-    command: str, source: dict[str, Any], options: dict[str, Any], **more: Any
-) -> dict[str, Any]:
+    command: str, source: Mapping[str, Any], options: Mapping[str, Any], **more: Any
+) -> Any:
     """The record written as provenance.json beside everything a command makes.
 
     It has no time: a run that was killed and resumed leaves the same bytes as one that was not.

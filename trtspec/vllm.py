@@ -82,8 +82,9 @@ def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
     problems += _target_problems(options, target.spec)
     if head is not None:
         problems += _head_problems(options, head, target)
+    address = ServerAddress(options.host, options.port, api_key=options.api_key)
     problems += preflight.check_start(
-        PROGRAM, models, options.host, options.port, _ranks(options), preflight.read_gpus(),
+        PROGRAM, models, address, _ranks(options), preflight.read_gpus(),
         trusted=options.trust_remote_code, launching=launching,
     )  # fmt: skip
     if not launching:
@@ -96,7 +97,7 @@ def plan_vllm(options: ServeOptions, *, launching: bool) -> ServerPlan:
         config={"speculative_config": _speculation(options)} if options.head else {},
         problems=problems,
         version=(str(version), reason),
-        endpoint=ServerAddress(options.host, options.port, api_key=options.api_key),
+        endpoint=address,
         limits=options.limits,
         secrets={"VLLM_API_KEY": options.api_key} if options.api_key else {},
     )

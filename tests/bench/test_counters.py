@@ -40,7 +40,7 @@ WORKLOAD = BenchWorkload(
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """This server makes a step every 0.01 s."""
-    monkeypatch.setattr(servers, "SETTLED_S", 0.1)
+    monkeypatch.setattr(servers, "REREAD_S", 0.1)
 
 
 @dataclass

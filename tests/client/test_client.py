@@ -58,14 +58,14 @@ def test_a_connection_is_not_used_when_the_server_is_about_to_close_it(
     what uvicorn does at 5 s, without the luck that it takes to meet the moment.
     """
     resets, model = [], b'{"data": [{"id": "m"}]}'
-    monkeypatch.setattr(client, "KEPT_S", 0.2)
+    monkeypatch.setattr(client, "KEEPALIVE_S", 0.2)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         idle_since = math.inf
         while await reader.readline():
             while (await reader.readline()).strip():
                 pass
-            if time.monotonic() - idle_since > client.KEPT_S:
+            if time.monotonic() - idle_since > client.KEEPALIVE_S:
                 resets.append(1)
                 writer.transport.abort()
                 return
@@ -81,7 +81,7 @@ def test_a_connection_is_not_used_when_the_server_is_about_to_close_it(
             new_client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as asking,
         ):
             assert (await first_model(asking))["id"] == "m"
-            await asyncio.sleep(client.KEPT_S + 0.1)
+            await asyncio.sleep(client.KEEPALIVE_S + 0.1)
             assert (await first_model(asking))["id"] == "m"
 
     asyncio.run(asked_twice())

@@ -56,7 +56,7 @@ def test_a_target_that_a_job_makes_later(tmp_path: Path) -> None:
     assert yaml.safe_load(ours) == yaml.safe_load(theirs)
     again = parse_intent(ours)
     assert again is not None and build_named(again).text == ours
-    judged = deployment_of(Document.parse(ours), version=None, target=None, head=None)[0]
+    judged = deployment_of(Document.parse(ours))[0]
     assert judged.target_name == K26 and {item.severity for item in lint(ours, judged)} <= {"info"}
 
 
@@ -103,7 +103,7 @@ def test_what_is_written_carries_no_finding_of_our_own_linter(step: int) -> None
         ):  # `lint` reads the first line of the file, which takes longer than all else
             judged = lint(
                 config.text,
-                deployment_of(Document.parse(config.text), version=None, target=None, head=None)[0],
+                deployment_of(Document.parse(config.text))[0],
             )
             found += [(intent.command(), item.code, item.message) for item in judged if warns(item)]
     assert not found, found[:3]
@@ -124,9 +124,7 @@ def test_a_head_under_its_other_name_is_the_same_head() -> None:
         (other, set()),
         ("lightseekorg/kimi-k2.5-eagle3-mla", {"TS-LINT-HEAD-DIFFERS"}),
     ):
-        found = lint(
-            text, deployment_of(Document.parse(text), version=None, target=None, head=head)[0]
-        )
+        found = lint(text, deployment_of(Document.parse(text), head=head)[0])
         assert {item.code for item in found if item.code == "TS-LINT-HEAD-DIFFERS"} == wanted
 
 

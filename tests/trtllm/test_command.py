@@ -44,8 +44,7 @@ def command(
     return build_command(
         Intent(target=TARGET, version=version, trust_remote_code=True),
         find_target(TARGET).spec,
-        Document.parse(text),
-        "c",
+        Document.parse(text, "c"),
         sizes=explicit,
         passed=passed,
     )
@@ -77,7 +76,7 @@ def test_every_argv_parses_with_the_schema_of_its_version() -> None:
 def test_parsers_follow_the_model() -> None:
     def parser(target: str) -> str | None:
         intent = Intent(target=target, version="1.4.0rc1")
-        argv = build_command(intent, find_target(target).spec, Document.parse(""), "c")
+        argv = build_command(intent, find_target(target).spec, Document.parse("", "c"))
         assert argv[argv.index("--tool_parser") + 1] == "kimi_k2"
         return argv[argv.index("--reasoning_parser") + 1] if "--reasoning_parser" in argv else None
 

@@ -47,7 +47,7 @@ def an_intent(
 
 
 def argv(intent: Intent, text: str) -> list[str]:
-    return build_command(intent, find_target(intent.target).spec, Document.parse(text), ENGINE_FILE)
+    return build_command(intent, find_target(intent.target).spec, Document.parse(text, ENGINE_FILE))
 
 
 @pytest.mark.parametrize(("target", "head"), CARDS)
@@ -89,7 +89,7 @@ def test_a_recipe_regenerates_byte_for_byte(path: Path) -> None:
         intent.role == "front" or (intent.trust_remote_code and intent.gpu)
     )
     assert build_named(intent).text == text
-    deployment = deployment_of(Document.parse(text), version=None, target=None, head=None)[0]
+    deployment = deployment_of(Document.parse(text))[0]
     assert [each for each in lint(text, deployment) if each.severity != "info"] == []
 
 
@@ -221,10 +221,7 @@ def test_the_parts_of_a_disaggregated_deployment() -> None:
     for text in texts.values():
         again = parse_intent(text)
         assert again is not None and build_named(again).text == text
-    judged = [
-        lint(text, deployment_of(Document.parse(text), version=None, target=None, head=None)[0])
-        for text in texts.values()
-    ]
+    judged = [lint(text, deployment_of(Document.parse(text))[0]) for text in texts.values()]
     assert {finding.severity for found in judged for finding in found} == {"info"}
     step = parse_intent(texts["generation.yml"])
     assert step is not None and step.tokens >= step.batch * (step.draft_len + 1)

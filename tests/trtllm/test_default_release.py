@@ -93,8 +93,7 @@ def test_a_published_pair_on_four_gpus_is_lint_clean(target: str, head: str) -> 
     default = default_release()
     intent = Intent(target=target, head=head, version=default, gpu="b200", trust_remote_code=True)
     text = build_named(intent).text
-    deployment, _, problems = deployment_of(
-        Document.parse(text), version=None, target=None, head=None, gpu="b200"
-    )
+    deployment, _, problems = deployment_of(Document.parse(text))
+    deployment = deployment.served_on("b200", {}, None)
     findings = [each for each in lint(text, deployment) if each.severity != "info"]
     assert (deployment.version, findings, problems) == (default, [], [])

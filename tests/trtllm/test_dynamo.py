@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from tests.command_line import trtspec
 from trtspec.cli.app import app
 from trtspec.errors import UsageError
-from trtspec.trtllm.deployment import deployment_of, dynamo_flags, dynamo_releases
+from trtspec.trtllm.deployment import deployment_of, dynamo_options, dynamo_releases
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.lint import lint
+from trtspec.trtllm.schema import read_beside
 
 PAIR = ["nvidia/Kimi-K2.5-NVFP4", "--head", "nvidia/Kimi-K2.5-Eagle3", "--trust-remote-code"]
 CODE = ["--trust-remote-code"]
@@ -75,7 +76,7 @@ def check_deployment(objects: dict[str, list[Any]]) -> dict[str, Any]:
         if name == "Frontend":
             continue
         pod, typed = service["extraPodSpec"], options(service)
-        assert set(typed) <= dynamo_flags()
+        assert set(typed) <= {*dynamo_options(), *read_beside("dynamo.yaml")["others"]}
         volumes = {item["name"]: item for item in pod["volumes"]}
         assert {item["name"] for item in pod["mainContainer"]["volumeMounts"]} == set(volumes)
         assert volumes["engine"]["configMap"]["name"] == config["metadata"]["name"]
@@ -93,9 +94,7 @@ def check_engines(objects: dict[str, list[Any]], wanted: dict[str, str]) -> None
     data = objects["ConfigMap"][0]["data"]
     assert data == wanted
     for text in data.values():
-        found = lint(
-            text, deployment_of(Document.parse(text), version=None, target=None, head=None)[0]
-        )
+        found = lint(text, deployment_of(Document.parse(text))[0])
         assert not [item for item in found if item.severity != "info"]
 
 

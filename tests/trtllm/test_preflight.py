@@ -16,10 +16,10 @@ from trtspec.launch.preflight import (
     check_modules_cache,
     check_port,
     check_shared_memory,
+    check_start,
     read_gpus,
-    remote_code_problem,
 )
-from trtspec.launch.server_launch import LogPatterns
+from trtspec.launch.server_launch import LogPatterns, ServerAddress
 from trtspec.trtllm.deployment import Deployment
 from trtspec.trtllm.document import Document
 from trtspec.trtllm.schema import parse_version, schema_for
@@ -119,11 +119,14 @@ def test_what_may_not_be_fetched_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_dry_run_only_mentions_what_is_wrong_with_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: int
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     target = resolve("nvidia/Kimi-K2.6-NVFP4", weights=False)
-    found = [*command.PROGRAM.check(), remote_code_problem(target)]
+    address = ServerAddress("localhost", free_port)
+    found = list(
+        check_start(command.PROGRAM, [target], address, 0, [], trusted=False, launching=False)
+    )
     dry = {problem.code: as_in_dry_run(problem).severity for problem in found}
     assert {problem.severity for problem in found} == {"error"}
     assert dry["TS-SERVE-NO-ENGINE"] == dry["TS-SERVE-REMOTE-CODE"] == "warning"

@@ -1,10 +1,11 @@
-"""Two runs of `bench` side by side: what changed, and how sure that is.
+"""Compares a run of `bench` with earlier runs, and judges whether a change is significant.
 
-Acceptance over all questions is paired by question. Speed differs from run to run of one server for
-reasons that all answers of a run share, and some servers report only totals: there MIN_EARLIER_RUNS
-earlier runs give a prediction interval for one more. A regression is an interval that lies wholly
-below 1 - `max_regression`. The judged figures share the chance of a false alarm (Bonferroni): two
-equal runs raise one in at most 5 % of comparisons. Other figures are only shown.
+Acceptance over all questions is paired by question. The speed of one server differs from run to run
+for reasons that all answers of a run share, and some servers report only totals. In both cases,
+MIN_EARLIER_RUNS earlier runs give a prediction interval. A regression is an interval that is
+entirely below 1 - `max_regression`. The judged figures share the probability of a false alarm
+(Bonferroni): two equal runs raise an alarm in at most 5 % of comparisons. Other figures are only
+shown.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from trtspec.bench.statistics import (
 from trtspec.checkpoint.writer import differences
 from trtspec.errors import Problem, Severity, UsageError
 
+# fields of the workload that must be equal in the compared runs
 WORKLOAD_KEYS = (
     "dataset_sha256",
     "temperature",
@@ -35,32 +37,36 @@ REGRESSION = "regression"
 IMPROVEMENT = "improvement"
 NO_CHANGE = "no change found"
 NOT_JUDGED = "not judged"
-ACCEPTANCE = "acceptance"  # the figure
+ACCEPTANCE = "acceptance"  # name of the figure
 
 
 def compare(
     new: BenchResults, earlier: Sequence[BenchResults], max_regression: float | None = None
 ) -> Comparison:
-    """Returns this run over `earlier` ones of the same workload and model.
+    """Compares the figures of a run with earlier runs and lists the regressions.
 
-    Questions are paired with the first.
-
-    With `max_regression` (0.05: 5 %) the comparison is a gate: nothing judged is an error.
+    Args:
+        new: Results of this run.
+        earlier: Results of runs of the same workload and model. Questions are paired with the
+            first.
+        max_regression: Decrease that is allowed, as a fraction. With it, a comparison that judges
+            nothing is an error.
     """
     old = earlier[0]
     allowed = max_regression or 0.0
     levels = [level.label for level in new.concurrency]
-    judged = 1
+    # acceptance, and the speed at each level if the earlier runs suffice
+    judged_count = 1
     if len(earlier) >= MIN_EARLIER_RUNS:
-        judged += len(levels)
+        judged_count += len(levels)
     # a regression is beyond one of the two ends of an interval
-    confidence = 1 - 2 * FALSE_ALARM_RATE / judged
+    confidence = 1 - 2 * FALSE_ALARM_RATE / judged_count
     candidates = [acceptance_figure(new, earlier, confidence, allowed)]
     for label in levels:
         candidates.append(speed_figure(new, earlier, label, confidence, allowed))
     figures = [figure for figure in candidates if figure]
-    gate = max_regression is not None
-    problems = not_judged(figures, [new, *earlier], "error" if gate else "warning")
+    severity: Severity = "warning" if max_regression is None else "error"
+    problems = not_judged(figures, [new, *earlier], severity)
     problems += [_regression(figure, allowed) for figure in figures if figure.verdict == REGRESSION]
     return Comparison(
         old={"name": old.name, "url": old.url},
@@ -73,8 +79,9 @@ def compare(
 
 
 def _regression(figure: ComparedFigure, allowed: float) -> Problem:
-    between = f"({figure.low:.3f} to {figure.high:.3f})"
-    message = f"{figure.figure} is {figure.ratio:.3f} times the earlier run's {between}"
+    """Returns the error of a regressed figure. `allowed`: allowed decrease as a fraction."""
+    interval = f"({figure.low:.3f} to {figure.high:.3f})"
+    message = f"{figure.figure} is {figure.ratio:.3f} times the earlier run's {interval}"
     message += f", over {figure.units} {figure.paired_by}s"
     if allowed:
         message += f", more than the {100 * allowed:g} % allowed"
@@ -82,14 +89,14 @@ def _regression(figure: ComparedFigure, allowed: float) -> Problem:
 
 
 def refuse_different(workload: StatedWorkload, earlier: Mapping[str, BenchResults]) -> None:
-    """Raises UsageError, before anything is sent, if an earlier run had another workload.
+    """Raises UsageError if an earlier run had another workload than this run.
 
-    The ratio of the two would mix that difference with the change under test. `earlier`: by the
-    option that names it.
+    The comparison would mix that difference with the change under test. `earlier`: results of
+    earlier runs by the option that names them.
     """
     for option, run in earlier.items():
-        sides = (run.workload, workload)
-        before, now = ({key: getattr(side, key) for key in WORKLOAD_KEYS} for side in sides)
+        before = {key: getattr(run.workload, key) for key in WORKLOAD_KEYS}
+        now = {key: getattr(workload, key) for key in WORKLOAD_KEYS}
         changes = differences(before, now)
         if changes:
             message = f"{option}: the run of {run.url} differs from this one: {'; '.join(changes)}"
@@ -99,10 +106,14 @@ def refuse_different(workload: StatedWorkload, earlier: Mapping[str, BenchResult
 def acceptance_figure(
     new: BenchResults, earlier: Sequence[BenchResults], confidence: float, allowed: float
 ) -> ComparedFigure | None:
-    """Compares tokens per step, paired by the questions that both runs answered.
+    """Compares tokens per verification step, paired by the questions that both runs answered.
 
-    If the servers report only totals, the run is compared with several earlier ones. Degenerate
-    output is not judged. None if the run or the first earlier one reports no acceptance.
+    If the servers report only totals, the run is compared with all earlier runs. Degenerate output
+    is not judged. None if this run or the first earlier run reports no acceptance.
+
+    Args:
+        confidence: Confidence level of the interval, as a fraction.
+        allowed: Allowed decrease, as a fraction.
     """
     runs = [new, *earlier]
     lengths = [run.acceptance_length for run in runs]
@@ -116,12 +127,12 @@ def acceptance_figure(
         test = next_ratio(known[0], known[1:], confidence)
     if test is None:
         return _untested(ACCEPTANCE, known)
-    sound = not any(run.degenerate() for run in runs)
-    return _tested(ACCEPTANCE, test, paired_by, _verdict(test, allowed, sound))
+    is_sound = not any(run.degenerate() for run in runs)
+    return _tested(ACCEPTANCE, test, paired_by, _verdict(test, allowed, is_sound))
 
 
 def _step_units(run: BenchResults) -> dict[str, tuple[int, int]]:
-    """(tokens, steps) by question."""
+    """Returns the numbers of tokens and of verification steps, as a pair, by question."""
     units = {}
     for question, (steps, accepted, _) in per_question(run.turns_detail).items():
         units[question] = (steps + accepted, steps)
@@ -135,9 +146,15 @@ def speed_figure(
     confidence: float,
     allowed: float,
 ) -> ComparedFigure | None:
-    """Compares output tokens per second of one level, the mean of its rounds, with earlier runs.
+    """Compares the output tokens per second at one level of load with earlier runs.
 
-    With too few earlier runs, the ratio to the first has no interval. None if either has no speed.
+    The figure of a run is the mean over its rounds. If there are too few earlier runs, the ratio to
+    the first has no interval. None if this run or the first earlier run has no speed at the level.
+
+    Args:
+        label: Name of the level.
+        confidence: Confidence level of the interval, as a fraction.
+        allowed: Allowed decrease, as a fraction.
     """
     levels = [run.at(label) for run in (new, *earlier)]
     rates = []
@@ -150,17 +167,21 @@ def speed_figure(
     test = next_ratio(rates[0], rates[1:], confidence)
     if test is None:
         return _untested(name, rates)
-    sound = all(level is not None and not level.degeneration.degenerate for level in levels)
-    return _tested(name, test, "run", _verdict(test, allowed, sound))
+    is_sound = all(level is not None and not level.degeneration.degenerate for level in levels)
+    return _tested(name, test, "run", _verdict(test, allowed, is_sound))
 
 
 def _untested(name: str, values: Sequence[float]) -> ComparedFigure:
-    """`values`: of this run and the first earlier one."""
+    """Returns a figure without interval and verdict.
+
+    `values`: the figure in this run, and in each earlier run.
+    """
     new, old = values[:2]
     return ComparedFigure(figure=name, ratio=round(new / old, 4))
 
 
 def _tested(name: str, test: Ratio, paired_by: str, verdict: str) -> ComparedFigure:
+    """Returns a figure with its interval and verdict. `paired_by`: question or run."""
     return ComparedFigure(
         figure=name,
         ratio=test.value,
@@ -172,9 +193,12 @@ def _tested(name: str, test: Ratio, paired_by: str, verdict: str) -> ComparedFig
     )
 
 
-def _verdict(test: Ratio, allowed: float, sound: bool) -> str:
-    """`sound`: whether no output is degenerate."""
-    if not sound:
+def _verdict(test: Ratio, allowed: float, is_sound: bool) -> str:
+    """Returns the verdict on a figure: regression, improvement, no change found or not judged.
+
+    `allowed`: allowed decrease as a fraction. `is_sound`: whether no output is degenerate.
+    """
+    if not is_sound:
         return NOT_JUDGED
     if test.high < 1 - allowed:
         return REGRESSION
@@ -184,13 +208,14 @@ def _verdict(test: Ratio, allowed: float, sound: bool) -> str:
 def not_judged(
     figures: Sequence[ComparedFigure], runs: Sequence[BenchResults], severity: Severity
 ) -> list[Problem]:
-    """Says why acceptance is not judged.
+    """Returns a list with the problem that acceptance is not judged, and the reason.
 
-    [] if it is, or if no run reports it and a speed is judged.
+    The list is empty if acceptance is judged, or if no run reports acceptance and a speed is
+    judged. `runs`: this run and the earlier runs.
     """
     judged = {figure.figure for figure in figures if figure.verdict != NOT_JUDGED}
-    reports = [run.acceptance_length is not None for run in runs]
-    if ACCEPTANCE in judged or (judged and not any(reports)):
+    has_acceptance = [run.acceptance_length is not None for run in runs]
+    if ACCEPTANCE in judged or (judged and not any(has_acceptance)):
         return []
     if any(run.degenerate() for run in runs):
         reason = "the output of a run is degenerate, and loops flatter every drafter"
@@ -198,8 +223,8 @@ def not_judged(
             "read answers.jsonl; measure at the temperature "
             "that users have, with the right chat template"
         )
-    elif any(reports) and not all(reports):
-        run = "an earlier" if reports[0] else "this"
+    elif any(has_acceptance) and not all(has_acceptance):
+        run = "an earlier" if has_acceptance[0] else "this"
         reason = f"{run} run reports no acceptance, and the other does"
         remedy = "see whether the server has loaded its head, and what it says of its speculation"
     else:

@@ -1,9 +1,10 @@
-"""A proof of a target and its head: plain trtspec commands, typed evidence and one page.
+"""Proves that a target with its head gives the same output, and how much faster it is.
 
-If both servers fit at once, they are measured in alternating rounds. Else two launches follow each
-other on the same GPUs, once or several times. The target alone then scores the answers of the
-speculating server. A journal notes each step when its result is on the disk, so that the same
-command after a kill resumes with the first step without a result.
+A proof is a sequence of trtspec commands, whose results become evidence.json and one page. The
+servers with and without the head are measured in alternating rounds if both can run at once. If
+they cannot, they run one after the other on the same GPUs, once or several times. The target alone
+scores the answers of the speculating server. A journal records each command when its result is on
+the disk. After a kill, the same proof resumes with the first command that has no result.
 """
 
 from __future__ import annotations
@@ -47,24 +48,25 @@ def prove(
     common: dict[str, Any],
     startup: float,
 ) -> ProofEvidence:
-    """Runs the steps that are not done yet, then writes evidence.json and report.html.
+    """Runs the commands of a proof that have no result yet, then writes evidence.json and a page.
 
-    `common`: `engine` and `dataset_sha256`, which a resumed run must have in common with this one.
-    `startup`: seconds until a server must be ready. Raises UsageError if `directory` holds anything
-    but this proof, and TrtspecError if a step fails.
+    Raises UsageError if `directory` contains anything but this proof. Raises TrtspecError if a
+    command fails.
+
+    Args:
+        steps: All commands of the proof.
+        directory: Directory of the results.
+        common: Fields `engine` and `dataset_sha256`, which must be equal if a proof is resumed.
+        startup: Seconds until a server must be ready.
     """
     path = directory / "journal.jsonl"
-    patience = 0.0
-    if path.exists():
-        patience = LEFT_OVER
-    elif directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UsageError(f"{directory} holds something else", "choose another -o")
+    port_wait_s = _port_wait(path)
     paths = {name: resolve(name, weights=False).path for name in (setup.target, setup.head)}
     identities = {
         name: identity_digest(checkpoint)[:16] if checkpoint else "not on this machine"
         for name, checkpoint in paths.items()
     }
-    # the words for the servers may hold a key
+    # only a digest, because the user's arguments for the servers may contain a key
     digest = hashlib.sha256("\0".join(setup.serve_words).encode()).hexdigest()
     proof = asdict(setup) | {"serve_words": digest[:16]}
     header = {"proof": proof, "identities": identities, **common}
@@ -74,9 +76,10 @@ def prove(
         done = [step for step in steps if step.name in journal.done and _result(step, directory)]
         for step in done:
             report.announce(f"already done: {step.name}")
+        # the groups of servers that have commands left, each once and in order
         for group in dict.fromkeys(step.servers for step in steps if step not in done):
             with ExitStack() as running:
-                require_free_ports(setup.port, 2, patience)
+                require_free_ports(setup.port, 2, port_wait_s)
                 for server in group:
                     _launch(setup, server, directory, startup, running)
                 for number, step in enumerate(steps, 1):
@@ -90,8 +93,22 @@ def prove(
     return evidence
 
 
-LEFT_OVER = 180.0  # seconds that the server of a killed run gets to end
+SHUTDOWN_S = 180.0  # time that the server of a killed run gets to end
 REPEAT = "repeat the command as it was, or choose another -o"
+
+
+def _port_wait(journal: Path) -> float:
+    """Returns the seconds for which a proof waits until the ports of its servers are free.
+
+    Raises UsageError if the directory of the journal contains anything but a proof.
+    """
+    # the server of a killed run may still occupy the ports and GPUs
+    if journal.exists():
+        return SHUTDOWN_S
+    directory = journal.parent
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UsageError(f"{directory} holds something else", "choose another -o")
+    return 0.0
 
 
 def _launch(
@@ -101,7 +118,10 @@ def _launch(
     startup: float,
     running: ExitStack,
 ) -> None:
-    """Starts a server for the life of `running`."""
+    """Starts a server, waits until it is ready and leaves its end to `running`.
+
+    `startup`: seconds until the server must be ready.
+    """
     report.announce(f"serve-{server}")
     began = time.monotonic()
     log = directory / "logs" / f"serve-{server}.log"
@@ -111,9 +131,9 @@ def _launch(
 
 
 def _result(step: Step, directory: Path) -> dict[str, Any]:
-    """The result that a step left. {} if it cannot be read, as after a power loss.
+    """Returns the JSON that a command wrote. {} if the file is missing or cannot be read.
 
-    A step without a result runs again.
+    A command without a result runs again, for example after a power loss.
     """
     try:
         return files.read_object(directory / step.result)
@@ -122,13 +142,14 @@ def _result(step: Step, directory: Path) -> dict[str, Any]:
 
 
 def _run(step: Step, journal: Journal, directory: Path) -> None:
-    printed = step.result if "--json" in step.words else f"logs/{step.name}.out"
-    status = run_trtspec(step.words, directory / printed)
-    allowed: tuple[int, ...] = (0,)
-    # a finding is a result, but not of a plan
+    """Runs a command of the proof and records its end. Raises TrtspecError if the command fails."""
+    output_file = step.result if "--json" in step.words else f"logs/{step.name}.out"
+    status = run_trtspec(step.words, directory / output_file)
+    success: tuple[int, ...] = (0,)
+    # status 3 is a finding: a result of bench and check, but a failure of plan, which has no server
     if step.servers:
-        allowed = (0, 3)
-    if status not in allowed or not _result(step, directory):
+        success = (0, 3)
+    if status not in success or not _result(step, directory):
         message = f"{step.name} ended with status {status}; its message is above"
         raise TrtspecError(message, "give the same command again to resume")
     journal.record(step.name)
@@ -138,23 +159,31 @@ def _run(step: Step, journal: Journal, directory: Path) -> None:
 
 SPECULATING = "spec"
 PLAIN = "plain"
-# by server: name and reason of the step of check
+# by server: name and reason of its `check` command
 CHECKS = {
     SPECULATING: ("record", "what users get"),
     PLAIN: ("score", "whether the target alone says the same"),
 }
-CHECKED = 20  # questions of check, at most
-CHECK_TOKENS = 128  # of an answer of check, at most
-STOP = "kill $(jobs -p) && wait"
-MAX_ROUNDS = 8  # that the questions are divided into; more gain little
+MAX_CHECK_QUESTIONS = 20
+MAX_CHECK_TOKENS = 128  # limit of an answer in `check`
+STOP = "kill $(jobs -p) && wait"  # shell command that ends the servers
+MAX_ROUNDS = 8  # more rounds hardly improve the intervals
 
 
 @dataclass(frozen=True)
 class ProveSetup:
-    """The pair that is proved, its servers and the work for them.
+    """Settings of a proof: target, head, servers and questions.
 
-    `serve_words` go to all servers. Without `gpu` there is no plan. `card`: whether the head's
-    published figures are shown beside the measured ones. `launches`: of either server.
+    backend: server program, such as reference or trtllm
+    draft_len: number of draft tokens per verification step
+    gpu: name of the GPU for `plan`, None to leave `plan` out
+    gpus: number of GPUs of each server
+    samples: number of questions
+    port: port of the server with the head, whose next port has the server without the head
+    accept_unmeasured: names of rows of `check` that may be unmeasured
+    serve_words: the user's own arguments of `trtspec serve`, for all servers
+    card: whether the head's published figures are shown with the measured figures
+    launches: number of times that each server is started and measured
     """
 
     target: str
@@ -176,12 +205,18 @@ class ProveSetup:
 
     @property
     def rounds(self) -> int:
-        """The rounds of bench, so few that each has enough questions for the highest load."""
+        """Number of rounds of bench, small enough for each to have questions for the highest load.
+
+        The smallest number is MIN_ROUNDS.
+        """
         return max(MIN_ROUNDS, min(MAX_ROUNDS, self.samples // max(self.concurrency)))
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
-        """Names of the servers that run at once, whose rounds alternate, group after group."""
+        """Names of the servers that run at once, group after group.
+
+        bench alternates between the servers of a group.
+        """
         groups: list[tuple[str, ...]] = []
         for number in range(1, self.launches + 1):
             names = [SPECULATING, PLAIN]
@@ -196,26 +231,32 @@ class ProveSetup:
 
     @property
     def loads(self) -> str:
+        """Concurrency levels as an argument of bench, such as "1,4"."""
         return ",".join(map(str, self.concurrency))
 
     def port_of(self, server: str) -> int:
+        """Returns the port of a server, given its name."""
         return self.port if has_head(server) else self.port + 1
 
     def url(self, server: str) -> str:
+        """Returns the URL of a server, given its name."""
         return f"http://127.0.0.1:{self.port_of(server)}"
 
 
 def has_head(server: str) -> bool:
-    """Whether a server is a launch with the head."""
+    """Returns whether the server called `server` runs with the head."""
     return server.startswith(SPECULATING)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command: `words` after `trtspec`, and why it runs.
+    """Command of a proof.
 
-    `result`: the file of the proof with its JSON. `servers`: names of all servers that run
-    meanwhile. With servers, status 3 is a finding and not a failure.
+    name: name of the command in the proof
+    why: reason for the command, in a few words
+    words: arguments after `trtspec`
+    result: path of its JSON result, relative to the directory of the proof
+    servers: names of the servers that must run during the command
     """
 
     name: str
@@ -226,7 +267,7 @@ class Step:
 
 
 def script(setup: ProveSetup, directory: Path) -> list[Step]:
-    """All steps in their order."""
+    """Returns all commands of a proof, in their order. `directory`: directory of the results."""
     steps: list[Step] = []
     if setup.gpu is not None:
         gpus = ("--gpu", setup.gpu, "--gpus", str(setup.gpus))
@@ -240,7 +281,7 @@ def script(setup: ProveSetup, directory: Path) -> list[Step]:
 
 
 def _bench(setup: ProveSetup, directory: Path, group: tuple[str, ...]) -> Step:
-    """Asks all questions of each server of a group, in alternating rounds."""
+    """Returns the `bench` command that measures the servers of a group in alternating rounds."""
     first, *others = (f"{server}={setup.url(server)}" for server in group)
     words = ["bench", first]
     for other in others:
@@ -258,15 +299,18 @@ def _bench(setup: ProveSetup, directory: Path, group: tuple[str, ...]) -> Step:
 
 
 def _check(setup: ProveSetup, directory: Path, group: tuple[str, ...], server: str) -> Step:
-    """Records what the server with the head says, or scores it by the target alone."""
+    """Returns the `check` command for a server.
+
+    The server with the head records its answers. The other server scores them.
+    """
     name, why = CHECKS[server]
     recording = str(directory / "spec.jsonl")
     scores = str(directory / "plain.jsonl")
     words = ["check", setup.url(server), "--tokenizer", setup.target]
     if server == SPECULATING:
         words += ["--record", recording, "--dataset", setup.dataset]
-        words += ["--samples", str(min(setup.samples, CHECKED))]
-        words += ["--max-tokens", str(min(setup.max_tokens, CHECK_TOKENS))]
+        words += ["--samples", str(min(setup.samples, MAX_CHECK_QUESTIONS))]
+        words += ["--max-tokens", str(min(setup.max_tokens, MAX_CHECK_TOKENS))]
     else:
         words += ["--score", recording, "--record", scores]
         for row in setup.accept_unmeasured:
@@ -276,9 +320,9 @@ def _check(setup: ProveSetup, directory: Path, group: tuple[str, ...], server: s
 
 
 def serve_words(setup: ProveSetup, server: str) -> tuple[str, ...]:
-    """The words after `trtspec` that start a server.
+    """Returns the arguments after `trtspec` that start a server.
 
-    The user's own words come last, since they may end in a `--` with options of the engine.
+    The user's own arguments come last, because they may end in a `--` with options of the engine.
     """
     address = ("--host", "127.0.0.1", "--port", str(setup.port_of(server)))
     words: tuple[str, ...] = ("serve", setup.target, "--backend", setup.backend, *address)
@@ -286,14 +330,14 @@ def serve_words(setup: ProveSetup, server: str) -> tuple[str, ...]:
         words += ("--tp-size", str(setup.gpus))
     if has_head(server):
         words += ("--head", setup.head, "--draft-len", str(setup.draft_len))
-        # as build-config sets it for the engines
+        # the same draft sampling as build-config sets for the engines
         if setup.backend == "reference":
             words += ("--draft-sampling", "probabilistic")
     return words + setup.serve_words
 
 
 def shell_text(setup: ProveSetup, directory: Path, steps: Sequence[Step]) -> str:
-    """The script for a shell. It does all that a proof does, except resuming and the page."""
+    """Returns a shell script with the commands of a proof. It does not resume and has no page."""
     lines = [f"mkdir -p {shlex.quote(str(directory))}"]
     running: tuple[str, ...] = ()
     for step in steps:
@@ -315,10 +359,16 @@ def shell_text(setup: ProveSetup, directory: Path, steps: Sequence[Step]) -> str
 
 @dataclass(frozen=True, kw_only=True)
 class ProofEvidence:
-    """The evidence of a proof, as evidence.json holds it.
+    """Evidence of a proof: the contents of evidence.json.
 
-    `setup` has `...` in place of the words for the servers, which may hold a key. `identities`:
-    fingerprints of the checkpoints. `planned`: points of plan.
+    verdict: SAFE, NOT SAFE or NOT PROVEN
+    sentence: verdict with the speed-ups
+    setup: settings, with "..." in place of the user's arguments, which may contain a key
+    identities: digests of the checkpoints by name
+    hardware: name and driver of each GPU
+    speedups: speed with the head over the speed without it, by load
+    planned: times of a verification step that `plan` expects, by load and draft length
+    rows: rows of `check`
     """
 
     verdict: str
@@ -336,20 +386,24 @@ class ProofEvidence:
 
     @property
     def proved(self) -> bool:
-        """Whether the output is the same, and slower at no load."""
+        """Whether the output is the same and no load is significantly slower."""
         return self.verdict == "SAFE" and not slower(self.speedups)
 
 
 def gathered(
     setup: ProveSetup, step_results: Mapping[str, Any], directory: Path, **more: Any
 ) -> ProofEvidence:
-    """The evidence in the results of the steps, by step name. `more`: its other fields."""
+    """Returns the evidence from the results of all commands.
+
+    `step_results`: JSON result by name of the command. `more`: other fields of the evidence.
+    """
     results = pooled_results(setup, directory)
     speedups = results.speedups
     score = step_results["score"]
     verdict = score["verdict"]
     message = score["message"]
     invalid = {problem.code for problem in errors_in(results.problems)}
+    # without valid speeds, the proof is incomplete
     if verdict == "SAFE" and (invalid or not speedups):
         verdict = "NOT PROVEN"
         message = "NOT PROVEN: the same output"
@@ -375,9 +429,9 @@ def gathered(
 
 
 def pooled_results(setup: ProveSetup, directory: Path) -> BenchResults:
-    """All launches as one run of bench, so that its sections show them beside each other.
+    """Reads the results of all launches and returns them as one run of bench.
 
-    The first has the head.
+    The report of bench then shows all launches in the same tables. The first endpoint has the head.
     """
     runs = [read_results(directory / group[0]) for group in setup.groups]
     endpoints: list[EndpointResult] = []
@@ -397,15 +451,15 @@ def pooled_results(setup: ProveSetup, directory: Path) -> BenchResults:
 
 
 def slower(speedups: Sequence[SpeedUp]) -> list[str]:
-    """The loads at which the whole interval of the speed-up lies below 1."""
+    """Labels of the loads at which the whole interval of the speed-up is below 1."""
     return [gain.level for gain in speedups if gain.ratio.high < 1]
 
 
 def sentence(verdict: str, message: str, speedups: Sequence[SpeedUp]) -> str:
-    """The verdict, the speed-up at each load, and the units of its intervals.
+    """Returns a sentence with the verdict, and the speed-up at each load with its interval.
 
-    `SAFE: the same output, 1.40 times as fast (1.24 to 1.57) at concurrency 1, 1.28 (...) at
-    concurrency 4`, or `SAFE but slower at concurrency 4: the same output, ...`.
+    An example is "SAFE: the same output, 1.40 times as fast (1.24 to 1.57) at concurrency 1".
+    `message`: sentence for a verdict other than SAFE.
     """
     output = message
     if verdict == "SAFE":
@@ -416,13 +470,16 @@ def sentence(verdict: str, message: str, speedups: Sequence[SpeedUp]) -> str:
     if not speedups:
         return f"{output}; the speed was not measured"
     gains = [f"{gain.ratio.value:.2f} ({gain.ratio.words}) at {gain.level}" for gain in speedups]
-    # the first figure alone has the words
+    # only the first figure has the words, so that the sentence is short
     speeds = ", ".join(gains).replace(" (", " times as fast (", 1)
     return f"{output}, {speeds}; 95 % intervals over {speedups[0].covered}"
 
 
 def write_page(proof: Path, page: Path, more: Sequence[Section] = ()) -> None:
-    """Writes the page of a finished proof, with the sections `more` at its end."""
+    """Writes the page of a finished proof.
+
+    `proof`: directory of the proof. `page`: HTML file. `more`: sections at the end of the page.
+    """
     values = files.read_object(proof / "evidence.json")
     evidence = TypeAdapter(ProofEvidence).validate_python(values)
     results = pooled_results(evidence.setup, proof)
@@ -432,10 +489,10 @@ def write_page(proof: Path, page: Path, more: Sequence[Section] = ()) -> None:
 def proof_html(
     evidence: ProofEvidence, results: BenchResults, proof: Path, more: Sequence[Section] = ()
 ) -> str:
-    """The page of a proof: its verdict in a sentence, up to three figures, then sections.
+    """Returns the page of a proof: a sentence, up to three figures, and sections.
 
-    The sections are speed, acceptance, the rows of check, the commands of the proof, and `more`.
-    `results`: of all launches.
+    The sections are speed, acceptance, the rows of `check`, the commands of the proof, and `more`.
+    `results`: results of all launches as one run. `proof`: directory of the proof.
     """
     setup = evidence.setup
     speed, acceptance = bench.sections(results)[:2]
@@ -472,26 +529,27 @@ def proof_html(
 
 
 def step_table(planned: Sequence[Mapping[str, Any]], results: BenchResults) -> Table:
-    """The time of a step, planned and measured.
+    """Table of the planned and measured time of a verification step, in milliseconds.
 
-    Measured: the time between tokens after the first, times the tokens of a step.
+    The measured time is the mean time between tokens, multiplied by the tokens per step. `planned`:
+    entries of `plan` by load and draft length.
     """
     rows = []
     for point in planned:
-        drafts = point["draft_len"]
+        draft_len = point["draft_len"]
         load = point["concurrency"]
         endpoint: EndpointResult = results
-        if not drafts:
+        if not draft_len:
             endpoint = results.endpoints[PLAIN]
         level = next(level for level in endpoint.concurrency if level.concurrency == load)
-        gap = level.throughput.inter_token_s
-        length: float | None = 1.0
-        if drafts:
-            length = level.acceptance_length
-        measured = None
-        if gap and length:
-            measured = gap.mean * length * 1000
-        times = [bench.number(point["step_ms"]), bench.number(measured)]
-        rows.append([str(load), str(drafts), *times])
+        inter_token_s = level.throughput.inter_token_s
+        tokens_per_step: float | None = 1.0
+        if draft_len:
+            tokens_per_step = level.acceptance_length
+        measured_ms = None
+        if inter_token_s and tokens_per_step:
+            measured_ms = inter_token_s.mean * tokens_per_step * 1000
+        times = [bench.number(point["step_ms"]), bench.number(measured_ms)]
+        rows.append([str(load), str(draft_len), *times])
     columns = ["concurrency", "drafts", "planned", "measured"]
     return Table("Milliseconds of one step", columns, rows)

@@ -1,9 +1,8 @@
-"""results.json of `bench`, as records.
+"""Contents of results.json, the output of `bench`, as dataclasses.
 
-Tables, plots, the report and other commands read nothing else.
-
-The fields of a record are the keys of the JSON contract. A level, an endpoint and the whole run
-each repeat the acceptance of all their answers.
+Tables, plots, the report and other commands read only this file. The field names are the keys of
+the JSON file, which are documented and stable. A level, an endpoint and the whole run each contain
+the acceptance of all their answers.
 """
 
 from __future__ import annotations
@@ -35,14 +34,19 @@ from trtspec.client.text_quality import OutputQuality
 from trtspec.errors import Problem, TrtspecError, UsageError
 
 NotNegative = Annotated[float, Field(ge=0)]
-SCHEMA = 3  # of results.json
-ALL = "all"
+SCHEMA = 3  # version of the format of results.json
+ALL = "all"  # name of the category that contains all answers
+# properties by which answers are grouped
 BY_LENGTH, BY_REUSE, BY_MINUTE = "prompt length", "reused prompt", "minute"
-adapter = functools.cache(TypeAdapter)  # making an adapter takes longer than reading a file with it
+# cached, because creating an adapter takes longer than reading a file with it
+adapter = functools.cache(TypeAdapter)
 
 
 def _with_key(values: Any) -> Any:
-    """Adds the key of a stored problem, which its JSON has as `where`."""
+    """Returns the JSON object of a problem with a `key`, which the file calls `where`.
+
+    Other values are returned unchanged, so that pydantic reports the fault.
+    """
     if not isinstance(values, dict):
         return values
     return {"key": values.get("where"), **values}
@@ -53,7 +57,7 @@ StoredProblem = Annotated[Problem, BeforeValidator(_with_key)]
 
 @dataclass(frozen=True)
 class LatencySpread:
-    """Mean and percentiles, in seconds."""
+    """Mean, median and 99th percentile of latencies, in seconds."""
 
     mean: float
     p50: float
@@ -61,12 +65,12 @@ class LatencySpread:
 
 
 def inter_token(answer: Answer) -> float | None:
-    """Returns TPOT: mean seconds between tokens after the first.
+    """Returns the time per output token (TPOT): mean seconds between tokens after the first.
 
-    None for fewer than two tokens or chunks.
+    None if the answer has fewer than two tokens or chunks.
     """
     tokens = answer.completion_tokens
-    times = [when for when, _ in answer.chunks]
+    times = [moment for moment, _ in answer.chunks]
     if tokens < 2 or len(times) < 2:
         return None
     return (times[-1] - times[0]) / (tokens - 1)
@@ -74,10 +78,16 @@ def inter_token(answer: Answer) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Rates over the rounds of one level.
+    """Numbers of requests and tokens, token rate and latencies over the rounds of one level.
 
-    `inter_token_s`: TPOT, the mean of an answer's tokens after the first. `itl_s`: between chunks
-    as they arrive, of several tokens each under speculation.
+    requests: number of requests sent
+    errors: number of requests that failed
+    output_tokens: number of tokens in answers that did not fail
+    wall_s: wall time of the rounds in seconds
+    tokens_per_s: output tokens per second over all users
+    ttft_s: time from the request to the first token
+    inter_token_s: mean time between tokens after the first (TPOT) of each answer
+    itl_s: time between chunks as they arrive, which have several tokens under speculation
     """
 
     requests: int
@@ -92,11 +102,20 @@ class Throughput:
 
 @dataclass(frozen=True, kw_only=True)
 class StatedWorkload:
-    """The questions and settings of a run. A figure without them is not a measurement.
+    """Questions and settings of a run.
 
-    `extra_body`: fields merged into every request. `recorded`: requests were sent as recorded,
-    without this `max_tokens`, `temperature` and `seed`. `recorded_times`: at the times of their
-    rows. `system`: a message before every question.
+    questions: number of questions
+    turns: number of answers that an endpoint gives at each level
+    template: description of the chat template
+    thinking: level of thinking that was requested
+    system: message before every question
+    concurrency: number of conversations in flight at each level
+    rates: number of conversations that begin per second at each level, replaces `concurrency`
+    rounds: number of parts into which the questions are divided
+    limit_s: seconds after which an answer has failed
+    extra_body: request fields merged into every request
+    recorded: whether requests were sent as recorded, without `max_tokens`, `temperature` and `seed`
+    recorded_times: whether conversations began at the times recorded in the data set
     """
 
     dataset: str
@@ -120,7 +139,7 @@ class StatedWorkload:
 
     @property
     def loads(self) -> str:
-        """The loads in words."""
+        """Loads of the run in words, such as "1 / 4" or "2/s"."""
         if self.recorded_times:
             return "as recorded"
         rates = [f"{rate:g}/s" for rate in self.rates]
@@ -128,15 +147,19 @@ class StatedWorkload:
 
     @property
     def budget(self) -> str:
-        """The length of answers in words."""
+        """Limit of the answers' length in words."""
         return "lengths as recorded" if self.recorded else f"at most {self.max_tokens} tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SliceResult(AcceptanceSummary):
-    """The answers of all loads that share one property. `by`: its name. `value`: its bound.
+    """Figures of the answers, at any load, that share one property.
 
-    `tokens_per_s`: output tokens over the time from request to end.
+    by: name of the property, such as BY_MINUTE
+    value: upper bound of the prompt length, or lower bound of another property
+    answers: number of answers
+    tokens_per_s: output tokens over the seconds from request to end, summed over the answers
+    ttft_s: time from the request to the first token
     """
 
     by: str
@@ -148,9 +171,13 @@ class SliceResult(AcceptanceSummary):
 
 @dataclass(frozen=True)
 class QuestionSpeed:
-    """One conversation at one level, the unit that runs are paired by.
+    """Speed of one conversation at one level. Runs are compared conversation by conversation.
 
-    `seconds`: spent waiting for its answers. `round`: the number of its round.
+    level: label of the level
+    question: id of the question
+    tokens: number of output tokens
+    seconds: time from request to end, summed over the answers
+    round: index of the round
     """
 
     level: str
@@ -163,10 +190,12 @@ class QuestionSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class LevelResult(AcceptanceSummary):
-    """One load: conversations in flight, or a rate of new ones.
+    """Results of one endpoint at one load.
 
-    `concurrency`: conversations in flight, 0 with a rate. `rate`: new ones per second. `rounds`:
-    output tokens per second of each.
+    concurrency: number of conversations in flight, 0 with a rate
+    rate: new conversations per second, None without a rate
+    rounds: output tokens per second of each round
+    degeneration: number of degenerate answers
     """
 
     concurrency: int
@@ -177,19 +206,26 @@ class LevelResult(AcceptanceSummary):
 
     @property
     def label(self) -> str:
+        """Name of the level in sentences."""
         return level_label(self.concurrency, self.rate)
 
     @property
     def load(self) -> str:
-        """The label in a table."""
+        """Short name of the level in tables."""
         return str(self.concurrency) if self.rate is None else f"{self.rate:g}/s"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointResult(AcceptanceSummary):
-    """One endpoint: acceptance over all levels and by category, and one entry per level.
+    """Results of one endpoint, with its acceptance over all levels.
 
-    `degeneration`: quality of all output. `quality`: of the output of each category.
+    categories: acceptance by category of the questions
+    degeneration: number of degenerate answers over all levels
+    concurrency: results by level of load
+    turns_detail: speculation in each answer, or in each round
+    questions_detail: speed of each conversation
+    slices: results by minute, prompt length and reused share of the prompt
+    quality: number of degenerate answers by category
     """
 
     name: str
@@ -205,34 +241,42 @@ class EndpointResult(AcceptanceSummary):
 
     @property
     def speculates(self) -> bool:
+        """Whether the server reports verification steps, and does not report 0 drafts."""
         return bool(self.steps) and self.drafted != 0
 
     @property
     def groups(self) -> dict[str, AcceptanceSummary]:
-        """Acceptance by category. ALL holds the acceptance of all answers."""
+        """Acceptance by category. The entry ALL is the acceptance over all answers."""
         return {**self.categories, ALL: self}
 
     def degenerate(self, category: str = ALL) -> bool:
-        """Whether the output of a category is degenerate, so that its acceptance is not shown."""
+        """Returns whether too many answers of a category are degenerate to show its acceptance."""
         if category == ALL:
             return self.degeneration.degenerate
         return category in self.quality and self.quality[category].degenerate
 
     def at(self, label: str) -> LevelResult | None:
-        """The level with this label. None if it was not measured."""
+        """Returns the results at the level with this label. None if it was not measured."""
         return next((level for level in self.concurrency if level.label == label), None)
 
     def speeds(self, label: str) -> dict[str, QuestionSpeed]:
-        """Speeds at a level by question."""
+        """Returns the speeds of the conversations at a level by question id."""
         at_level = [speed for speed in self.questions_detail if speed.level == label]
+        # a conversation that took no time has no speed
         return {speed.question: speed for speed in at_level if speed.seconds > 0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedUp:
-    """Output tokens per second of `of` over `over`, paired by question, with its 95 % interval.
+    """Speed-up: output tokens per second of one endpoint over another, paired by question.
 
-    The interval covers differences of questions, and of rounds and launches if there are several.
+    of: name of the endpoint whose speed is the numerator
+    over: name of the endpoint whose speed is the denominator
+    level: label of the load
+    ratio: speed-up with its 95 % confidence interval over questions, rounds and launches
+    questions: number of questions that both endpoints answered
+    rounds: number of rounds if the interval is over rounds, otherwise 1
+    launches: number of times that each server was started and measured
     """
 
     of: str
@@ -245,7 +289,7 @@ class SpeedUp:
 
     @property
     def covered(self) -> str:
-        """The units of the interval in words."""
+        """Numbers of questions, rounds and launches that the interval covers, in words."""
         launches = f"{self.launches} launches"
         if self.launches == 1:
             launches = "one launch"
@@ -257,10 +301,15 @@ class SpeedUp:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedFigure:
-    """One figure of this run over the same figure of an earlier run.
+    """Ratio of one figure of this run to the same figure of an earlier run.
 
-    `low` and `high`: its interval. None if it has none. `units`: questions or runs. `verdict`:
-    regression, improvement, no change found, or not judged.
+    figure: name of the figure
+    ratio: new value over earlier value
+    low: lower end of the ratio's interval, None without an interval
+    high: upper end of the ratio's interval, None without an interval
+    units: number of questions or runs that the interval is over
+    paired_by: question or run
+    verdict: regression, improvement, no change found, or not judged
     """
 
     figure: str
@@ -274,9 +323,12 @@ class ComparedFigure:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """This run over `runs` earlier ones.
+    """Comparison of this run with earlier runs.
 
-    `old`: name and URL of the first. `confidence`: of each interval.
+    old: name and URL of the endpoint in the first earlier run
+    runs: number of earlier runs
+    max_regression: decrease that is allowed, as a fraction
+    confidence: confidence level of each interval, as a fraction
     """
 
     old: dict[str, Any]
@@ -289,9 +341,11 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthFigures:
-    """One draft length at one load.
+    """Figures of one draft length at one load.
 
-    `of_best`: its speed over the fastest length. None for the fastest.
+    acceptance_length: tokens per verification step
+    tokens_per_s: output tokens per second of a user
+    of_best: speed divided by the speed of the fastest draft length, None for the fastest
     """
 
     draft_len: int
@@ -302,9 +356,10 @@ class LengthFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadChoice:
-    """The draft lengths at one concurrency, shortest first.
+    """Figures of all draft lengths at one load.
 
-    `best`: the shortest that may be as fast as the fastest.
+    lengths: figures by draft length, the shortest first
+    best: shortest draft length that may be as fast as the fastest
     """
 
     concurrency: int
@@ -314,9 +369,10 @@ class LoadChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftChoice:
-    """The proposed draft length: the median over all loads, the shorter of two.
+    """Proposed draft length, with the figures of all lengths.
 
-    0: serve without the head.
+    loads: figures by load
+    draft_len: median of the best draft lengths over all loads, 0 to serve without the head
     """
 
     loads: list[LoadChoice]
@@ -325,10 +381,15 @@ class DraftChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResults(EndpointResult):
-    """results.json: the figures of the first endpoint, and what was measured beside it.
+    """Contents of results.json: results of the first endpoint, and of the run.
 
-    `endpoints`: the other endpoints. `speedups`: ratios of the endpoints. `card`: the published
-    head whose figures are shown beside the measured ones.
+    schema: version of the format
+    endpoints: results of the other endpoints by name
+    speedups: speed of one endpoint over another, by level
+    comparison: comparison with earlier runs, None if there was none
+    created: time at which the run ended
+    draft_choice: proposed draft length, None if none was requested
+    card: name of the published head whose figures are shown with the measured figures
     """
 
     schema: int = SCHEMA
@@ -344,10 +405,11 @@ class BenchResults(EndpointResult):
 
     @property
     def all(self) -> list[EndpointResult]:
-        """All endpoints, the first one first."""
+        """Results of all endpoints, in the order in which they were given."""
         return [self, *self.endpoints.values()]
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns the results as the JSON object of results.json."""
         values = asdict(self)
         values["problems"] = [problem.to_dict() for problem in self.problems]
         if self.comparison is not None:
@@ -357,16 +419,18 @@ class BenchResults(EndpointResult):
 
 
 def level_label(concurrency: int, rate: float | None) -> str:
-    """Returns the name of a level. With a rate the concurrency is a finding, not a setting."""
+    """Returns the name of a level of load.
+
+    `rate`: new conversations per second. With a rate, the concurrency is not a setting.
+    """
     return f"concurrency {concurrency}" if rate is None else f"{rate:g} requests/s"
 
 
 def user_speed(endpoint: EndpointResult, label: str) -> Ratio | None:
-    """Returns output tokens per second that a user sees at a level, over questions.
+    """Returns the output tokens per second of one user at a level, with an interval over questions.
 
-    The wait for the first counts.
-
-    None for degenerate output, on which every drafter is fast.
+    The time to the first token counts. None if the level was not measured, has too few questions or
+    degenerate output. Every drafter is fast on degenerate output.
     """
     level = endpoint.at(label)
     if level is None or level.degeneration.degenerate:
@@ -380,11 +444,14 @@ def user_speed(endpoint: EndpointResult, label: str) -> Ratio | None:
 def speed_up(
     of: Sequence[EndpointResult], over: Sequence[EndpointResult], label: str
 ) -> SpeedUp | None:
-    """Returns `user_speed` of one endpoint over another, paired by question.
+    """Returns the speed of one endpoint over another for a user, paired by question.
 
-    None if output is degenerate.
+    None if a user's speed is not known for an endpoint, or if they share too few questions.
 
-    `of` and `over` hold each launch of either endpoint.
+    Args:
+        of: Results of the first endpoint, one per launch.
+        over: Results of the second endpoint, one per launch.
+        label: Name of the level of load.
     """
     endpoints = [*of, *over]
     if any(user_speed(endpoint, label) is None for endpoint in endpoints):
@@ -392,16 +459,20 @@ def speed_up(
     speeds = [endpoint.speeds(label) for endpoint in endpoints]
     common = sorted(set.intersection(*map(set, speeds)))
     rounds = {speeds[0][question].round for question in common}
-    # answers of one round share the state of the machine, so enough rounds are the units
+    # answers of one round share the state of the machine, so rounds are independent units if there
+    # are enough
     by_round = len(rounds) >= MIN_ROUNDS
-    sides = [_speed_sums([side[question] for question in common], by_round) for side in speeds]
+    sides = []
+    for endpoint_speeds in speeds:
+        common_speeds = [endpoint_speeds[question] for question in common]
+        sides.append(_speed_sums(common_speeds, by_round))
     launches = len(of)
     pairs = zip(sides[:launches], sides[launches:], strict=True)
     ratio = paired_ratio(*pairs, alike=by_round)
     if ratio is None:
         return None
     first = of[0]
-    # a step gains no more than all its drafts
+    # the speed-up cannot exceed the tokens of a step whose drafts are all accepted
     ratio = ratio.within(0.0, most_tokens(first.steps, first.drafted))
     return SpeedUp(
         of=first.name,
@@ -415,7 +486,7 @@ def speed_up(
 
 
 def _speed_sums(speeds: Sequence[QuestionSpeed], by_round: bool) -> Units:
-    """Sums (tokens, seconds) by round, or by question."""
+    """Returns the sums of tokens and seconds as an array [2], by round index or by question id."""
     sums: dict[int | str, NDArray[np.float64]] = defaultdict(lambda: np.zeros(2))
     for speed in speeds:
         unit = speed.round if by_round else speed.question
@@ -424,9 +495,9 @@ def _speed_sums(speeds: Sequence[QuestionSpeed], by_round: bool) -> Units:
 
 
 def read_results(path: Path) -> BenchResults:
-    """Reads results.json, or the results.json of a directory.
+    """Reads a results.json. `path`: the file, or the directory that contains it.
 
-    Raises UsageError if it is not a result of bench.
+    Raises UsageError if the file does not exist or is not a result of bench.
     """
     file = path
     if path.is_dir():

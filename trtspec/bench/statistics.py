@@ -1,8 +1,8 @@
-"""Acceptance of drafts as pure functions over counts, and the intervals that go with ratios.
+"""Acceptance of drafts, and ratios with confidence intervals, as pure functions of counts.
 
-Stored are `steps`, `drafted`, `accepted` and the histogram (entry j = verification steps that
-accepted exactly j drafts). Every rate is derived, because the same words name different numbers in
-the field:
+Servers and results report `steps` (verification steps), `drafted` and `accepted` tokens, and a
+histogram. Entry j of the histogram is the number of steps that accepted exactly j drafts. Every
+rate is computed in this module, because publications use the same names for different numbers:
 
 - acceptance length = 1 + accepted / steps over all answers (vLLM's "mean acceptance length")
 - per-question mean = tokens per iteration of each question, its turns pooled and each prefill
@@ -12,9 +12,9 @@ the field:
   "per-position")
 - conditional acceptance at position k = the same share among the steps that accepted k - 1
 
-Intervals are over questions, the unit that is drawn independently. Intervals of speed-ups are over
-rounds and launches of questions. They are for ratios of sums with linearised variance (Cochran,
-Sampling Techniques, 3rd ed., chapter 6), on the logarithm, with quantiles of Student's t.
+Confidence intervals are over questions, which are sampled independently. Intervals of speed-ups are
+over rounds and launches. An interval is computed for the logarithm of a ratio of sums. It uses a
+linearised variance (Cochran, Sampling Techniques, 3rd ed., chapter 6) and Student's t.
 """
 
 from __future__ import annotations
@@ -31,20 +31,33 @@ from numpy.typing import ArrayLike, NDArray
 
 from trtspec.client.servers import Count, TurnCounts
 
-MIN_UNITS = 3  # of an interval
-MIN_ROUNDS = 4  # of an interval over rounds; fewer do not show how rounds differ
-MIN_EARLIER_RUNS = 4  # that predict the next run
-BISECTIONS = 50  # a double has no more digits
+MIN_UNITS = 3  # number of units (questions, rounds or runs) that an interval needs
+MIN_ROUNDS = 4  # fewer rounds do not show how rounds differ
+MIN_EARLIER_RUNS = 4  # fewer runs do not predict the next run
+BISECTIONS = 50  # halvings of an interval that reach the precision of a double
 CONFIDENCE = 0.95
-Units = Mapping[Any, Sequence[float] | NDArray[np.float64]]  # (numerator, denominator) by unit
+# numerator and denominator of a ratio by unit (a question, a round or a run)
+Units = Mapping[Any, Sequence[float] | NDArray[np.float64]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptanceSummary:
-    """Acceptance in a group of answers. None if the server reports nothing. Intervals are of 95 %.
+    """Acceptance of drafts in a group of answers. A field is None if the server does not report it.
 
-    `steps`: verification steps, without prefills. `per_question_mean`: None if the server reports
-    only totals. `surplus`: accepted drafts past the end of answers, taken out of `accepted`.
+    turns: number of answers
+    questions: number of questions
+    tokens: number of output tokens
+    steps: number of verification steps, without prefills
+    drafted: number of drafted tokens
+    accepted: number of accepted draft tokens
+    histogram: number of steps that accepted exactly j drafts, for each j from 0
+    source: description of the server's report
+    acceptance_length: tokens per verification step
+    acceptance_length_interval: ends of the 95 % confidence interval of the acceptance length
+    cumulative: share of steps that accepted at least k drafts, for each k from 1
+    conditional: share of the steps with k - 1 accepted drafts that accepted draft k, for each k
+    per_question_mean: tokens per iteration, averaged over questions
+    surplus: accepted drafts after the end of answers, which `accepted` does not include
     """
 
     turns: Count
@@ -64,11 +77,15 @@ class AcceptanceSummary:
 
 
 def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
-    """Returns the acceptance of one group of answers."""
+    """Returns the acceptance over a group of answers. `turns`: speculation in each answer.
+
+    An entry of `turns` may also be the speculation in a whole round.
+    """
     steps = sum(turn.steps for turn in turns)
     accepted = sum(turn.accepted for turn in turns)
     drafts = [turn.drafted or 0 for turn in turns]
     drafted: int | None = sum(drafts)
+    # a total without some answers would be too small
     if any(turn.drafted is None for turn in turns):
         drafted = None
     totals: dict[str, int | None] = dict.fromkeys(("steps", "drafted", "accepted", "surplus"))
@@ -78,6 +95,7 @@ def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
     interval = None
     length = length_ratio(turns)
     if length is not None:
+        # a step yields at least one token, and at most all its drafts and one token
         length = length.within(1.0, most_tokens(steps, drafted))
         interval = [length.low, length.high]
     cumulative = None
@@ -88,7 +106,11 @@ def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
         cumulative = [round(share, 4) for share in shares]
         conditional = [_rounded(share) for share in conditional_shares]
     questions = per_question(turns)
-    means = [1 + drafts / (verified + answers) for verified, drafts, answers in questions.values()]
+    # each answer has one more iteration than verification steps: its prefill
+    means = [
+        1 + accepted_drafts / (verified + answers)
+        for verified, accepted_drafts, answers in questions.values()
+    ]
     mean = None
     if means:
         mean = round(float(np.mean(means)), 4)
@@ -112,7 +134,7 @@ def summarize(turns: Sequence[TurnCounts]) -> AcceptanceSummary:
 
 
 def by_category(turns: Sequence[TurnCounts]) -> dict[str, AcceptanceSummary]:
-    """Returns `summarize` by category, in the order of first appearance."""
+    """Returns the acceptance by category of the questions, in the order of first appearance."""
     groups: dict[str, list[TurnCounts]] = {}
     for turn in turns:
         groups.setdefault(turn.category, []).append(turn)
@@ -120,38 +142,41 @@ def by_category(turns: Sequence[TurnCounts]) -> dict[str, AcceptanceSummary]:
 
 
 def acceptance_length(steps: int, accepted: int) -> float | None:
-    """Returns 1 + accepted / steps: tokens per verification step, the bonus token included.
+    """Returns the tokens per verification step: accepted drafts and one token of the target.
 
-    None without steps.
+    None without verification steps.
     """
     return 1.0 + accepted / steps if steps else None
 
 
 def most_tokens(steps: int | None, drafted: int | None) -> float:
-    """Returns the tokens of a step whose drafts are all accepted.
+    """Returns the number of tokens of a verification step whose drafts are all accepted.
 
-    Infinite if the number of drafts is unknown.
+    Infinity if the number of verification steps or of drafted tokens is unknown or 0.
     """
     return 1 + math.ceil(drafted / steps) if drafted and steps else math.inf
 
 
 def by_position(histogram: Sequence[int]) -> tuple[list[float], list[float | None]]:
-    """Returns the acceptance of each draft position, cumulative and conditional.
+    """Returns the acceptance at each draft position, as two lists of shares.
 
-    A conditional share is None if no step accepted the draft before. Both are empty without steps.
+    The first list has shares of all verification steps. The second has shares of the steps that
+    accepted all earlier drafts, and None if there were no such steps. Both are empty without steps.
+    `histogram`: number of steps that accepted exactly j drafts, for each j.
     """
-    reached = [sum(histogram[accepted:]) for accepted in range(len(histogram))]
-    if not any(reached):
+    # number of steps that accepted at least this many drafts
+    at_least = [sum(histogram[accepted:]) for accepted in range(len(histogram))]
+    if not any(at_least):
         return [], []
-    cumulative = [count / reached[0] for count in reached[1:]]
-    conditional = [count / before if before else None for before, count in pairwise(reached)]
+    cumulative = [count / at_least[0] for count in at_least[1:]]
+    conditional = [count / before if before else None for before, count in pairwise(at_least)]
     return cumulative, conditional
 
 
 def add_histograms(histograms: Iterable[Sequence[int] | None]) -> list[int] | None:
-    """Sums histograms of possibly different draft lengths.
+    """Returns the sum of histograms, which may have different draft lengths.
 
-    None if one is unknown, or for no histograms.
+    None without histograms, or if a histogram is None.
     """
     known = list(histograms)
     if not known or None in known:
@@ -160,31 +185,37 @@ def add_histograms(histograms: Iterable[Sequence[int] | None]) -> list[int] | No
 
 
 def per_question(turns: Sequence[TurnCounts]) -> dict[str, list[int]]:
-    """Returns [verification steps, accepted drafts, answers] by question.
+    """Returns counts by question: a list of verification steps, accepted drafts and answers.
 
-    {} if answers were counted together.
+    {} if an entry of `turns` counts several answers together.
     """
     if any(turn.answers > 1 or turn.questions > 1 for turn in turns):
         return {}
     counts: dict[str, list[int]] = {}
     for turn in turns:
-        question = counts.setdefault(turn.question, [0, 0, 0])
+        question_counts = counts.setdefault(turn.question, [0, 0, 0])
         for index, count in enumerate((turn.steps, turn.accepted, turn.answers)):
-            question[index] += count
+            question_counts[index] += count
     return counts
 
 
 def without_surplus(counts: TurnCounts, answers: int, questions: int) -> TurnCounts:
-    """Takes out of a run's counters the drafts that were accepted past the end of answers.
+    """Returns a round's counts without the drafts that were accepted after the end of answers.
 
-    Every token that somebody received is the first of its answer, the bonus token of a verification
-    step, or an accepted draft. So tokens - answers - steps drafts were received. If tokens came
-    without drafts, that is more than the server counted, and its counter decides.
+    Every received token is the first of its answer, the target's own token of a verification step,
+    or an accepted draft. So tokens - answers - steps drafts were received.
+
+    Args:
+        counts: Counts of the server over the whole round.
+        answers: Number of answers in the round.
+        questions: Number of questions in the round.
     """
-    received = counts.tokens - answers - counts.steps
+    received_drafts = counts.tokens - answers - counts.steps
     accepted = counts.accepted
-    if 0 <= received < accepted:
-        accepted = received
+    # Servers do not count steps without drafts, which makes `received_drafts` too large. The
+    # server's counter decides in this case.
+    if 0 <= received_drafts < accepted:
+        accepted = received_drafts
     return replace(
         counts,
         accepted=accepted,
@@ -199,7 +230,13 @@ def without_surplus(counts: TurnCounts, answers: int, questions: int) -> TurnCou
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio over `units`, and the ends of its interval."""
+    """Ratio with its confidence interval.
+
+    value: ratio
+    low: lower end of the interval
+    high: upper end of the interval
+    units: number of units (questions, rounds or runs) that the interval is over
+    """
 
     value: float
     low: float
@@ -208,12 +245,14 @@ class Ratio:
 
     @property
     def words(self) -> str:
+        """Interval in words, such as "1.24 to 1.57"."""
         return f"{self.low:.2f} to {self.high:.2f}"
 
     def within(self, least: float, most: float) -> Ratio:
-        """Cuts the interval at the least and the most that is possible.
+        """Returns the ratio with its interval cut to the possible values.
 
-        `most` below the value has no effect.
+        `least` and `most`: smallest and largest possible value. The interval always contains the
+        ratio itself if `most` is smaller.
         """
         high = min(self.high, max(most, self.value))
         return replace(self, low=max(self.low, least), high=high)
@@ -222,7 +261,11 @@ class Ratio:
 def ratio(
     numerators: ArrayLike, denominators: ArrayLike, confidence: float = CONFIDENCE
 ) -> Ratio | None:
-    """Returns sum / sum with its interval over units. None below MIN_UNITS, or if a sum is zero."""
+    """Returns the sum of numerators over the sum of denominators, with its interval over units.
+
+    None if there are fewer than MIN_UNITS units, or if a sum is zero. `numerators` and
+    `denominators` have an entry per unit. `confidence`: confidence level as a fraction.
+    """
     pooled = _ratio_of_sums(numerators, denominators)
     if pooled is None:
         return None
@@ -231,9 +274,9 @@ def ratio(
 
 
 def length_ratio(turns: Sequence[TurnCounts]) -> Ratio | None:
-    """Returns the acceptance length over questions.
+    """Returns the tokens per verification step, with an interval over questions.
 
-    None below MIN_UNITS questions, or if only totals are known.
+    None for fewer than MIN_UNITS questions, or if `turns` counts several answers together.
     """
     counts = list(per_question(turns).values())
     steps = [verified for verified, _, _ in counts]
@@ -244,24 +287,29 @@ def length_ratio(turns: Sequence[TurnCounts]) -> Ratio | None:
 def paired_ratio(
     *launches: tuple[Units, Units], confidence: float = CONFIDENCE, alike: bool = False
 ) -> Ratio | None:
-    """Returns the ratio of two ratios of sums, new over old, over the units that all sides have.
+    """Returns a new ratio divided by an old ratio, with its confidence interval.
 
-    None below MIN_UNITS, or if a sum is zero.
+    Each ratio is a sum of numerators divided by a sum of denominators, over the units that all
+    sides share. None if fewer than MIN_UNITS units are shared, or if a sum is zero.
 
     Args:
-        launches: New and old of each launch. The interval of several covers what launches differ
-            by, too.
-        alike: Units are equally large, as rounds are: the ratios of the units are averaged.
+        launches: New and old side of each launch. With several launches, the interval also covers
+            the difference between launches.
+        confidence: Confidence level as a fraction.
+        alike: Units have about equal sums, as rounds have. The mean of the units' ratios then
+            replaces the ratio of sums.
     """
     sides = list(chain(*launches))
     common = [unit for unit in sides[0] if all(unit in side for side in sides)]
     if len(common) < MIN_UNITS:
         return None
-    values = [[[side[unit] for unit in common] for side in launch] for launch in launches]
-    sums = np.array(values)  # [launch, new or old, unit, numerator or denominator]
+    values = np.array([[side[unit] for unit in common] for side in sides])
+    # [launch, new or old, unit, numerator or denominator]
+    sums = values.reshape(len(launches), 2, len(common), 2)
     pooled = sums.sum(axis=0)
+    # [new or old, numerator or denominator, unit]
     new_sums, old_sums = pooled.transpose(0, 2, 1)
-    # a unit without tokens has no ratio of its own
+    # the ratio of a unit whose sum is zero has no logarithm to average
     average = _mean_ratio if alike and pooled.min() > 0 else _ratio_of_sums
     new = average(*new_sums)
     old = average(*old_sums)
@@ -270,22 +318,24 @@ def paired_ratio(
     new_value, new_influence = new
     old_value, old_influence = old
     errors = [_standard_error(new_influence - old_influence)]
+    # launches differ by more than their questions do, so they add an error of their own
     if len(launches) > 1:
+        # [new or old, numerator or denominator, launch]
         new_launches, old_launches = sums.sum(axis=2).transpose(1, 2, 0)
-        top, bottom = new_launches
-        old_top, old_bottom = old_launches
-        logs = np.log(top / bottom * old_bottom / old_top)
-        errors.append(_standard_error(logs))
+        new_numerators, new_denominators = new_launches
+        old_numerators, old_denominators = old_launches
+        launch_ratios = new_numerators / new_denominators * old_denominators / old_numerators
+        errors.append(_standard_error(np.log(launch_ratios)))
     return _interval(new_value / old_value, confidence, *errors)
 
 
 def next_ratio(
     new: float, earlier: Sequence[float], confidence: float = CONFIDENCE
 ) -> Ratio | None:
-    """Returns a run over the geometric mean of earlier runs, with its prediction interval.
+    """Returns the figure of a run over the geometric mean of earlier runs, with an interval.
 
-    The interval is Student's, of the logarithms, and holds what runs of one setup differ by. None
-    below MIN_EARLIER_RUNS, or if a run is zero.
+    The interval is Student's prediction interval of the logarithms, so it covers the difference
+    between runs of one setup. None if there are fewer than MIN_EARLIER_RUNS, or if a figure is 0.
     """
     if len(earlier) < MIN_EARLIER_RUNS or min(new, *earlier) <= 0:
         return None
@@ -298,39 +348,49 @@ def next_ratio(
 
 @cache
 def t_quantile(probability: float, freedom: int) -> float:
-    """Returns a quantile of Student's t, by bisection (Abramowitz and Stegun, 26.7.3, 26.7.4)."""
+    """Returns a quantile of Student's t distribution, by bisection.
+
+    `probability`: at least 0.5, because quantiles below 0 are not found. `freedom`: degrees of
+    freedom.
+    """
+    # tan maps the angles from 0 to pi / 2 to all positive values
     low = 0.0
     high = math.pi / 2
+    central_probability = 2 * probability - 1
     for _ in range(BISECTIONS):
         angle = (low + high) / 2
-        if _central(angle, freedom) < 2 * probability - 1:
+        if _central_probability(angle, freedom) < central_probability:
             low = angle
         else:
             high = angle
     return math.sqrt(freedom) * math.tan(low)
 
 
-def _central(angle: float, freedom: int) -> float:
-    """The share of Student's t between -x and x, with tan(angle) = x / sqrt(freedom)."""
+def _central_probability(angle: float, freedom: int) -> float:
+    """Returns the probability that Student's t is between -x and x.
+
+    `angle`: arctan(x / sqrt(freedom)). The formulas are 26.7.3 and 26.7.4 of Abramowitz and Stegun,
+    for odd and even degrees of freedom.
+    """
     odd = freedom % 2
     cosine = math.cos(angle)
     term = cosine**odd
-    total = 0.0
+    series = 0.0
     for k in range(odd, freedom - 1, 2):
-        total += term
+        series += term
         term *= cosine**2 * (k + 1) / (k + 2)
-    share = math.sin(angle) * total
-    return (angle + share) * 2 / math.pi if odd else share
+    probability = math.sin(angle) * series
+    return (angle + probability) * 2 / math.pi if odd else probability
 
 
-# a ratio, and the influence of each unit on its logarithm
-Influenced = tuple[float, NDArray[np.float64]]
+# a ratio, and the influence of each unit on the logarithm of the ratio
+RatioInfluence = tuple[float, NDArray[np.float64]]
 
 
-def _ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike) -> Influenced | None:
-    """Influence by the jackknife: what the ratio loses without the unit.
+def _ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike) -> RatioInfluence | None:
+    """Returns the ratio of two sums, and the influence of each unit by the jackknife.
 
-    None below MIN_UNITS, if a sum is zero, or if one unit holds a whole sum.
+    None for fewer than MIN_UNITS units, if a sum is zero, or if a sum without one unit is zero.
     """
     top = np.asarray(numerators, dtype=np.float64)
     bottom = np.asarray(denominators, dtype=np.float64)
@@ -338,45 +398,48 @@ def _ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike) -> Influenced
     bottom_sum = bottom.sum()
     if len(top) < MIN_UNITS or top_sum <= 0 or bottom_sum <= 0:
         return None
-    # the sums without each unit
+    # the jackknife leaves out one unit at a time
     tops = top_sum - top
     bottoms = bottom_sum - bottom
     if tops.min() <= 0 or bottoms.min() <= 0:
         return None
     value = float(top_sum / bottom_sum)
-    losses = np.log(value * bottoms / tops)
-    return value, (len(top) - 1) * losses
+    log_losses = np.log(value * bottoms / tops)
+    return value, (len(top) - 1) * log_losses
 
 
-def _mean_ratio(top: NDArray[np.float64], bottom: NDArray[np.float64]) -> Influenced:
-    """The geometric mean of the units' own ratios."""
+def _mean_ratio(top: NDArray[np.float64], bottom: NDArray[np.float64]) -> RatioInfluence:
+    """Returns the geometric mean of the units' ratios, and the logarithm of each ratio."""
     logs = np.log(top / bottom)
     mean = float(logs.mean())
     return math.exp(mean), logs
 
 
 def _standard_error(influence: NDArray[np.float64]) -> tuple[float, int]:
-    """Standard error of the mean, and its degrees of freedom."""
+    """Returns the standard error of the mean, and its degrees of freedom."""
     units = len(influence)
     deviation = float(influence.std(ddof=1))
     return deviation / math.sqrt(units), units - 1
 
 
 def _interval(value: float, confidence: float, *errors: tuple[float, int]) -> Ratio:
-    """The ratio with its interval.
+    """Returns a ratio with its confidence interval.
 
-    `errors`: independent standard errors of its logarithm with their degrees of freedom, the first
-    over units. Each widens the interval by its own quantile, so the interval holds whichever error
-    is larger.
+    `errors`: independent standard errors of the ratio's logarithm, each with its degrees of
+    freedom. The first error is that over units.
     """
     probability = (1 + confidence) / 2
+    # Each error has the quantile of its own degrees of freedom, so the interval is valid whichever
+    # error is the largest.
     widths = [t_quantile(probability, freedom) * error for error, freedom in errors]
-    spread = math.exp(math.hypot(*widths))
-    units = errors[0][1] + 1
-    low = round(value / spread, 4)
-    high = round(value * spread, 4)
+    factor = math.exp(math.hypot(*widths))
+    _, freedom_over_units = errors[0]
+    units = freedom_over_units + 1
+    low = round(value / factor, 4)
+    high = round(value * factor, 4)
     return Ratio(round(value, 4), low, high, units)
 
 
 def _rounded(value: float | None) -> float | None:
+    """Returns the value with four decimals, as results.json stores figures. None for None."""
     return None if value is None else round(value, 4)

@@ -1,6 +1,6 @@
-"""Acceptance of a live endpoint, from the counters that its server keeps.
+"""Measures the acceptance of a live endpoint from its server's counters.
 
-client/servers.py knows their names.
+The names of the counters are in client/servers.py.
 """
 
 from __future__ import annotations
@@ -34,17 +34,24 @@ from trtspec.errors import TrtspecError, UsageError
 
 NO_METRICS = "TS-WATCH-NO-METRICS"
 PATHS = ("/prometheus/metrics", "/metrics")
-TIMEOUT_S = 10.0  # of one reading, however slowly its bytes come
-FIGURES = ("steps", "drafted", "accepted")
+TIMEOUT_S = 10.0  # time limit of one reading, also if its bytes arrive slowly
+FIGURES = ("steps", "drafted", "accepted")  # fields of Counters that a server may count
 
 
 @dataclass
 class Watch:
-    """The readings of the server at `url`.
+    """Speculation counters of a server, read repeatedly.
 
-    `keeps`: the FIGURES that the server counts. `counted`: their sums, with those before the first
-    reading. `acceptance_length`: of the last interval. `failure`: why the last reading failed. ""
-    if it succeeded, None before the first one. `last`: the last counters of the server.
+    path: path of the server's metrics, "" before the first reading
+    source: description of the metrics
+    keeps: names in FIGURES that the server counts
+    counted: sums of the counters, including requests before the first reading
+    acceptance_length: tokens per verification step since the previous reading, None without steps
+    scrapes: number of readings that succeeded
+    missed: number of readings that failed
+    restarts: number of times that the server was started again
+    failure: error of the last reading, "" if it succeeded, None before the first reading
+    last: values of the server's counters at the last reading
     """
 
     url: str
@@ -62,8 +69,8 @@ class Watch:
     async def read(self, client: httpx.AsyncClient) -> None:
         """Reads the metrics once.
 
-        Raises TrtspecError if the server does not answer, with the code NO_METRICS if it never had
-        metrics of speculation.
+        Raises TrtspecError if the server does not answer, or if it has no metrics of speculation.
+        The error has the code NO_METRICS if no path ever had such metrics.
         """
         reasons = []
         absent = 0
@@ -78,11 +85,12 @@ class Watch:
                     except ValueError as error:
                         reasons.append(f"{path} {error}")
                     except RequestFailed as error:
+                        # a server that does not respond has no other path either
                         if error.status is None:
                             raise
                         reasons.append(f"{path} answers {error.status}")
                         absent += 1
-                # raises RequestFailed if this is not an OpenAI-compatible server
+                # raises RequestFailed with a better message if the server is not OpenAI-compatible
                 if absent == len(PATHS):
                     await first_model(client)
             failure = f"{self.url} gives no metrics of speculation: {'; '.join(reasons)}"
@@ -101,9 +109,10 @@ class Watch:
         raise TrtspecError(failure, remedy, code)
 
     async def _read_path(self, client: httpx.AsyncClient, path: str) -> None:
-        """Counts the metrics at a path.
+        """Reads the metrics at a path and adds their increase to the sums.
 
-        Raises ValueError or RequestFailed if it has none of speculation.
+        Raises RequestFailed if there is no such page. Raises ValueError if the page has no metrics
+        of speculation.
         """
         body = await fetch(client, path)
         self.take(body.decode("utf-8", "replace"))
@@ -112,50 +121,63 @@ class Watch:
         self.failure = ""
 
     def take(self, text: str) -> None:
-        """Counts one body of metrics. Raises ValueError if it has no metrics of speculation."""
+        """Adds one page of metrics to the sums.
+
+        Raises ValueError if the page has no metrics of speculation. `text`: metrics in Prometheus
+        format, or TensorRT-LLM's iteration statistics as JSON.
+        """
         means: list[float] = []
+        # iteration statistics are a JSON list
         if text.lstrip().startswith("["):
-            grown = read_iterations(text, self.source)
+            increase = read_iterations(text, self.source)
             self.source = "iteration statistics"
             self.keeps = FIGURES
         else:
-            grown, means = self._take_samples(read_samples(text))
-        self.acceptance_length = acceptance_length(grown.steps, grown.accepted)
+            increase, means = self._take_samples(read_samples(text))
+        self.acceptance_length = acceptance_length(increase.steps, increase.accepted)
+        # a server without counters may report the acceptance length itself
         if means:
             self.acceptance_length = sum(means) / len(means)
         before = self.counted
-        sums = [getattr(before, key) + getattr(grown, key) for key in FIGURES]
+        sums = [getattr(before, key) + getattr(increase, key) for key in FIGURES]
         self.counted = Counters(*sums)
 
     def _take_samples(self, samples: Samples) -> tuple[Counters, list[float]]:
-        """Returns the growth of the counters, and acceptance lengths that the server reports.
+        """Returns the increase of the counters, and acceptance lengths that the server reports.
 
-        Raises ValueError without metrics of speculation.
+        Raises ValueError if there are no metrics of speculation. `samples`: samples in Prometheus
+        format by name.
         """
         names = adapter_of(samples)
         if names is None:
             raise ValueError("has no metrics of a server that is known")
         counters = counters_in(samples, names)
+        # some servers report a mean in place of counters
         if counters is None and names.mean not in samples:
             raise ValueError(f"has {names.name} metrics and none of speculation")
         self.source = f"{names.name} metrics"
         self.keeps = ()
+        # some servers count drafts but not steps, which are first in FIGURES
         if counters is not None:
             self.keeps = FIGURES if names.steps else FIGURES[1:]
         before = self.last
         self.last = counters or Counters()
         try:
-            grown = counted_between(before, self.last)
+            increase = counted_between(before, self.last)
         except ValueError:
-            # the server was started again: everything that it counts is new
-            grown = self.last
+            # the server was started again, so its counters began at 0
+            increase = self.last
             self.restarts += 1
         means = [value for _, value in samples.get(names.mean, ())]
+        # before any request, the reported mean is 0 or not a number
         valid = [mean for mean in means if 1 <= (finite(mean) or 0) < 2**53]
-        return grown, valid
+        return increase, valid
 
     def summary(self) -> dict[str, Any]:
-        """Returns the keys of `--json`. A count is None if the server does not keep it."""
+        """Returns the JSON object of `watch --json`. A count is None if the server has no counter.
+
+        `up` is whether the last reading succeeded.
+        """
         counts = {key: getattr(self.counted, key) for key in self.keeps}
         return {
             "url": self.url,
@@ -170,9 +192,9 @@ class Watch:
         }
 
     def line(self) -> str:
-        """Returns the last interval's acceptance length and all counts in words.
+        """Returns the acceptance length since the previous reading, and all counts, in words.
 
-        Returns the reason instead if the last reading failed.
+        If the last reading failed, the error is returned instead.
         """
         if self.failure:
             return self.failure
@@ -187,17 +209,23 @@ class Watch:
 
 # --- the verdict against a baseline ---
 
-ENOUGH_STEPS = 200  # of a category in a baseline, to judge by it
-# variance of a mean over the steps of whole answers, over its variance for independent steps
+MIN_BASELINE_STEPS = 200  # a category with fewer steps is not used as the baseline
+# Variance of a mean over the steps of whole answers, divided by its variance for independent steps.
+# Steps of one answer are alike.
 DESIGN_EFFECT = 8.0
-Z = 2.326  # one-sided 1 % of the normal distribution
+Z = 2.326  # quantile of the normal distribution for a one-sided test at 1 %
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The category of a results.json that accepts least: no mix of its categories accepts less.
+    """Acceptance that a live server is compared with: the lowest of all categories of a benchmark.
 
-    `variance`: of the accepted drafts, by step.
+    No mix of the categories has a lower acceptance.
+
+    category: name of the category
+    steps: number of verification steps
+    accepted_per_step: accepted drafts per verification step
+    variance: variance of the mean of accepted drafts, multiplied by the number of steps
     """
 
     category: str
@@ -207,40 +235,41 @@ class Baseline:
 
 
 def read_baseline(path: Path) -> Baseline:
-    """Reads the baseline of a results.json.
+    """Reads the baseline from a results.json of bench.
 
-    Raises UsageError if the file is not a result of bench, or if it says too little about
-    acceptance.
+    Raises UsageError if the file is not a result of bench, if no category has enough verification
+    steps, or if the category with the lowest acceptance has no accepted draft.
     """
     run = read_results(path)
-    steps_of = {}
-    mean_of = {}
+    steps_by_category = {}
+    mean_by_category = {}
     for name, summary in run.categories.items():
         steps = summary.steps or 0
         accepted = summary.accepted
-        if steps >= ENOUGH_STEPS and accepted is not None and not run.degenerate(name):
-            steps_of[name] = steps
-            mean_of[name] = accepted / steps
-    if not mean_of:
+        if steps >= MIN_BASELINE_STEPS and accepted is not None and not run.degenerate(name):
+            steps_by_category[name] = steps
+            mean_by_category[name] = accepted / steps
+    if not mean_by_category:
         message = (
-            f"{path} has no category with {ENOUGH_STEPS} verification steps "
+            f"{path} has no category with {MIN_BASELINE_STEPS} verification steps "
             "on output that is not degenerate"
         )
         remedy = "measure more: trtspec bench URL --samples 80 --max-tokens 256 -o DIR"
         raise UsageError(message, remedy)
-    category = min(mean_of, key=lambda name: mean_of[name])
-    steps = steps_of[category]
-    mean = mean_of[category]
+    category = min(mean_by_category, key=lambda name: mean_by_category[name])
+    steps = steps_by_category[category]
+    mean = mean_by_category[category]
     if not mean:
         message = f"{path} has no accepted draft in {category}: no traffic can drop below that"
-        raise UsageError(message, "trtspec inspect HEAD --against TARGET, then measure again")
+        remedy = "run trtspec inspect HEAD --against TARGET, then measure again"
+        raise UsageError(message, remedy)
     turns = [turn for turn in run.turns_detail if turn.category == category]
-    # a server that counts all answers together: a geometric distribution, with the effect of whole
-    # answers
+    # If the server counts all answers together, the variance is unknown. It is assumed to be that
+    # of a geometric distribution, times the effect of whole answers.
     variance = DESIGN_EFFECT * mean * (1 + mean)
     if len(turns) >= 2:
-        # ratio estimator with answers as clusters (Cochran, Sampling Techniques, 3rd ed., chapter
-        # 6)
+        # The variance is that of the ratio estimator with answers as clusters (Cochran, Sampling
+        # Techniques, 3rd ed., chapter 6).
         squares = sum((turn.accepted - mean * turn.steps) ** 2 for turn in turns)
         variance = squares / steps * len(turns) / (len(turns) - 1)
     return Baseline(category, steps, mean, variance)
@@ -248,11 +277,11 @@ def read_baseline(path: Path) -> Baseline:
 
 @dataclass(frozen=True)
 class WatchVerdict:
-    """The verdict against a baseline.
+    """Verdict on the acceptance of a live server, compared with a baseline.
 
-    `drop`: of accepted drafts per step, as a share of the baseline. `significant_drop`: the
-    smallest drop that chance does not explain. Both are None if not measured. `why`: the reason if
-    it did not pass.
+    drop: decrease of accepted drafts per step, as a fraction of the baseline, None if not measured
+    significant_drop: smallest decrease that chance does not explain, None if not measured
+    why: reason for a verdict other than pass
     """
 
     status: Literal["pass", "fail", "unmeasured"]
@@ -262,10 +291,14 @@ class WatchVerdict:
 
 
 def judge(watch: Watch, baseline: Baseline, max_drop: float, min_steps: int) -> WatchVerdict:
-    """Fails a significant drop of accepted drafts per step that is larger than `max_drop`.
+    """Judges whether accepted drafts per step decreased by more than `max_drop`.
 
-    The test is one-sided, at 1 %. Unmeasured if the steps are too few or unknown, or if chance may
-    explain the drop.
+    The verdict is fail if the decrease is also significant in a one-sided test at 1 %. The verdict
+    is unmeasured if the steps are too few or unknown, or if chance may explain the decrease.
+
+    Args:
+        max_drop: Allowed decrease, as a fraction of the baseline.
+        min_steps: Number of verification steps that a verdict needs.
     """
     if "steps" not in watch.keeps:
         why = f"{watch.source} do not count verification steps, the unit of the baseline"
@@ -276,7 +309,8 @@ def judge(watch: Watch, baseline: Baseline, max_drop: float, min_steps: int) -> 
         return WatchVerdict("unmeasured", why=why)
     mean = baseline.accepted_per_step
     drop = 1 - watch.counted.accepted / steps / mean
-    # The mean of n steps has the baseline's variance over n, and is normal for many steps.
+    # The mean of n steps has the baseline's variance divided by n, and is normal for many steps.
+    # The difference of two means has the sum of their variances.
     variance = baseline.variance * (1 / steps + 1 / baseline.steps)
     significant = Z * math.sqrt(variance) / mean
     if drop <= max_drop:
@@ -290,7 +324,7 @@ def judge(watch: Watch, baseline: Baseline, max_drop: float, min_steps: int) -> 
     return WatchVerdict("fail", drop, significant, why)
 
 
-# --- the exporter ---
+# --- the exporter, which Prometheus reads ---
 
 # name, key of the summary, type and help of each metric
 METRICS = (
@@ -317,11 +351,15 @@ METRICS = (
 
 @dataclass(eq=False)
 class WatchCollector(Collector):
-    """The metrics of a watch, for Prometheus. A figure that the server does not count is absent."""
+    """Source of the metrics that `watch` exports to Prometheus."""
 
     watch: Watch
 
     def collect(self) -> Iterator[Metric]:
+        """Yields the metrics of the last reading, for each request of Prometheus.
+
+        A figure that the server does not count is absent.
+        """
         summary = self.watch.summary()
         for name, key, family, text in METRICS:
             value = summary[key]
@@ -330,10 +368,10 @@ class WatchCollector(Collector):
 
 
 def start_exporter(listen: str, watch: Watch) -> str:
-    """Serves the metrics until this process ends, and returns their URL.
+    """Serves the metrics of a watch until this process ends. Returns the URL of the metrics.
 
-    `listen`: HOST:PORT, PORT or :PORT. The default host is localhost. Raises UsageError if it
-    cannot be listened on.
+    `listen`: HOST:PORT, PORT or :PORT, by default on localhost. Raises UsageError if the address is
+    invalid or in use.
     """
     host, _, port = listen.rpartition(":")
     host = host.strip("[]") or "localhost"
@@ -345,7 +383,8 @@ def start_exporter(listen: str, watch: Watch) -> str:
         reason = getattr(error, "strerror", None) or "it is not HOST:PORT"
         remedy = "write `listen` localhost:9777, or choose another port"
         raise UsageError(f"`listen` {listen}: {reason}", remedy) from None
-    shown = host
+    # a URL has an IPv6 address in brackets
+    url_host = host
     if ":" in host:
-        shown = f"[{host}]"
-    return f"http://{shown}:{server.server_port}/metrics"
+        url_host = f"[{host}]"
+    return f"http://{url_host}:{server.server_port}/metrics"

@@ -61,8 +61,8 @@ ROW_REFUSED = ("weight", "loss_weight", "loss_mask", "functions")
 MESSAGE_REFUSED = ("weight", "train", "loss", "loss_weight", "loss_mask", "function_call")
 MAX_FIELDS_NAMED = 12
 REMEDY = (
-    "each row has messages, conversations, turns, prompt with or without completion or response, "
-    "or text"
+    "each row has messages (of the roles system, user, assistant and tool), conversations, turns, "
+    "prompt with or without completion or response, or text"
 )
 Message = dict[str, Any]
 

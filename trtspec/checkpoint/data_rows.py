@@ -120,12 +120,12 @@ def _line_rows(path: Path) -> Iterator[DataRow]:
 
 def _decoded(data: bytes, where: str, first: bool) -> str:
     if first and data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise UsageError(f"{CODE} {where} is UTF-16", "save it as UTF-8 text")
+        raise UsageError(f"{CODE} {where} is UTF-16", files.TO_UTF8)
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         message = f"{CODE} {where} is not UTF-8 text (byte {error.start + 1})"
-        raise UsageError(message, "repair the line") from None
+        raise UsageError(message, files.TO_UTF8) from None
     return text.removeprefix("\ufeff") if first else text
 
 

@@ -193,6 +193,10 @@ def _not_a_checkpoint(name: str) -> UsageError:
     page = HUB_PAGE.fullmatch(name)
     if page:
         remedy = f"write the id, {page[1]}"
+    elif what == "an engine YAML":
+        remedy = f"check it with `trtspec lint {name}`"
+    elif path.suffix == ".jsonl":
+        remedy = "the target comes first, its data second"
     elif what == "a URL":
         remedy += f"; a server is asked by `trtspec bench {name}`"
     elif (path.parent / "config.json").is_file():

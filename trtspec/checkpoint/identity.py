@@ -12,11 +12,12 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from trtspec.checkpoint.headers import Checkpoint, TensorInfo, read_json
 from trtspec.errors import TrtspecError
 from trtspec.files import read_object
+from trtspec.foreign import PlainName
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 NUMBER = re.compile(r"\d+")  # of a layer or an expert in a tensor's name
@@ -30,7 +31,17 @@ MODEL = {
 }
 
 
-def identity(checkpoint: Checkpoint) -> dict[str, Any]:
+class Identity(TypedDict):
+    """Digests of a checkpoint by name, and the bytes of each shard."""
+
+    config: str
+    tensors: str
+    sample: str
+    places: str
+    shards: dict[PlainName, int]
+
+
+def identity(checkpoint: Checkpoint) -> Identity:
     """Digests by name, and shard sizes. MODEL digests do not depend on how tensors are sharded."""
     config = {key: value for key, value in checkpoint.config.items() if key not in VOLATILE}
     infos = sorted(checkpoint.tensors.values(), key=lambda info: info.name)
@@ -81,15 +92,16 @@ def recorded_hashes(directory: Path) -> dict[str, str]:
     """
     hashes: dict[str, str] = {}
     for path in sorted(directory.glob("*.safetensors")):
+        file_name = path.name
         if path.is_symlink():
             blob = os.path.basename(os.readlink(path))
             if SHA256.fullmatch(blob):
-                hashes[path.name] = blob
-        metadata = directory / ".cache" / "huggingface" / "download" / f"{path.name}.metadata"
+                hashes[file_name] = blob
+        metadata = directory / ".cache" / "huggingface" / "download" / f"{file_name}.metadata"
         if metadata.is_file():
             words = metadata.read_text(encoding="utf-8", errors="replace").split()
             if len(words) > 1 and SHA256.fullmatch(words[1]):
-                hashes[path.name] = words[1]
+                hashes[file_name] = words[1]
     provenance = directory / "provenance.json"
     if provenance.is_file():
         shards = read_json(provenance).get("shards")

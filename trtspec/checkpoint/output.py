@@ -13,7 +13,7 @@ without it is no checkpoint to any loader.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +81,7 @@ class OutputDirectory:
         return self.path / f"{OWN_PREFIX}{self.command}.jsonl"
 
     @contextmanager
-    def claim(self, header: dict[str, Any], output_options: OutputOptions) -> Iterator[Journal]:
+    def claim(self, header: Mapping[str, Any], output_options: OutputOptions) -> Iterator[Journal]:
         """Yields the locked journal.
 
         Removes what a killed run left half-written and, for a new run, earlier weights. Raises
@@ -134,7 +134,7 @@ class OutputDirectory:
             with suppress(OSError):  # the output is complete
                 remove_folder(self.path.parent, PlainName(self.path.name))
 
-    def refuse_other(self, header: dict[str, Any]) -> None:
+    def refuse_other(self, header: Mapping[str, Any]) -> None:
         """Raises UsageError naming what differs between `header` and the journal's."""
         begun = read_journal(self.journal)[0]
         if begun is not None:

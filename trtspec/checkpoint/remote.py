@@ -125,7 +125,7 @@ class HubFiles:
 def download(hub_id: HubId, patterns: list[str]) -> Path:
     """Fetches the files of these patterns into the hub's own cache. Returns the snapshot's path."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     require_online(hub_id)
     if not report.wanted():

@@ -163,7 +163,7 @@ def _check_plain(
     module, _, suffix = name.rpartition(".")
     codes = (absent, *VALUE_FAULTS)
     info = unseen.get(module, {}).pop(suffix, None)
-    _check_part(faults, info, module, suffix, PLAIN_DTYPES, (shape,), codes, "config.json")
+    _check_part(faults, info, name, PLAIN_DTYPES, (shape,), codes, "config.json")
 
 
 def _check_linear(
@@ -194,8 +194,9 @@ def _check_linear(
     codes = VALUE_FAULTS
     for suffix, dtypes in zip(storage.all_parts, storage.dtypes, strict=True):
         info = parts.pop(suffix, None)
+        name = f"{module}.{suffix}"
         all_codes = ("TS-TARGET-SCALE-MISSING", *codes)
-        _check_part(faults, info, module, suffix, dtypes, shapes[suffix], all_codes, [*shape])
+        _check_part(faults, info, name, dtypes, shapes[suffix], all_codes, [*shape])
         codes = SCALE_FAULTS
     for suffix, info in parts.items():
         if suffix not in KV_SCALES:
@@ -206,8 +207,7 @@ def _check_linear(
 def _check_part(
     faults: Faults,
     info: TensorInfo | None,
-    module: str,
-    suffix: str,
+    name: str,
     dtypes: tuple[str, ...],
     shapes: tuple[tuple[int, ...], ...],
     codes: tuple[str, ...],
@@ -219,7 +219,7 @@ def _check_part(
     """
     absent, wrong_dtype, wrong_shape = codes
     if info is None:
-        faults[absent].append(f"{module}.{suffix}")
+        faults[absent].append(name)
     elif info.dtype not in dtypes:
         expected = " or ".join(dtypes)
         faults[wrong_dtype].append(f"{info.name} is {info.dtype}, expected {expected}")

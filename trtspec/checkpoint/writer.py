@@ -195,13 +195,13 @@ class Journal:
     the file records, once it is locked. `private`: only its owner may read the file.
     """
 
-    done: dict[str, dict[str, Any]]
+    done: dict[str, Any]
     servers: dict[str, dict[str, str]]
 
     def __init__(
         self,
         path: Path,
-        header: dict[str, Any],
+        header: Mapping[str, Any],
         *,
         restart: bool = False,
         remedy: str = REPEAT,
@@ -228,7 +228,7 @@ class Journal:
             self.close()
             raise
 
-    def _load(self, header: dict[str, Any]) -> None:
+    def _load(self, header: Mapping[str, Any]) -> None:
         """Cuts off a torn line, and begins or reads the file."""
         whole = self.path.read_bytes().rfind(b"\n") + 1
         os.ftruncate(self._file, whole)
@@ -296,7 +296,7 @@ class Journal:
 
 
 def refuse_changed(
-    path: Path, old: dict[str, Any], new: dict[str, Any], remedy: str = REPEAT
+    path: Path, old: Mapping[str, Any], new: Mapping[str, Any], remedy: str = REPEAT
 ) -> None:
     """Raises UsageError naming what differs between a journal's header and this run's."""
     changed = differences(old, new)
@@ -309,11 +309,11 @@ class JournalContent(NamedTuple):
 
     header: dict[str, Any]
     servers: dict[str, dict[str, str]]
-    done: dict[str, dict[str, Any]]
+    done: dict[str, Any]
     lines: dict[str, int]
 
 
-def read_journal(path: Path) -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]]]:
+def read_journal(path: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """Returns a journal's header and its records by key, without its lock.
 
     (None, {}) if the file is absent or not a journal.

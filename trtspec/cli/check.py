@@ -6,7 +6,7 @@ import asyncio
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trtspec import report
 from trtspec.bench.check.kinds import CODES
@@ -15,7 +15,7 @@ from trtspec.client.client import remedy_for
 from trtspec.errors import CheckFailed, Problem, as_typed
 from trtspec.records import checked
 from trtspec.report import Result
-from trtspec.verbs.check import AGAINST, ALONE, SCORE, CheckOptions, run_check
+from trtspec.verbs.check import AGAINST, ALONE, SCORE, CheckCost, CheckOptions, run_check
 
 if TYPE_CHECKING:
     from trtspec.bench.check.rows import CheckVerdict
@@ -86,5 +86,5 @@ def _lines(verdict: CheckVerdict) -> Iterator[str]:
             yield f"      {len(row.faults)} faults; trtspec explain {CODES[row.name]}"
 
 
-def _cost(cost: dict[str, Any]) -> str:
+def _cost(cost: CheckCost) -> str:
     return f"{cost['requests']} requests, {cost['tokens']:,} tokens in {cost['seconds']:.0f} s"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from trtspec.errors import Problem, check_failure
 from trtspec.records import JsonOption
 from trtspec.report import Result, Table, value_table
+
+if TYPE_CHECKING:
+    from trtspec.verbs.doctor import DoctorReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +27,12 @@ def doctor(options: DoctorOptions) -> Result:
     from trtspec.verbs.doctor import examine
 
     state = examine()
-    problems: list[Problem] = state.pop("problems")
+    problems = state.pop("problems")
     failure = check_failure("this installation or machine has errors", problems)
     return Result(state, problems, tables(state), lines(state, problems), failure)
 
 
-def tables(report: dict[str, Any]) -> list[Table]:
+def tables(report: DoctorReport) -> list[Table]:
     """Returns the table of the commands, then the table of the machine."""
     rows = [
         (command, "ready" if state["ready"] else "missing", ", ".join(state["missing"]))
@@ -50,7 +53,7 @@ def tables(report: dict[str, Any]) -> list[Table]:
     ]
 
 
-def lines(report: dict[str, Any], problems: list[Problem]) -> list[str]:
+def lines(report: DoctorReport, problems: list[Problem]) -> list[str]:
     """Returns the install commands, unwrapped so that a user can copy them."""
     output = [""]
     commands: dict[str, list[str]] = {}

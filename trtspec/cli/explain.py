@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -22,10 +23,13 @@ def explain(options: ExplainOptions) -> Result:
     from trtspec.trtllm.schema import rule_files
 
     codes = documented()
-    code = options.code.upper().strip("[]`")
+    code = options.code.upper()
+    written = re.search("TS-[A-Z0-9-]+", code)  # the code may be in a pasted line
+    if written:
+        code = written[0]
     if code not in codes:
-        page = "docs/reference/problems.md lists all"
-        raise UsageError(f"{options.code} is not a problem code", did_you_mean(code, codes, page))
+        remedy = did_you_mean(code, codes, "copy the code from a message: TS- and capital letters")
+        raise UsageError(f"{options.code} is not a problem code", remedy)
     entry = codes[code]
     what, _, reason = entry["summary"].partition(". ")
     lines = [code, f"  what     {what}"]

@@ -356,12 +356,12 @@ def judge_part(
         target=options.target,
         head=options.head,
         named=(part.target, part.head),
-        gpu=options.gpu,
         passed=passed,
         here=options.installed,
-        role=part.role or role_in(Path(document.name).stem),
-        environ=part.environ if part.location else os.environ,
     )
+    environ = part.environ if part.location else os.environ
+    role = part.role or role_in(Path(document.name).stem)
+    deployment = deployment.served_on(options.gpu, environ, role)
     if command.partial:
         deployment = replace(deployment, options=None)
     findings = find(document, deployment)
@@ -461,11 +461,17 @@ def _foreign(document: Document) -> Judged | None:
     if engine_of(keys) is VLLM:
         findings = [document.placed(problem) for problem in unknown_options(keys)]
         return Judged(document.name, document, None, BY_VLLM, findings)
-    # a checkpoint's config.json has `architectures`
-    if "architectures" not in keys and not is_foreign(map(str, keys)):
-        return None
+    severity: Severity = "error"
     message = f"no engine file is in it: its keys ({listed(map(str, keys))}) are another tool's"
-    finding = document.placed(Problem("TS-LINT-NO-ENGINE-FILE", "error", "", message))
+    if document.name.endswith(".jsonl"):
+        message = "no engine file is in it: JSON lines are data"
+    elif document.value is None and document.error is None:
+        severity = "warning"
+        message = "the file is empty: it sets nothing, and some releases stop on it"
+    # a checkpoint's config.json has `architectures`
+    elif "architectures" not in keys and not is_foreign(map(str, keys)):
+        return None
+    finding = document.placed(Problem("TS-LINT-NO-ENGINE-FILE", severity, "", message))
     return Judged(document.name, document, None, "not an engine file", [finding])
 
 

@@ -56,6 +56,8 @@ def _meant_option(option: str, context: Any) -> str:
         return f"{near} is given without an option: `trtspec {command.name} {near}`"
     if near:
         return f"did you mean {near}?"
+    if context.parent is None:
+        return f"an option follows its command: `trtspec COMMAND {option}`"
     if "[-- OPTIONS]" in options:
         return f"an option of the engine follows `--`: `trtspec {command.name} TARGET -- {option}`"
     return ""
@@ -87,7 +89,8 @@ def _wrong_value(message: str, context: Any, parameter: Any, page: str) -> Usage
         if parameter.help:
             remedy = f"{parameter.opts[0]}: {parameter.help} {page.capitalize()}"
         return UsageError(f"{written} is {reason}", remedy)
-    remedy = did_you_mean(value.strip("'"), re.findall("'(.+?)'", choices), "write one of these")
+    meaning = f"write one of these: {parameter.help}"
+    remedy = did_you_mean(value.strip("'"), re.findall("'(.+?)'", choices), meaning)
     return UsageError(f"{written} is not one of {choices}", remedy)
 
 

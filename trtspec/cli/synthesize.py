@@ -106,9 +106,10 @@ def synthesize(options: SynthesizeOptions) -> Result:
         "quality": quality,
     }
     selection = {"split": options.split, "samples": options.samples, "shard": options.shard}
-    results = summary | {"degenerate_rows": bad}
+    results = {**summary, "degenerate_rows": bad}
+    source = synthesis.prompt_source(options.prompts, chosen)
     synthesis.write_provenance(
-        output, options.prompts, chosen, endpoint, sampling, outcome.server, selection, results
+        output, source, endpoint, sampling, outcome.server, selection, results
     )
     failure = None
     if outcome.failed:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from trtspec.checkpoint.hub import load_head, resolve
-from trtspec.errors import Interrupted, UsageError
+from trtspec.errors import Interrupted, UsageError, nearest
 from trtspec.files import load_file
 from trtspec.heads.card import interval_text
 from trtspec.heads.training.curve import run_directory, run_options
@@ -46,6 +46,9 @@ from trtspec.verbs.options import CountList, OutputFlags
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from trtspec.heads.training.needs import WayNeeds
+    from trtspec.heads.training.training_record import TrainingRecord
 
 DRY_RUN = Mode("--dry-run", "--dry-run")
 WITH_LAYERS = Mode("a training run", "--features auto, memory or DIR")
@@ -138,10 +141,13 @@ def with_file(command: TrainCommand) -> tuple[TrainCommand, TrainingRecipe, set[
     known = {field.name for field in fields(TrainCommand)} - set(NOT_IN_FILES)
     unknown = sorted(set(values) - known)
     if unknown:
-        allowed = ", ".join(sorted(known | counts))
-        raise UsageError(
-            f"{command.config}: unknown training options {', '.join(unknown)}", f"known: {allowed}"
-        )
+        remedy = f"known: {', '.join(sorted(known | counts))}"
+        flags = {"--" + name.replace("_", "-"): name for name in known}
+        near = nearest(unknown[0], flags, "options")
+        if near:
+            remedy = f"did you mean {flags[near]}?"
+        message = f"{command.config}: unknown training options {', '.join(unknown)}"
+        raise UsageError(message, remedy)
     values = {key: value for key, value in values.items() if value is not None}
     read = made_of_file(TrainCommand, command.config, {"output": command.output, **values})
     parsed = {key: getattr(read, key) for key in values}
@@ -214,6 +220,7 @@ def train(command: TrainCommand) -> Result | None:
 def _needs(needs: dict[str, Any]) -> Result:
     """Returns the needs of a run, and the commands that start an engine for the target's states."""
     by_option = {"online": "memory", "stream": "stream[:DIR]", "dumps": "DIR", "server": "URL"}
+    ways: dict[str, WayNeeds] = needs["ways"]
     rows = [
         (
             by_option[name],
@@ -222,7 +229,7 @@ def _needs(needs: dict[str, Any]) -> Result:
             f"{way['disk_bytes'] / 1e9:,.0f}",
             way.get("why") or "possible",
         )
-        for name, way in needs["ways"].items()
+        for name, way in ways.items()
     ]
     layers = ", ".join(map(str, needs["aux_layers"]))
     attention = needs["attention"].upper()
@@ -260,7 +267,7 @@ def like_initial(command: TrainCommand, typed: TrainCommand, from_file: set[str]
     return replace(command, **inherited)
 
 
-def _result(output: Path, record: dict[str, Any], resume: str) -> Result | None:
+def _result(output: Path, record: TrainingRecord, resume: str) -> Result | None:
     """Returns the result of a run, which is a failure if a signal ended the run.
 
     `resume`: the command that continues the run. None in the processes that do not write.
@@ -276,15 +283,14 @@ def _result(output: Path, record: dict[str, Any], resume: str) -> Result | None:
         f"after step {training['steps']} of {training['total']}; "
         f"{output} holds the head of that step"
     )
-    if training["stopped"] in ("SIGINT", "SIGTERM"):
-        failure = Interrupted(
-            f"stopped by {training['stopped']} {where}", f"resume with `{resume}`"
-        )
+    stopped = training["stopped"]
+    if stopped in ("SIGINT", "SIGTERM"):
+        failure = Interrupted(f"stopped by {stopped} {where}", f"resume with `{resume}`")
         return Result(values, lines=lines, failure=failure)
     return Result(values, lines=lines, messages=[f"Time is up {where}. Resume with: {resume}"])
 
 
-def _lines(output: Path, record: dict[str, Any]) -> Iterator[str]:
+def _lines(output: Path, record: TrainingRecord) -> Iterator[str]:
     training = record["training"]
     accuracy = training.get("held_out_accuracy", training["accuracy"])
     shares = ", ".join(f"{value:.3f}" for value in accuracy)

@@ -1,8 +1,8 @@
-"""Addresses and keys of OpenAI-compatible servers, as a user gives them.
+"""Checks addresses and keys of OpenAI-compatible servers, as a user gives them.
 
-They are checked before anything is sent or written. No password or key appears in a message, a
-result or a record. An address that may contain one is refused without being shown. A message about
-a key names its fault alone.
+Both are checked before anything is sent or written. No password or key appears in a message, a
+result or a record. An address that may contain a password or key is refused and not shown. A
+message about a key contains only what is wrong with it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ SENDABLE = re.compile(r"[!-~](?:[ -~]*[!-~])?")
 
 
 def shown(text: str) -> str:
-    """An address for a message, left out if it may contain a password or a key."""
+    """Returns an address for use in a message.
+
+    An address that may contain a password or a key is replaced by "(not shown)".
+    """
     return "(not shown)" if re.search(r"[@?#]", text) else text
 
 
 def server_url(text: str, option: str = "the URL") -> str:
-    """The base URL of a server.
+    """Returns the base URL of a server, without /v1, a request path and a slash at its end.
 
-    It has a scheme (http if `text` has none), and ends without /v1, request path and slash. Raises
-    UsageError, which begins with `option`, if no request can be sent there, and for a user name, a
-    password, a query or a fragment, which every result would repeat.
+    The scheme is http if `text` has none. Raises UsageError if `text` is not the URL of a server,
+    or contains a user name, a password, a query or a fragment. `option`: beginning of the message.
     """
     import httpx
 
     remedy = f"write it as {EXAMPLE}"
+    # every result repeats the URL, so it must not contain a password or a key
     if re.search(r"[@?#]", text):
         message = (
             f"{option} (not shown) holds a user name, a password, a query or a fragment (@, ? or #)"
@@ -40,6 +43,7 @@ def server_url(text: str, option: str = "the URL") -> str:
         remedy += ", without them; a key belongs in the variable OPENAI_API_KEY"
         raise UsageError(message, remedy)
     what = what_is(text)
+    # a host with a path, such as localhost/v1, has the form of a hub id
     names_hub = what == "a hub id" and not re.match(r"[\w-]*[.:]|localhost/|.*/v1$", text)
     if names_hub or what in ("a checkpoint", "a file", "a directory"):
         if what not in ("a file", "a directory"):
@@ -48,7 +52,8 @@ def server_url(text: str, option: str = "the URL") -> str:
     address = text if "://" in text else f"http://{text}"
     try:
         url = httpx.URL(address)
-        host = url.host and url.raw_host.decode("ascii").encode("idna")  # as name lookup does
+        # name lookup encodes the host in the same way, and would fail later
+        host = url.host and url.raw_host.decode("ascii").encode("idna")
         if url.scheme not in ("http", "https"):
             raise httpx.InvalidURL("its scheme is neither http nor https")
         if not host or re.search(r"\s", text):
@@ -63,14 +68,18 @@ def server_url(text: str, option: str = "the URL") -> str:
 
 
 def key_header() -> dict[str, str]:
-    """The key of OPENAI_API_KEY as a header. Raises UsageError if no header can carry it."""
+    """Returns the HTTP header with the key of the environment variable OPENAI_API_KEY.
+
+    {} if the variable is not set or empty. Raises UsageError if the key cannot be sent in a header.
+    """
     return bearer(os.environ.get("OPENAI_API_KEY"))
 
 
 def bearer(key: str | None, option: str = "OPENAI_API_KEY") -> dict[str, str]:
-    """The header with the key. {} for an empty key.
+    """Returns the HTTP header with a key. {} without a key.
 
-    Raises UsageError with the fault, not the key, if no header can carry it.
+    Raises UsageError if the key cannot be sent in a header. The message contains what is wrong, and
+    not the key. `option`: name of the key in the message.
     """
     if not key:
         return {}

@@ -1,10 +1,12 @@
-"""An asynchronous client for any OpenAI-compatible server.
+"""Asynchronous client for any OpenAI-compatible server.
 
-It sends requests, streams answers with the time of every chunk, and waits until a server is ready.
+The client sends requests, streams answers with the time of every chunk, and waits until a server is
+ready.
 
-A streamed request starts when its header has been sent and its body follows: name lookup,
-connecting, TLS and waiting for a free connection do not count. The time of a chunk is the network
-read of its last byte, without parsing: chunks that a proxy sends at once have the same time.
+A streamed request starts when its header has been sent and before its body. Name lookup,
+connecting, TLS and waiting for a free connection therefore do not count. A chunk has the time of
+the network read of its last byte, without parsing. Chunks that a proxy sends at once have the same
+time.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from trtspec.errors import TrtspecError, UsageError, listed
 T = TypeVar("T")
 CHAT = "/v1/chat/completions"
 RAW = "/v1/completions"  # a prompt without a chat template
-# keys of a request that options set, and the remedy where `extra_body` has them; commands add their
-# own
+# Keys of a request that options set, with the remedy if `extra_body` has one. Commands add further
+# keys.
 OWNED = {
     "model": "give `model`",
     "max_tokens": "give `max_tokens`",
@@ -36,27 +38,29 @@ OWNED = {
     "n": "leave it out: one answer is read of each request",
     "best_of": "leave it out: one answer is read of each request",
 }
-MOST_CALLS = 127  # larger indices come from broken servers and are put together here
-MOST_LINE = 64 * 2**20  # bytes of one event
-SILENCE_S = 600.0  # without a byte from the server, if no limit is set
-# uvicorn, in front of vLLM, SGLang and trtllm-serve, closes a connection after 5 idle seconds; a
-# request sent at that moment fails with a ReadError, so the client closes it first
-KEPT_S = 2.0
+MAX_CALL_INDEX = 127  # larger indices come from faulty servers, and are joined to this call
+MAX_EVENT_BYTES = 64 * 2**20
+SILENCE_S = 600.0  # longest time without a byte from the server, if no limit is given
+# uvicorn, in front of vLLM, SGLang and trtllm-serve, closes a connection after 5 idle seconds. A
+# request sent at that moment fails with a ReadError, so the client closes the connection first.
+KEEPALIVE_S = 2.0
 POLL_S = 0.2  # between two requests to a server that is not ready
-KEY = "set OPENAI_API_KEY to a key of the server"
-# by the status of /v1/models
+SET_KEY = "set OPENAI_API_KEY to a key of the server"
+# remedies by the HTTP status of /v1/models
 REMEDIES: dict[int | None, str] = {
     404: "check host and port",
-    401: KEY,
-    403: KEY,
+    401: SET_KEY,
+    403: SET_KEY,
 }
-LATE = ("not complete after", "no answer within")  # in the error of an answer that took too long
+# beginnings of the errors of an answer that took too long
+INCOMPLETE = "not complete after"
+NO_ANSWER = "no answer within"
 
 
 class RequestFailed(TrtspecError):
-    """A request without a usable answer, and why.
+    """Error of a request without a usable answer.
 
-    `status`: HTTP status of the response, None without a response.
+    status: HTTP status of the response, None without a response
     """
 
     def __init__(
@@ -68,7 +72,10 @@ class RequestFailed(TrtspecError):
 
 @dataclass(frozen=True)
 class RequestSampling:
-    """Sampling of every answer. Answer i uses seed + i, so that sampled answers differ."""
+    """Sampling parameters of requests.
+
+    seed: seed of the first request, to which a later request adds its index to differ
+    """
 
     max_tokens: int = 256
     temperature: float = 0.0
@@ -77,9 +84,22 @@ class RequestSampling:
 
 @dataclass
 class Answer:
-    """One answer as received.
+    """Answer of a server as received so far. Times are in seconds of time.perf_counter().
 
-    Times are seconds of time.perf_counter(). `chunks` contains (time, characters).
+    question: id of the question
+    category: category of the question
+    turn: index of the question's turn
+    started: time at which the request was sent
+    finished: time at which the answer ended
+    chunks: time and number of characters of each chunk that has text or tokens
+    cached_tokens: number of reused prompt tokens, None if the server does not report it
+    tokens_per_iteration: average reported by TensorRT-LLM, prefill included
+    spec_decode: counts of speculation reported by the reference server
+    error: message if the request failed
+    status: HTTP status if it is not 200, of the response or of an error event in the stream
+    tool_calls: id, name and arguments of each call, joined from their chunks
+    unindexed: number of chunks of tool calls that lack the call's index
+    counted: total number of tokens after each chunk
     """
 
     question: str
@@ -92,33 +112,35 @@ class Answer:
     reasoning: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    cached_tokens: int | None = None  # of the prompt, reused; None if the server does not tell
+    cached_tokens: int | None = None
     finish_reason: str | None = None
     tokens_per_iteration: float | None = None
     spec_decode: dict[str, Any] | None = None
     error: str | None = None
-    status: int | None = None  # other than 200, of the response or of an error event in its stream
-    # id, name and arguments, joined from their chunks
+    status: int | None = None
     tool_calls: list[dict[str, str]] = field(default_factory=list)
-    unindexed: int = 0  # chunks of tool calls without the index of their call
-    # tokens so far, from the token ids or the usage in chunks
+    unindexed: int = 0
     counted: list[int] = field(default_factory=list)
     prompt_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
 
     @property
     def first_token(self) -> float | None:
+        """Time of the first chunk. None before it."""
         return self.chunks[0][0] if self.chunks else None
 
     @property
     def written(self) -> str:
-        """Reasoning, text and tool calls: an answer that is only a tool call is not empty."""
+        """Everything that the model wrote: reasoning, text and tool calls."""
         calls = "".join(call["name"] + call["arguments"] for call in self.tool_calls)
         return self.reasoning + self.text + calls
 
 
 def refuse_owned(extra_body: Mapping[str, Any], owned: Mapping[str, str]) -> None:
-    """Raises UsageError for the first key of `extra_body` that is in `owned`."""
+    """Raises UsageError if `extra_body` has a key that an option sets.
+
+    `owned`: remedies by key.
+    """
     for key in extra_body:
         if key in owned:
             raise UsageError(f"`extra_body` must not set {key}", owned[key])
@@ -131,41 +153,49 @@ def new_client(
     headers: dict[str, str] | None = None,
     proxies: bool = False,
 ) -> httpx.AsyncClient:
-    """A client of the server at `url`, a base URL without /v1.
+    """Returns a client of the server at `url`, a base URL without /v1.
 
-    `timeout`: seconds that the server may stay silent. `headers`: by default the key of
-    OPENAI_API_KEY. `proxies`: use the proxy variables of the environment. Raises UsageError if no
-    header can carry the key.
+    Raises UsageError if the key cannot be sent in a header.
+
+    Args:
+        concurrency: Number of requests that are open at once.
+        timeout: Seconds without a byte from the server after which a request fails.
+        headers: None for the key in the environment variable OPENAI_API_KEY.
+        proxies: Whether environment variables such as HTTP_PROXY are used.
     """
     if headers is None:
         headers = key_header()
-    most = concurrency + 4
+    # a few connections more, so that /metrics and /health do not wait
+    max_connections = concurrency + 4
     limits = httpx.Limits(
-        max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEPT_S
+        max_connections=max_connections,
+        max_keepalive_connections=max_connections,
+        keepalive_expiry=KEEPALIVE_S,
     )
     silence = timeout or SILENCE_S
-    times = httpx.Timeout(silence, connect=min(10, silence), pool=None)
+    timeouts = httpx.Timeout(silence, connect=min(10, silence), pool=None)
     return httpx.AsyncClient(
-        base_url=url, headers=headers, limits=limits, timeout=times, trust_env=proxies,
-        verify=url.startswith("https"),  # loading certificates takes 20 ms
+        base_url=url, headers=headers, limits=limits, timeout=timeouts, trust_env=proxies,
+        verify=url.startswith("https"),  # without TLS, saves 20 ms of loading certificates
     )  # fmt: skip
 
 
 async def fetch(
     client: httpx.AsyncClient, path: str, body: Any = None, timeout: float | None = None
 ) -> bytes:
-    """The body of the 200 response to a GET of `path`, or to a POST of `body`.
+    """Sends a GET, or a POST with a JSON `body`, and returns the body of the response.
 
-    `timeout` as in `new_client`, for this request. Raises RequestFailed.
+    `timeout`: seconds without a byte from the server, None for the client's. Raises RequestFailed
+    if no response arrives, or if its status is not 200.
     """
     method = "GET" if body is None else "POST"
-    times = timeout or httpx.USE_CLIENT_DEFAULT
-    request = client.build_request(method, path, json=body, timeout=times)
+    request_timeout = timeout or httpx.USE_CLIENT_DEFAULT
+    request = client.build_request(method, path, json=body, timeout=request_timeout)
     try:
         response = await client.send(request)
     except httpx.TimeoutException:
         limit = timeout or client.timeout.read or math.inf
-        raise RequestFailed(f"{LATE[1]} {limit:g} s from {request.url}") from None
+        raise RequestFailed(f"{NO_ANSWER} {limit:g} s from {request.url}") from None
     except httpx.HTTPError as error:
         message = f"{request.url} does not answer: {describe(error)}"
         raise RequestFailed(message, "check host and port, or start the server there") from None
@@ -176,16 +206,18 @@ async def fetch(
 
 
 async def health(client: httpx.AsyncClient, timeout: float = 2.0) -> None:
-    """Raises RequestFailed unless GET /health answers 200."""
+    """Requests /health. Raises RequestFailed if the status is not 200 within `timeout` seconds."""
     await fetch(client, "/health", timeout=timeout)
 
 
 async def first_model(
     client: httpx.AsyncClient, timeout: float = 30.0, name: str | None = None
 ) -> dict[str, Any]:
-    """The first entry of /v1/models, or the one called `name`, with an `id`.
+    """Returns the entry of the model called `name` in /v1/models, or the first entry for None.
 
-    Raises RequestFailed, and UsageError if the server lists others and not `name`."""
+    Raises RequestFailed if the server does not answer or lists no model. Raises UsageError if it
+    lists models, but not `name`.
+    """
     remedy = "start the server with `trtspec serve TARGET`, or wait for it with `wait_ready` 300"
     where = f"{str(client.base_url).rstrip('/')}/v1/models"
     try:
@@ -200,16 +232,19 @@ async def first_model(
             return dict(entries[name or first])
     except RequestFailed as failure:
         message = f"{where} answered {failure.message}" if failure.status else failure.message
+        if "HTTPS" in message:
+            remedy = "write http:// in place of https://"
         if failure.status == 404:
             message = f"{where} answered 404: this is not an OpenAI-compatible server"
         raise RequestFailed(message, REMEDIES.get(failure.status, remedy), failure.status) from None
+    # JSON of another form has no model either
     except (ValueError, LookupError, TypeError):
         pass
     raise RequestFailed(f"{where} answered 200 without a model", remedy, 200)
 
 
 async def generate_once(client: httpx.AsyncClient) -> None:
-    """Raises RequestFailed unless the server answers a prompt with one token."""
+    """Requests one token. Raises RequestFailed if the server does not generate it."""
     model = (await first_model(client))["id"]
     body = {"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
     await complete(client, RAW, body)
@@ -222,9 +257,14 @@ async def wait_ready(
     stopped: Callable[[], Any] = lambda: False,
     headers: dict[str, str] | None = None,
 ) -> bool:
-    """True once `look` succeeds, False once `stopped()` is true.
+    """Waits until a server is ready. Returns True, or False if `stopped` became true before.
 
-    Raises RequestFailed after `seconds`, with the last failure of `look`.
+    Raises RequestFailed if the server is not ready after `seconds`.
+
+    Args:
+        look: Request that succeeds if the server is ready, and raises RequestFailed if it is not.
+        stopped: Says whether to give up, for example because the server's process ended.
+        headers: None for the key in the environment variable OPENAI_API_KEY.
     """
     deadline = time.monotonic() + seconds
     async with new_client(url, 1, headers=headers) as client:
@@ -250,7 +290,11 @@ def ask_once(
     timeout: float | None = None,
     headers: dict[str, str] | None = None,
 ) -> T:
-    """Returns or raises as `look` does, for synchronous code."""
+    """Runs an asynchronous request from synchronous code. Returns or raises as `look` does.
+
+    `timeout`: seconds without a byte from the server. `headers`: None for the key in the
+    environment variable OPENAI_API_KEY.
+    """
 
     async def asked() -> T:
         async with new_client(url, 1, timeout, headers) as client:
@@ -260,14 +304,18 @@ def ask_once(
 
 
 def remedy_for(error: str, otherwise: str) -> str:
-    """The remedy for the error of an answer: more time for a late one, else `otherwise`."""
-    late = any(words in error for words in LATE)
+    """Returns the remedy for the error of an answer.
+
+    The remedy for an answer that took too long is more time. `otherwise`: remedy for other errors.
+    """
+    late = INCOMPLETE in error or NO_ANSWER in error
     return "allow more seconds with `timeout`" if late else otherwise
 
 
 def describe(error: Exception) -> str:
+    """Returns a message for an exception of httpx or of reading a response."""
     if isinstance(error, httpx.ConnectError) and "SSL" in str(error):
-        return "it does not speak HTTPS; write http://"
+        return "it does not speak HTTPS"
     if isinstance(error, httpx.ConnectError):
         return "nothing accepts connections there"
     name = type(error).__name__
@@ -275,7 +323,11 @@ def describe(error: Exception) -> str:
 
 
 def error_message(status: int, body: str) -> str:
-    """The server's message, from OpenAI's nested or TensorRT-LLM's flat error body."""
+    """Returns the HTTP status with the server's message.
+
+    OpenAI's error body has the message in an object `error`, TensorRT-LLM's at the top. Any other
+    body is the message itself.
+    """
     try:
         parsed = json.loads(body)
         text = parsed.get("error", parsed)
@@ -289,7 +341,10 @@ def error_message(status: int, body: str) -> str:
 def chat_body(
     model: str, messages: list[dict[str, Any]], sampling: RequestSampling, index: int
 ) -> dict[str, Any]:
-    """The body of a chat request without streaming keys."""
+    """Returns the JSON of a chat request, without `stream`.
+
+    `index`: number that is added to the seed.
+    """
     return {
         "model": model,
         "max_tokens": sampling.max_tokens,
@@ -306,19 +361,26 @@ async def stream_answer(
     category: str,
     turn: int = 0,
     *,
-    path: str = CHAT,
     limit_s: float | None = None,
     on_event: Callable[[Answer], None] = lambda answer: None,
 ) -> Answer:
-    """Sends one request and reads its stream.
+    """Sends one request and reads its streamed answer. A body with `prompt` is not a chat.
 
-    A failure is returned in `error`, never raised. An answer that is incomplete after `limit_s`
-    seconds has failed. `on_event` gets the answer so far after each event.
+    A failure is returned in the answer's `error`, never raised.
+
+    Args:
+        body: JSON of the request.
+        limit_s: Seconds after which an incomplete answer has failed.
+        on_event: Called with the answer so far after each event.
     """
     answer = Answer(question, category, turn, started=time.perf_counter())
+    path = CHAT
+    if "prompt" in body:
+        path = RAW
 
     async def trace(event: str, info: dict[str, Any]) -> None:
-        if event.endswith(".send_request_headers.complete"):  # the body follows
+        # connecting does not count, so the request starts when its header has been sent
+        if event.endswith(".send_request_headers.complete"):
             answer.started = time.perf_counter()
 
     streamed = {
@@ -329,16 +391,17 @@ async def stream_answer(
     try:
         sending = client.stream("POST", path, json=streamed, extensions={"trace": trace})
         async with asyncio.timeout(limit_s), sending as response:
-            if response.status_code != 200:
-                answer.status = response.status_code
+            status = response.status_code
+            if status != 200:
+                answer.status = status
                 content = await response.aread()
-                answer.error = error_message(answer.status, content.decode("utf-8", "replace"))
+                answer.error = error_message(status, content.decode("utf-8", "replace"))
             else:
                 async for now, event in events(response):
                     absorb(answer, event, now)
                     on_event(answer)
     except TimeoutError:
-        answer.error = f"{LATE[0]} {limit_s:g} s"
+        answer.error = f"{INCOMPLETE} {limit_s:g} s"
     except (httpx.HTTPError, httpx.StreamError, OSError, ValueError) as error:
         answer.error = describe(error)
     except (AttributeError, KeyError, TypeError, OverflowError, RecursionError) as error:
@@ -351,28 +414,33 @@ async def stream_answer(
 
 
 async def events(response: httpx.Response) -> AsyncIterator[tuple[float, dict[str, Any]]]:
-    """Yields the JSON objects of a server-sent event stream up to [DONE].
+    """Yields the events of a server-sent event stream up to [DONE].
 
-    Each comes with the time of its last byte. Skips comment lines. Raises ValueError for invalid
-    JSON.
+    An event is the time at which its last byte was read, and its JSON object. Raises ValueError if
+    an event is not JSON or is longer than MAX_EVENT_BYTES.
     """
     pending = b""
     async for chunk in response.aiter_bytes():
         now = time.perf_counter()
         *lines, pending = (pending + chunk).split(b"\n")
         for line in lines:
+            # other lines are comments, names of events and empty lines
             if not line.startswith(b"data:"):
                 continue
             payload = line[5:].strip()
             if payload == b"[DONE]":
                 return
             yield now, files.parse_json(payload)
-        if len(pending) > MOST_LINE:
-            raise ValueError(f"one event is longer than {MOST_LINE:,} bytes")
+        if len(pending) > MAX_EVENT_BYTES:
+            raise ValueError(f"one event is longer than {MAX_EVENT_BYTES:,} bytes")
 
 
 def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
-    """Adds one stream event to an answer: text, usage, finish reason and speculation."""
+    """Adds one event of a stream to an answer.
+
+    An event has text, token ids, usage, a finish reason or a report on speculation. `now`: time at
+    which the event was read. Raises ValueError if a number or the finish reason is invalid.
+    """
     if event.get("error") or event.get("object") == "error":
         answer.status = _status_in(event)
         answer.error = error_message(answer.status, json.dumps(event))
@@ -383,23 +451,11 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
         answer.completion_tokens = token_count(usage.get("completion_tokens") or 0)
         reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         answer.cached_tokens = None if reused is None else token_count(reused)
+        # token ids show the number of tokens too, and are counted with their choice
         if not answer.token_ids:
             answer.counted.append(answer.completion_tokens)
     for choice in event.get("choices") or []:
-        delta = choice.get("delta") or {}
-        text = (delta.get("content") if "delta" in choice else choice.get("text")) or ""
-        reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
-        answer.text += text
-        answer.reasoning += reasoning
-        called = sum(_absorb_call(answer, call) for call in delta.get("tool_calls") or [])
-        ids = [token_count(token) for token in choice.get("token_ids") or []]
-        prompt_ids = choice.get("prompt_token_ids") or event.get("prompt_token_ids")
-        answer.prompt_ids = answer.prompt_ids or prompt_ids or []
-        answer.token_ids += ids
-        if ids:
-            answer.counted.append(len(answer.token_ids))
-        if text or reasoning or called or ids:
-            answer.chunks.append((now, len(text) + len(reasoning) + called))
+        _absorb_content(answer, choice, now, event.get("prompt_token_ids"))
         reason = choice.get("finish_reason")
         if reason is not None and not isinstance(reason, str):
             raise ValueError(f"{str(reason)[:40]!r} is not a finish_reason")
@@ -409,17 +465,47 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
         answer.spec_decode = _speculation(choice.get("spec_decode")) or answer.spec_decode
 
 
+def _absorb_content(answer: Answer, choice: dict[str, Any], now: float, prompt_ids: Any) -> None:
+    """Adds the text, reasoning, tool calls and token ids of a choice to an answer.
+
+    `prompt_ids`: token ids of the prompt, which some servers send in the event and others in the
+    choice. Raises ValueError if a token id or the index of a call is not a number.
+    """
+    delta = choice.get("delta") or {}
+    # a raw completion has its text in the choice itself
+    text = (delta.get("content") if "delta" in choice else choice.get("text")) or ""
+    reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+    answer.text += text
+    answer.reasoning += reasoning
+    call_chars = sum(_absorb_call(answer, call) for call in delta.get("tool_calls") or [])
+    ids = [token_count(token) for token in choice.get("token_ids") or []]
+    # only the first event has the prompt
+    prompt_ids = choice.get("prompt_token_ids") or prompt_ids
+    answer.prompt_ids = answer.prompt_ids or prompt_ids or []
+    answer.token_ids += ids
+    if ids:
+        answer.counted.append(len(answer.token_ids))
+    # a choice without text and tokens, such as the last with its finish reason, is not a chunk
+    if text or reasoning or call_chars or ids:
+        answer.chunks.append((now, len(text) + len(reasoning) + call_chars))
+
+
 def _status_in(event: dict[str, Any]) -> int:
-    """The HTTP status in an error event, flat or nested. 500 if its `code` is a word."""
+    """Returns the HTTP status in an error event. 500 if the event has none.
+
+    The status is the `code` of the event, or of its object `error`.
+    """
     nested = event.get("error")
     codes = [str(each.get("code")) for each in (event, nested) if isinstance(each, dict)]
-    return next((int(code) for code in codes if code.isdecimal() and len(code) == 3), 500)
+    # some servers write a word as the code
+    statuses = [int(code) for code in codes if code.isdecimal() and len(code) == 3]
+    return next(iter(statuses), 500)
 
 
 def token_count(value: Any) -> int:
-    """Returns `value` as a number of tokens.
+    """Returns `value`, part of a server's JSON, as a number of tokens.
 
-    Raises ValueError for anything else that a server may send.
+    Raises ValueError if it is not a whole number from 0 to 2**53.
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 <= value < 2**53 or value != int(value):
@@ -428,19 +514,21 @@ def token_count(value: Any) -> int:
 
 
 def finite(value: Any) -> float | None:
-    """Returns `value` as a float.
-
-    None unless it is a finite number. JSON integers have no limit and may overflow.
-    """
+    """Returns `value`, part of a server's JSON, as a float. None if it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
         return float(value) if math.isfinite(value) else None
+    # a JSON integer may be too large for a float
     except OverflowError:
         return None
 
 
 def _ratio(value: Any) -> float | None:
+    """Returns an average number of tokens per iteration. None for None.
+
+    Raises ValueError if `value` is not a number, or is negative.
+    """
     ratio = finite(value)
     if value is not None and (ratio is None or ratio < 0):
         raise ValueError(f"{str(value)[:40]!r} is not a number of tokens per iteration")
@@ -448,7 +536,10 @@ def _ratio(value: Any) -> float | None:
 
 
 def _speculation(value: Any) -> dict[str, Any] | None:
-    """Checks `spec_decode` of a choice. Raises ValueError for invalid counts."""
+    """Returns the object `spec_decode` of a choice with valid counts. None for None.
+
+    Raises ValueError if a count is not a number of tokens.
+    """
     if value is None:
         return None
     counts = {key: token_count(value[key]) for key in ("steps", "drafted", "accepted")}
@@ -459,13 +550,16 @@ def _speculation(value: Any) -> dict[str, Any] | None:
 
 
 def _absorb_call(answer: Answer, call: dict[str, Any]) -> int:
-    """Adds a call, or a chunk of the call at its `index`. Returns its number of characters."""
-    index = token_count(call.get("index") or 0)
+    """Adds a tool call, or a chunk of one, to the answer. Returns its number of characters.
+
+    The `index` of a chunk says which call it belongs to.
+    """
+    index = min(token_count(call.get("index") or 0), MAX_CALL_INDEX)
     function = call.get("function") or {}
     answer.unindexed += call.get("index") is None
-    while len(answer.tool_calls) <= min(index, MOST_CALLS):
+    while len(answer.tool_calls) <= index:
         answer.tool_calls.append({"id": "", "name": "", "arguments": ""})
-    joined = answer.tool_calls[min(index, MOST_CALLS)]
+    joined = answer.tool_calls[index]
     joined["id"] += call.get("id") or ""
     name = function.get("name") or ""
     arguments = function.get("arguments") or ""
@@ -475,17 +569,19 @@ def _absorb_call(answer: Answer, call: dict[str, Any]) -> int:
 
 
 async def complete(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Sends one request without streaming and returns the JSON of a response with a choice.
+    """Sends one request without streaming and returns the JSON of the response.
 
-    Raises RequestFailed with the server's message, or with the start of any other response.
+    Raises RequestFailed if the request fails, or if the response has no choice.
     """
     content = await fetch(client, path, {**body, "stream": False})
     try:
         reply = files.parse_json(content)
         if isinstance(reply["choices"][0], dict):
             return dict(reply)
+    # JSON of another form is reported like text
     except (ValueError, LookupError, TypeError):
         pass
-    start = " ".join(content[:80].decode("utf-8", "replace").split())
+    text = content[:80].decode("utf-8", "replace")
+    start = " ".join(text.split())
     message = f"HTTP 200, but not a chat completion: {start!r}"
     raise RequestFailed(message, "ask the server, not a proxy", 200)

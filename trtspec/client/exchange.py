@@ -1,6 +1,6 @@
-"""One request and its answer.
+"""Exchanges of `trtspec check`: a request to a server with its answer.
 
-A recording is a JSONL file of exchanges, and every verdict is about exchanges.
+A recording is a JSONL file of exchanges, such as:
 
 {"key": "text 3", "kind": "text", "run": "stream", "path": "/v1/completions", "body": {...},
 "token_ids": [...], ...}
@@ -25,9 +25,10 @@ from trtspec.files import missing, read_bytes
 
 @dataclass(frozen=True)
 class Score:
-    """Natural logarithms of probabilities by the scoring server.
+    """Log-probabilities of the scoring server at one position of an answer, in nats.
 
-    `chosen`: of one token. `top`: of the likeliest tokens, in order.
+    chosen: log-probability of the answer's token
+    top: log-probabilities of the likeliest tokens, in decreasing order
     """
 
     chosen: float
@@ -35,22 +36,32 @@ class Score:
 
     @property
     def nats_behind(self) -> float:
-        """How far the chosen token is behind the likeliest."""
+        """Difference in log-probability between the likeliest token and the answer's token."""
         return self.top[0] - self.chosen
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """`key`: exchanges with equal keys ask for the same output.
+    """Request of a check, with its answer. The fields from `error` on are the answer.
 
-    `kind`: a probe of bench/check/kinds.py. `run`: ids, chat, stream, warm, crowd, later, again, or
-    withheld if it is not asked. `body` lacks the model's name. `template_ids`: the prompt of a chat
-    by our own chat template.
-
-    The rest is the answer. `raw`: the text of `token_ids` before any parser. `counted`: tokens so
-    far at each chunk. `arrivals`: network reads that brought tokens. `steps`: verification steps,
-    the more of what the chunks show and the server claims. `choices`: all choices of a request with
-    `n`. `scores`: one for each of `token_ids`, by the server without speculation.
+    key: name of the request, equal for requests that ask for the same output
+    kind: probe that the request serves, one of bench/check/kinds.py
+    run: way in which the request is sent, such as ids, chat, stream or warm, or withheld if not
+    path: path of the URL
+    body: JSON of the request, without the model's name
+    template_ids: token ids of a chat's prompt in our own chat template
+    error: message if the request failed
+    status: HTTP status if it is not 200
+    calls: id, name and arguments of each tool call
+    unindexed: number of chunks of tool calls that lack the call's index
+    finish: finish_reason of the server
+    prompt_ids: token ids of the prompt as the server read it
+    raw: text of `token_ids` before any parser
+    counted: total number of tokens after each chunk
+    arrivals: number of network reads that contained tokens
+    steps: number of verification steps, the larger of the number of chunks and the server's number
+    choices: texts or token ids of all choices, for a request with `n`
+    scores: score of each entry of `token_ids`, by the server without speculation
     """
 
     key: str
@@ -79,39 +90,43 @@ class Exchange:
 
     @property
     def name(self) -> tuple[str, str]:
+        """Key and run, which identify an exchange in its recording."""
         return self.key, self.run
 
     @property
     def prompt(self) -> Sequence[int]:
-        """The prompt as it should be read."""
+        """Token ids of the prompt as the server should read it."""
         return self.body.get("prompt") or self.template_ids
 
     @property
     def size(self) -> int:
-        """Tokens of the answer."""
+        """Number of tokens of the answer. 0 if the server reports neither ids nor usage."""
         return len(self.token_ids) or self.completion_tokens or 0
 
     @property
     def refused(self) -> bool:
-        """Whether the server refused the request by name."""
+        """Whether the server refused the request as invalid.
+
+        A timeout (408) and a busy server (429) are no refusals.
+        """
         status = self.status
         return status is not None and 400 <= status < 500 and status not in (408, 429)
 
     @property
     def answered(self) -> bool:
+        """Whether the answer is complete."""
         return self.error is None and self.finish is not None
 
 
 async def ask(client: httpx.AsyncClient, model: str, asked: Exchange, timeout: float) -> Exchange:
-    """Sends the request and returns the exchange with its answer.
+    """Sends a request and returns the exchange with its answer.
 
-    A failure is returned in `error`, never raised.
+    A failure is returned in the field `error`, never raised. `timeout`: seconds until a streamed
+    answer must be complete.
     """
     body = {"model": model, **asked.body}
     if body.get("stream"):
-        answer = await stream_answer(
-            client, body, asked.key, asked.kind, path=asked.path, limit_s=timeout
-        )
+        answer = await stream_answer(client, body, asked.key, asked.kind, limit_s=timeout)
         return answered(asked, answer)
     answer = Answer(asked.key, asked.kind, 0, started=time.perf_counter())
     try:
@@ -119,11 +134,13 @@ async def ask(client: httpx.AsyncClient, model: str, asked: Exchange, timeout: f
         if "n" in body:
             choices = [str(each.get("token_ids") or each["text"]) for each in reply["choices"]]
             asked = replace(asked, choices=tuple(choices))
+        # a whole response is read like a stream with one event
         for choice in reply["choices"]:
             choice["delta"] = choice.pop("message", None) or {"content": choice.get("text")}
             for index, call in enumerate(choice["delta"].get("tool_calls") or []):
                 call.setdefault("index", index)
         absorb(answer, reply, time.perf_counter())
+        # one event does not show verification steps
         answer.counted = []
     except RequestFailed as failure:
         answer.error = failure.message
@@ -141,14 +158,19 @@ async def ask(client: httpx.AsyncClient, model: str, asked: Exchange, timeout: f
 
 
 def answered(asked: Exchange, answer: Answer) -> Exchange:
-    """The request with its answer."""
+    """Returns the exchange of a request with the fields of its answer."""
     counts = counts_of(answer)
-    claimed = [counts.steps] if counts else []
-    shown = [len(set(answer.counted)) - 1] if answer.counted else []
-    steps = max([*claimed, *shown], default=None)
+    step_counts = []
+    if counts:
+        step_counts.append(counts.steps)
+    if answer.counted:
+        # the first count is that of the prefill's token
+        distinct_counts = set(answer.counted)
+        step_counts.append(len(distinct_counts) - 1)
+    steps = max(step_counts, default=None)
     chat = asked.path == CHAT
-    # a chat's stream may leave out the chunks in which its parser held text back, and their tokens
-    whole = not chat or len(answer.token_ids) >= answer.completion_tokens
+    # a chat's stream may omit the chunks in which its parser held text back, with their token ids
+    has_all_ids = not chat or len(answer.token_ids) >= answer.completion_tokens
     return replace(
         asked,
         error=answer.error,
@@ -161,7 +183,7 @@ def answered(asked: Exchange, answer: Answer) -> Exchange:
         prompt_tokens=answer.prompt_tokens or None,
         completion_tokens=answer.completion_tokens or None,
         prompt_ids=tuple(answer.prompt_ids) if chat else (),
-        token_ids=tuple(answer.token_ids) if whole else (),
+        token_ids=tuple(answer.token_ids) if has_all_ids else (),
         counted=tuple(answer.counted),
         arrivals=len({moment for moment, _ in answer.chunks}),
         steps=steps,
@@ -172,12 +194,15 @@ LINES: TypeAdapter[Exchange] = TypeAdapter(Exchange)
 
 
 def to_line(exchange: Exchange) -> bytes:
-    """One line of a recording."""
+    """Returns the line of a recording for an exchange, as UTF-8 JSON with a line feed."""
     return LINES.dump_json(exchange, exclude_defaults=True) + b"\n"
 
 
 def read_recording(path: Path) -> list[Exchange]:
-    """The exchanges of a file. Raises UsageError for a file that is not a recording."""
+    """Reads the exchanges of a recording, in the order of its lines.
+
+    Raises UsageError if the file does not exist, or is not a recording.
+    """
     remedy = "make it with: trtspec check URL --record FILE"
     try:
         lines = read_bytes(path, remedy=remedy).splitlines()

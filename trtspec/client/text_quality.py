@@ -1,8 +1,8 @@
-"""Whether acceptance may be measured on a text: finds loops, empty answers and noise.
+"""Finds answers on which acceptance must not be measured: loops, noise and empty answers.
 
-Speculation is easy on a loop (every draft is right) and hopeless on random ids, so a figure from
-either says nothing about a head. All functions are pure and need no tokenizer: units are words and
-punctuation marks.
+In a loop every draft is right, and in random text none is, so neither says anything about a head.
+All functions are pure and need no tokenizer. The units of a text are its words and punctuation
+marks.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ WORD = re.compile(r"\w+|[^\w\s]")  # a unit: a word or a single punctuation mark
 NGRAM = 4
 MIN_GRAMS = 24  # a ratio of fewer n-grams is not meaningful
 LOOP_RATIO = 0.5  # an answer with a smaller share of distinct 4-grams is a loop
-# categories that no language writes: control, unassigned, private use, surrogate
+# Unicode categories that no language uses: control, unassigned, private use, surrogate
 NOISE = ("Cc", "Cn", "Co", "Cs")
-NOISE_SHARE = 0.1  # of the characters of an answer
-RUN_SHARE = 0.1  # a run is degenerate when more than this share of its answers is
+NOISE_SHARE = 0.1  # an answer with a larger share of noise characters is noise
+RUN_SHARE = 0.1  # output is degenerate if a larger share of its answers is
 
 
 def distinct_ratio(tokens: Sequence[Any], n: int = NGRAM) -> float | None:
-    """Distinct n-grams over n-grams of one sequence. None below MIN_GRAMS n-grams."""
+    """Number of distinct n-grams over the number of n-grams in a sequence.
+
+    None for fewer than MIN_GRAMS n-grams.
+    """
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if len(grams) >= MIN_GRAMS else None
 
 
 def mean_distinct_ratio(texts: Sequence[str], length: int | None = None) -> float | None:
-    """Mean over texts of `distinct_ratio`, each cut to its first `length` units.
+    """Mean share of distinct 4-grams over the texts. None if every text is too short.
 
-    Ratios fall with length.
+    `length`: number of units to which each text is cut, because the share decreases with length.
     """
     ratios = [distinct_ratio(WORD.findall(text)[:length]) for text in texts]
     known = [ratio for ratio in ratios if ratio is not None]
@@ -40,7 +43,10 @@ def mean_distinct_ratio(texts: Sequence[str], length: int | None = None) -> floa
 
 
 def tail_period(text: str, repeats: int = 4, longest: int = 24) -> int | None:
-    """Length in units of a block that ends the text `repeats` times in a row, or None."""
+    """Length of the block of units that a text repeats at its end.
+
+    None if no block of up to `longest` units ends the text `repeats` times in a row.
+    """
     tokens = WORD.findall(text)
     for period in range(1, longest + 1):
         size = period * repeats
@@ -50,14 +56,15 @@ def tail_period(text: str, repeats: int = 4, longest: int = 24) -> int | None:
 
 
 def degeneration(text: str) -> str | None:
-    """Why an answer is degenerate ("empty", "noise", "loop"), or None."""
+    """Returns why an answer is degenerate: "empty", "noise" or "loop". None if it is not."""
     if not text.strip():
         return "empty"
-    noise = sum(
-        char == "\ufffd" or unicodedata.category(char) in NOISE and char not in "\n\r\t"
+    # white space is of the category of control characters, but is not noise
+    noise_count = sum(
+        char == "\ufffd" or (unicodedata.category(char) in NOISE and char not in "\n\r\t")
         for char in text
     )
-    if noise / len(text) > NOISE_SHARE:
+    if noise_count / len(text) > NOISE_SHARE:
         return "noise"
     ratio = distinct_ratio(WORD.findall(text))
     if tail_period(text) or (ratio is not None and ratio < LOOP_RATIO):
@@ -67,7 +74,16 @@ def degeneration(text: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputQuality:
-    """Counts of degenerate answers, their share, and the distinct 4-gram ratio of a run."""
+    """Quality of the output of a run: how many answers are degenerate.
+
+    answers: number of answers
+    empty: number of answers without text
+    noise: number of answers with many characters that no language uses
+    loop: number of answers that repeat themselves
+    share: fraction of the answers that are degenerate
+    distinct_4gram_ratio: mean share of distinct 4-grams, None if every answer is too short
+    degenerate: whether the share is too large for acceptance to have a meaning
+    """
 
     answers: int
     empty: int
@@ -79,6 +95,7 @@ class OutputQuality:
 
     @property
     def words(self) -> str:
+        """Counts and ratio in words."""
         ratio = "not known"
         if self.distinct_4gram_ratio is not None:
             ratio = f"{self.distinct_4gram_ratio:.2f}"
@@ -89,16 +106,19 @@ class OutputQuality:
 
 
 def judge_run(texts: Sequence[str]) -> OutputQuality:
-    """Counts the degenerate answers of a run."""
+    """Counts the degenerate answers of a run. `texts`: all its answers."""
     reasons = [degeneration(text) for text in texts]
-    bad = sum(reason is not None for reason in reasons)
+    degenerate_count = sum(reason is not None for reason in reasons)
+    share = 0.0
+    if texts:
+        share = degenerate_count / len(texts)
     ratio = mean_distinct_ratio(texts)
     return OutputQuality(
         answers=len(texts),
         empty=reasons.count("empty"),
         noise=reasons.count("noise"),
         loop=reasons.count("loop"),
-        share=round(bad / len(texts), 4) if texts else 0.0,
+        share=round(share, 4),
         distinct_4gram_ratio=None if ratio is None else round(ratio, 4),
-        degenerate=bool(texts) and bad / len(texts) > RUN_SHARE,
+        degenerate=share > RUN_SHARE,
     )

@@ -6,7 +6,8 @@ It names the head, how it was made, the measurements, and how to serve it.
 from __future__ import annotations
 
 import shlex
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
@@ -14,8 +15,11 @@ from trtspec.checkpoint.heads.dialects import DIALECTS, ENGINES
 from trtspec.data_files import DATA
 from trtspec.specs import HeadSpec
 
+if TYPE_CHECKING:
+    from trtspec.heads.training.training_record import AcceptanceRow, TrainingRecord
 
-def model_card(spec: HeadSpec, provenance: dict[str, Any]) -> str:
+
+def model_card(spec: HeadSpec, provenance: TrainingRecord) -> str:
     """Renders the model card of a trained head as Markdown.
 
     The card uses the provenance record only, so the card and provenance.json never differ.
@@ -57,7 +61,7 @@ def conversion_card(spec: HeadSpec, result: dict[str, Any], record: dict[str, An
 
 
 def _rendered(
-    spec: HeadSpec, record: dict[str, Any], *, converted: bool = False, **values: Any
+    spec: HeadSpec, record: Mapping[str, Any], *, converted: bool = False, **values: Any
 ) -> str:
     """Renders the template data/head_card.md. `values`: further variables of the template."""
     environment = jinja2.Environment(
@@ -110,7 +114,7 @@ def serving_commands(
     return commands
 
 
-def interval_text(row: dict[str, Any]) -> str:
+def interval_text(row: AcceptanceRow) -> str:
     """Formats the 95 % interval of the acceptance length over the prompts of a measurement."""
     interval = row.get("acceptance_length_interval")
     if not interval:

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NotRequired, TypedDict, TypeVar
 
 import httpx
 from pydantic import Field
@@ -226,6 +226,16 @@ class TargetEndpoint:
         bearer(self.api_key, "the key of `api_key` or OPENAI_API_KEY")
 
 
+class AnsweredRow(TypedDict):
+    """A conversation of the data set. `conversations`: its messages."""
+
+    conversation_id: str
+    category: NotRequired[str]
+    finish_reason: NotRequired[str]
+    tools: NotRequired[list[dict[str, Any]]]
+    conversations: list[dict[str, Any]]
+
+
 @dataclass
 class Outcome:
     """The result of one call of `synthesize`.
@@ -246,7 +256,7 @@ class Outcome:
     tokens: int = 0
     seconds: float = 0.0
     server: dict[str, str] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[AnsweredRow] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -304,10 +314,28 @@ def work_directory(output: Path) -> OutputDirectory:
     return OutputDirectory.beside(output, "synthesize")
 
 
+def prompt_source(prompts: str, chosen: list[Prompt]) -> dict[str, Any]:
+    """Returns the name and the hash of the prompts for the provenance of the data set.
+
+    `prompts_sha256` is the hash of the prompt file. For a directory or a hub data set it is the
+    hash of the ids of the prompts.
+
+    Args:
+        prompts: path or hub name of the prompts.
+        chosen: prompts that were to be answered.
+    """
+    file = Path(prompts)
+    if file.is_file():
+        digest = file_sha256(file)
+    else:
+        ids = "".join(prompt.id for prompt in chosen)
+        digest = hashlib.sha256(ids.encode()).hexdigest()
+    return {"prompts": file.name, "prompts_sha256": digest}
+
+
 def write_provenance(
     output: Path,
-    prompts: str,
-    chosen: list[Prompt],
+    source: dict[str, Any],
     endpoint: TargetEndpoint,
     sampling: AnswerSampling,
     server: dict[str, str],
@@ -316,34 +344,19 @@ def write_provenance(
 ) -> None:
     """Writes the provenance of the data set to `<output>.provenance.json`.
 
-    The record's `prompts_sha256` is the hash of the prompt file. For a directory or a hub data set
-    it is the hash of the ids of the prompts.
-
     Args:
-        prompts: path or hub name of the prompts.
-        chosen: prompts that were to be answered.
+        source: name and hash of the prompts (see `prompt_source`).
         server: identity of the server that answered.
         options: further options of the command.
         summary: further fields of the record.
     """
-    file = Path(prompts)
-    if file.is_file():
-        digest = file_sha256(file)
-    else:
-        ids = "".join(prompt.id for prompt in chosen)
-        digest = hashlib.sha256(ids.encode()).hexdigest()
-    source = {
-        "prompts": file.name,
-        "prompts_sha256": digest,
-        "endpoint": endpoint.base_url,
-        "server": server,
-    }
+    source = {**source, "endpoint": endpoint.base_url, "server": server}
     sampled = sampling.__dict__ | {"model": server.get("model")}
     record = provenance("synthesize", source, {"sampling": sampled, **options}, **summary)
     write_json(output.with_name(f"{output.name}.provenance.json"), record)
 
 
-def judge_answers(rows: list[dict[str, Any]]) -> tuple[dict[str, int], dict[str, str]]:
+def judge_answers(rows: list[AnsweredRow]) -> tuple[dict[str, int], dict[str, str]]:
     """Looks for one of ANSWER_FAULTS in the last answer of each conversation of the data set.
 
     Returns two dicts. The first has the number of `answers`, and the number of answers with each

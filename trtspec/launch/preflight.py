@@ -32,7 +32,7 @@ from trtspec.errors import (
     has_errors,
 )
 from trtspec.foreign import user_path
-from trtspec.launch.server_launch import ServerLaunch
+from trtspec.launch.server_launch import ServerAddress, ServerLaunch
 from trtspec.report import announce, problem_lines, write_stderr
 
 FIELDS = ("name", "memory.total", "driver_version", "compute_cap")
@@ -166,7 +166,7 @@ class EngineProgram:
 
 
 def check_start(
-    program: EngineProgram, models: list[Resolved], host: str, port: int, needed: int,
+    program: EngineProgram, models: list[Resolved], address: ServerAddress, needed: int,
     gpus: Sequence[InstalledGpu] | None, *, trusted: bool, launching: bool,
 ) -> Iterator[Problem]:  # fmt: skip
     """Checks the needs of any start.
@@ -174,11 +174,14 @@ def check_start(
     `models`: target and head. `trusted`: the engine may run their code.
     """
     coded = [model for model in models if model.code().references]
-    yield from check_port(host, port)
+    yield from check_port(address.host, address.port)
     for model in models:
         yield from check_files(model)
     if not trusted:
-        yield from map(remote_code_problem, coded)
+        for model in coded:
+            files = model.code().listed()  # with their hashes
+            message = f"{model.name} brings code that the engine would run: {files}"
+            yield Problem("TS-SERVE-REMOTE-CODE", "error", model.name, message)
     yield from check_gpus(needed, gpus)
     if launching:
         yield from check_shared_memory(SHARED_MEMORY)
@@ -241,12 +244,6 @@ def check_files(resolved: Resolved) -> Iterator[Problem]:
     elif not is_online():
         message = f"{resolved.hub_id} is not on this machine and HF_HUB_OFFLINE is set"
         yield Problem("TS-SERVE-OFFLINE", "error", resolved.name, message)
-
-
-def remote_code_problem(model: Resolved) -> Problem:
-    """Names every file of code that the engine would run, with its hash."""
-    message = f"{model.name} brings code that the engine would run: {model.code().listed()}"
-    return Problem("TS-SERVE-REMOTE-CODE", "error", model.name, message)
 
 
 def check_shared_memory(directory: Path) -> Iterator[Problem]:

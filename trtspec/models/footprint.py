@@ -105,10 +105,11 @@ class Footprint:
         Returns the number of requests of the full length, and the maximum number of tokens of a
         single request. A number of tokens below MIN_LENGTH is returned as 0.
         """
-        rows = max(0, free - self.kept) // self.row
-        tokens = (free - self.kept - self.logits) * self.length // self.row
+        remaining = free - self.kept
+        rows = max(0, remaining) // self.row
+        tokens = (remaining - self.logits) * self.length // self.row
         if tokens < MIN_LENGTH:
-            return rows, 0
+            tokens = 0
         return rows, min(tokens, self.length)
 
 

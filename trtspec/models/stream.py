@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -201,6 +201,14 @@ class LayerStream:
         return self._step[1]
 
 
+class StatesRecord(TypedDict):
+    """A sealed generation of `States`. Empty before the first."""
+
+    generation: NotRequired[int]
+    bytes: NotRequired[int]
+    sha256: NotRequired[str]
+
+
 class States:
     """Storage for the hidden states [B, T, H] of all batches between two layers.
 
@@ -241,7 +249,7 @@ class States:
         self._source: BinaryIO | None = None
         self._target: BinaryIO | None = None
         self._sha256 = hashlib.sha256()
-        self.record: dict[str, Any] = {}  # facts about the newest file, for `restore`
+        self.record: StatesRecord = {}  # facts about the newest file, for `restore`
 
     @property
     def bytes(self) -> int:
@@ -309,7 +317,7 @@ class States:
         else:
             self.drop_older()
 
-    def restore(self, record: dict[str, Any]) -> bool:
+    def restore(self, record: StatesRecord) -> bool:
         """Continues from a finished generation of an earlier run.
 
         Returns False if the generation's file is missing or does not match the record.
@@ -317,7 +325,8 @@ class States:
         Args:
             record: value of `record` after the generation was finished.
         """
-        path = self.path(record["generation"])
+        generation = record["generation"]
+        path = self.path(generation)
         if not path.is_file():
             return False
         if not path.stat().st_size == record["bytes"] == self.bytes:
@@ -325,7 +334,7 @@ class States:
         if file_sha256(path) != record["sha256"]:
             return False
         self._source = path.open("rb")
-        self._generation = record["generation"]
+        self._generation = generation
         if self.in_memory:
             numbers = range(len(self.shapes))
             self._memory = {number: self._read(self._source, number) for number in numbers}

@@ -14,7 +14,7 @@ import bisect
 import json
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from trtspec.data_files import DATA
 from trtspec.formats import KV_ELEMENT_BYTES
@@ -211,12 +211,29 @@ def interpolate_twice(grid: Grid, outer: float, inner: float) -> float:
     return interpolate(Series(grid.xs[enclosing], values), outer)
 
 
+class KernelTables(TypedDict):
+    """The measured latencies of a GPU.
+
+    `moe`: by weight format and kernel, the tables of the kernel by routing and its `source`.
+    `mla_decode`, `mla_prefill`: by `tpN`. `same_links_as`: a GPU with the same links between GPUs.
+    """
+
+    source: str
+    same_links_as: NotRequired[str]
+    moe: dict[str, dict[str, dict[str, Any]]]
+    mla_decode: dict[str, Grid]
+    mla_prefill: dict[str, Series]
+    allreduce: Grid
+    gemm_from_hidden: Grid
+    gemm_to_hidden: Grid
+
+
 @dataclass(frozen=True)
 class Kernels:
     """Latencies in microseconds. `moe_kernel` is the engine's name of the MoE backend."""
 
     gpu: GpuSpec
-    tables: dict[str, Any]
+    tables: KernelTables
     format: str
     moe_kernel: str
     routing: str = ROUTING
@@ -224,8 +241,7 @@ class Kernels:
     @property
     def experts(self) -> dict[str, Any]:
         """The tables of the MoE kernel by routing, and their `source`."""
-        tables: dict[str, Any] = self.tables["moe"][self.format][self.moe_kernel]
-        return tables
+        return self.tables["moe"][self.format][self.moe_kernel]
 
     @property
     def sources(self) -> list[str]:
@@ -278,7 +294,7 @@ class Kernels:
 
         Beyond the longest measured prompt: linear and quadratic cost as in the last two.
         """
-        measured: Series = self.tables["mla_prefill"][f"tp{ranks}"]
+        measured = self.tables["mla_prefill"][f"tp{ranks}"]
         x0, x1 = measured.xs[-2:]
         y0, y1 = measured.ys[-2:]
         if tokens <= x1:
@@ -323,14 +339,12 @@ def kernels(gpu: GpuSpec, format: str) -> Kernels | None:
 
 
 @cache
-def read_tables(gpu: str) -> dict[str, Any] | None:
+def read_tables(gpu: str) -> KernelTables | None:
     """The kernel tables of a GPU. None if nobody measured its kernels."""
     path = DATA / "kernels" / f"{gpu}.json"
     if not path.is_file():
         return None
-    tables: dict[str, Any] = json.loads(
-        path.read_text(encoding="utf-8"), object_pairs_hook=_as_table
-    )
+    tables: KernelTables = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_as_table)
     return tables
 
 
@@ -348,12 +362,12 @@ def _as_table(pairs: list[tuple[str, Any]]) -> Any:
     return Series(keys, values)
 
 
-def allreduce_row(tables: dict[str, Any], ranks: int) -> Series | None:
+def allreduce_row(tables: KernelTables, ranks: int) -> Series | None:
     """Latencies of one all-reduce over that many ranks.
 
     If this GPU was not measured, the tables name a GPU with the same links. None without either.
     """
-    row: Series | None = tables["allreduce"].row(ranks)
+    row = tables["allreduce"].row(ranks)
     if row is None and "same_links_as" in tables:
         twin = read_tables(tables["same_links_as"])
         if twin is not None:

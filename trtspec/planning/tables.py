@@ -73,8 +73,8 @@ def plan_dict(plan: LayoutPlan) -> dict[str, Any]:
         "head": round(memory.head),
         "kv": round(memory.kv),
         "reserve": round(memory.reserve),
+        "weights_by_class": {name: round(size) for name, size in memory.weights.items()},
     }
-    per_gpu["weights_by_class"] = {name: round(size) for name, size in memory.weights.items()}
     return {
         "layout": plan.layout.short,
         "fits": plan.fits,

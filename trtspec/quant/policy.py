@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -194,7 +195,7 @@ def _read(path: Path) -> tuple[dict[str, float], dict[str, Any]]:
 def _refuse_other_source(path: Path, metadata: dict[str, Any], checkpoint: Checkpoint) -> None:
     """Raises UsageError if the scales were measured on a checkpoint with another identity."""
     measured_on = metadata["fingerprint"]
-    source = identity(checkpoint)
+    source: Mapping[str, Any] = identity(checkpoint)
     changed = [name for key, name in MODEL.items() if measured_on.get(key) != source[key]]
     if changed:
         other = metadata.get("source")

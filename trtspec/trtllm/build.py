@@ -96,7 +96,7 @@ def build(
         raise CheckFailed(f"{intent.target} cannot be served like this:\n{listed}")
     text = engine_yaml(intent, target, head, cache)
     findings = _checked_findings(intent, target, head, text, cache)
-    argv = build_command(intent, target, Document.parse(text), config_path, cache=cache)
+    argv = build_command(intent, target, Document.parse(text, config_path), cache=cache)
     return EngineConfig(intent, text, argv, findings)
 
 

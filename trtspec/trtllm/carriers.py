@@ -21,10 +21,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from trtspec.errors import UsageError
-from trtspec.trtllm.deployment import ROLES, dynamo_flags, dynamo_options, dynamo_releases
+from trtspec.trtllm.deployment import ROLES, dynamo_options, dynamo_releases
 from trtspec.trtllm.intent import Role
 from trtspec.trtllm.nodes import BLOCK, Node, YamlError, compose
-from trtspec.trtllm.schema import option_names, parse_version, releases, schema_for
+from trtspec.trtllm.schema import (
+    option_names,
+    parse_version,
+    read_beside,
+    releases,
+    schema_for,
+)
 from trtspec.trtllm.shell import (
     HEREDOC,
     INTO,
@@ -399,15 +405,18 @@ class _Carrier:
         # a variable after a value, or after an option that takes none, has further options
         free = values if flag == "--trust_remote_code" else [flag, *values[1:]]
         command.partial |= any(text.startswith("$") for text in free)
-        if command.engine == DYNAMO:
-            if flag.replace("--no-", "--") not in dynamo_flags():
+        is_dynamo = command.engine == DYNAMO
+        if is_dynamo:
+            options = dynamo_options()
+            known = {*options, *read_beside("dynamo.yaml")["others"]}
+            if flag.replace("--no-", "--") not in known:
                 self.notes.append(Carried(flag, origin=Origin(line), unread=UNKNOWN_FLAG))
-            flag = dynamo_options().get(flag, "")
+            flag = options.get(flag, "")
         if value.startswith("{") and flag in (*CONFIG, OVERRIDES):
             self.files.append(Carried(flag, masked(value), Origin(line, exact=False), values[0]))
         if flag == "--server_role":
             command.role = role_in(value) or command.role
-            if command.engine == DYNAMO:
+            if is_dynamo:
                 return  # Dynamo has words of its own for the roles
         if flag in CONFIG:
             command.config = "".join(values[:1])

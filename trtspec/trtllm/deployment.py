@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -115,6 +115,21 @@ class Deployment:
     here: bool = False
     role: Role | None = None
 
+    def served_on(
+        self, gpu: str | None, environ: Mapping[str, object], role: Role | None
+    ) -> Deployment:
+        """The deployment on a GPU, with a server's variables. `role` None: its own role.
+
+        Raises UsageError for an unknown GPU.
+        """
+        return replace(
+            self,
+            gpu=compute_capability(gpu) if gpu else None,
+            gpu_name=(gpu or "").lower(),
+            environ=environ,
+            role=role or self.role,
+        )
+
     @property
     def version(self) -> str:
         return str(self.schema.version)
@@ -170,14 +185,13 @@ class Deployment:
 
 
 def deployment_of(
-    document: Document, *, version: str | None, target: str | None, head: str | None,
-    named: tuple[str, str] = ("", ""), gpu: str | None = None, passed: list[str] | None = None,
-    environ: Mapping[str, object] | None = None, here: bool = False, role: Role | None = None,
+    document: Document, *, version: str | None = None, target: str | None = None,
+    head: str | None = None, named: tuple[str, str] = ("", ""), passed: list[str] | None = None,
+    here: bool = False,
 ) -> tuple[Deployment, str, list[Problem]]:  # fmt: skip
     """(the deployment, the reason for its version, problems of `passed` and of names).
 
-    A target or head that only the file or its carrier names is used if it can be found. Raises
-    UsageError for an unknown GPU.
+    A target or head that only the file or its carrier names is used if it can be found.
 
     Args:
         named: (target, head) by the carrier.
@@ -186,10 +200,11 @@ def deployment_of(
     intent = parse_intent(document.text)
     written_target = ""
     sizes: dict[str, Any] = {}
+    role: Role | None = None
     if intent is not None:
         written_target = intent.target
         sizes = intent.settings_in_argv()
-        role = role or intent.role
+        role = intent.role
         if intent.like is not None and not Path(intent.target).is_dir():
             written_target = intent.like  # until its directory is there
     chosen, reason = choose_version(version, intent)
@@ -217,8 +232,7 @@ def deployment_of(
         find_target(target_name).spec if target_name else None, target_name,
         load_head(head_name).spec if head_name else None, head_name,
         argv=argv | schema.set_by(options), options=options if passed is not None else None,
-        gpu=compute_capability(gpu) if gpu else None, gpu_name=(gpu or "").lower(),
-        environ=environ or {}, here=here, role=role,
+        here=here, role=role,
     )  # fmt: skip
     return deployment, reason, problems
 
@@ -303,13 +317,11 @@ def name_problem(name: str, here: bool = False) -> Problem | None:
     except TrtspecError as error:
         return Problem("TS-NAME-UNKNOWN", "error", name, error.message, error.remedy)
     severity: Severity = "error"
-    is_placeholder = PLACEHOLDER.search(name)
-    similar = None if is_placeholder else similar_id(name)
-    if is_placeholder:
+    if PLACEHOLDER.search(name):
         code = "TS-NAME-PLACEHOLDER"
         message = f"{name!r} names no checkpoint"
         remedy = "write its id or path"
-    elif similar:
+    elif similar := similar_id(name):
         code = "TS-NAME-UNKNOWN"
         message = f"{name} is not a published checkpoint that is known here"
         remedy = f"did you mean {similar}?"
@@ -342,11 +354,6 @@ def dynamo_options() -> dict[str, str]:
     """The option of trtllm-serve with the same meaning, by option of Dynamo's worker."""
     options: dict[str, str] = read_beside("dynamo.yaml")["options"]
     return options
-
-
-def dynamo_flags() -> set[str]:
-    """Every option that Dynamo's worker is known to have."""
-    return {*dynamo_options(), *read_beside("dynamo.yaml")["others"]}
 
 
 def dynamo_releases() -> dict[str, str]:

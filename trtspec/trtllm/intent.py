@@ -322,6 +322,12 @@ class Intent:
                 raise UsageError(message, f"use `nodes` {-(-self.tp_size // most)}")
         if (self.isl is None) != (self.osl is None):
             raise UsageError("`isl` and `osl` make the sequence length together", "give both")
+        request = (self.isl or 0) + (self.osl or 0)
+        if self.seq_len < request:
+            message = (
+                f"`max_seq_len` {self.seq_len} does not hold `isl` and `osl`, {request} tokens"
+            )
+            raise UsageError(message, f"use `max_seq_len` {request}, or leave it out")
         step = self.step_tokens
         if self.tokens < step:
             message = f"`max_num_tokens` {self.tokens} does not hold "

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 from trtspec import report
 from trtspec.client.addresses import server_url
@@ -105,6 +105,14 @@ class CheckOptions:
     json_: JsonOption = False
 
 
+class CheckCost(TypedDict):
+    """Requests of a check, tokens of its answers, and its duration."""
+
+    requests: int
+    tokens: int
+    seconds: float
+
+
 @dataclass(frozen=True)
 class CheckOutcome:
     """The outcome of a check.
@@ -116,7 +124,7 @@ class CheckOutcome:
         covered: the sentence on what the verdict covers.
     """
 
-    cost: dict[str, Any]
+    cost: CheckCost
     answered: int = 0
     failed: int = 0
     verdict: CheckVerdict | None = None
@@ -130,7 +138,7 @@ async def run_check(options: CheckOptions) -> CheckOutcome:
     began = time.monotonic()
     with report.progress_bar("asking", None, "requests") as bar:
         exchanges, plain, askers = await _exchanges(options, bar)
-    cost = {
+    cost: CheckCost = {
         "requests": sum(asker.requests for asker in askers),
         "tokens": sum(asker.tokens for asker in askers),
         "seconds": round(time.monotonic() - began, 1),

@@ -8,7 +8,7 @@ import shutil
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from trtspec import machine
 from trtspec.data_files import load_yaml
@@ -30,7 +30,31 @@ NEEDS: dict[str, list[str]] = load_yaml("needs.yaml")
 FORCED = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 
 
-def examine() -> dict[str, Any]:
+class CommandState(TypedDict):
+    """Whether a command is ready, what it lacks, and how to install that."""
+
+    ready: bool
+    missing: list[str]
+    install: str
+
+
+class DoctorReport(TypedDict):
+    python: str
+    platform: str
+    cpu_count: int
+    packages: dict[str, str | None]
+    commands: dict[str, CommandState]
+    trtllm_serve: str | None
+    trtllm_version: str | None
+    trtllm_release: str
+    vllm: str | None
+    gpus: list[dict[str, str]]
+    hub: dict[str, str | bool]
+    disk: dict[str, int]
+    problems: NotRequired[list[Problem]]
+
+
+def examine() -> DoctorReport:
     """Returns everything that doctor reports, without secrets."""
     from huggingface_hub import constants, get_token
 
@@ -40,6 +64,7 @@ def examine() -> dict[str, Any]:
 
     extras, wrong = package_state()
     release, reason = choose_version(None)
+    trtllm_version = installed_version()
     gpus = [
         {
             "name": gpu.name,
@@ -63,7 +88,7 @@ def examine() -> dict[str, Any]:
             command: command_state(needs, extras, bool(gpus)) for command, needs in NEEDS.items()
         },
         "trtllm_serve": shutil.which("trtllm-serve"),
-        "trtllm_version": installed_version(),
+        "trtllm_version": trtllm_version,
         "trtllm_release": f"{release}, {reason}",
         "vllm": VLLM.version(),
         "gpus": gpus,
@@ -73,7 +98,7 @@ def examine() -> dict[str, Any]:
             "token": "set" if get_token() else "not set",
         },
         "disk": {name: machine.free_disk(path) for name, path in directories.items()},
-        "problems": wrong + environment_problems(gpus) + release_problems(installed_version()),
+        "problems": wrong + environment_problems(gpus) + release_problems(trtllm_version),
     }
 
 
@@ -105,7 +130,7 @@ def package_state() -> tuple[dict[str, dict[str, str | None]], list[Problem]]:
 
 def command_state(
     needs: list[str], extras: dict[str, dict[str, str | None]], has_gpu: bool
-) -> dict[str, Any]:
+) -> CommandState:
     """Returns `ready`, the missing packages, programs or GPU, and how to install them."""
     absent = [name for name in needs if name in PROGRAMS and not _present(name, has_gpu)]
     if absent:

@@ -17,10 +17,16 @@ from trtspec.checkpoint.hub import Target, find_head, find_target, findable, loa
 from trtspec.checkpoint.target_problems import sound
 from trtspec.errors import Problem, UsageError, errors_in
 from trtspec.files import STDIN, read_yaml_text
-from trtspec.launch.preflight import ServerPlan, as_in_dry_run, check_start, read_gpus
+from trtspec.launch.preflight import (
+    ServerPlan,
+    as_in_dry_run,
+    check_port,
+    check_start,
+    read_gpus,
+)
 from trtspec.launch.serve_options import FRONT, VLLM, ServeOptions
 from trtspec.launch.server_launch import LogPatterns, ServerAddress
-from trtspec.machine import check_device, listen
+from trtspec.machine import check_device
 from trtspec.records import fill
 from trtspec.report import announce, problem_lines
 from trtspec.trtllm.build import engine_yaml
@@ -100,7 +106,8 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
     file = given or Document.parse(engine_yaml(intent, target.spec, head_spec), ENGINE_FILE)
 
     role = options.role or intent.role
-    argv = _command(options, intent, target, file, role)
+    address = ServerAddress(options.host, options.port, generates=role is None)
+    argv = _command(options, intent, target, file, address, role)
     schema = schema_for(version[0])
     gpus = read_gpus()
     passed, refused = parse_passed(schema, argv[2:])
@@ -140,7 +147,7 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
         models += [head.resolved]
     trusted = deployment.setting(file, "trust_remote_code") is True
     problems += check_start(
-        PROGRAM, models, options.host, options.port, min(world, cluster.gpus_per_node), gpus,
+        PROGRAM, models, address, min(world, cluster.gpus_per_node), gpus,
         trusted=trusted, launching=launching,
     )  # fmt: skip
     if launching:
@@ -159,7 +166,7 @@ def plan_engine(options: ServeOptions, *, launching: bool) -> ServerPlan:
         writes_config=given is None,
         problems=problems if launching else [as_in_dry_run(problem) for problem in problems],
         version=version,
-        endpoint=ServerAddress(options.host, options.port, generates=role is None),
+        endpoint=address,
         limits=options.limits,
         own_statuses=cluster.launcher != "direct",
     )
@@ -250,7 +257,12 @@ def _intent(
 
 
 def _command(
-    options: ServeOptions, intent: Intent, target: Target, file: Document, role: str | None
+    options: ServeOptions,
+    intent: Intent,
+    target: Target,
+    file: Document,
+    address: ServerAddress,
+    role: str | None,
 ) -> list[str]:
     """Returns the command. Raises UsageError for an option after `--` that serve has itself."""
     schema = schema_for(intent.version)
@@ -273,16 +285,7 @@ def _command(
         passed += ["--served_model_name", options.served_model_name]
     if role:
         passed += ["--server_role", role.upper()]
-    return build_command(
-        intent,
-        target.spec,
-        file,
-        file.name,
-        host=options.host,
-        port=options.port,
-        sizes=sizes,
-        passed=passed,
-    )
+    return build_command(intent, target.spec, file, address=address, sizes=sizes, passed=passed)
 
 
 def reference_problems(options: ServeOptions) -> list[Problem]:
@@ -294,16 +297,18 @@ def reference_problems(options: ServeOptions) -> list[Problem]:
     if target.resolved.path is not None:
         sound(target.resolved.target)
     head = find_head(options.head) if options.head else None
-    if head is None or not findable(head.name):
-        return []
-    pair = errors_in(pair_problems(head.head_spec(), target.spec))
-    return pair + learned_problems(head, target.resolved)
+    problems = [*check_port(options.host, options.port)]
+    if options.dry_run:
+        problems = [as_in_dry_run(problem) for problem in problems]
+    if head is not None and findable(head.name):
+        problems += errors_in(pair_problems(head.head_spec(), target.spec))
+        problems += learned_problems(head, target.resolved)
+    return problems
 
 
 def serve_reference(options: ServeOptions) -> None:
     """Fetches what is not here, then serves in this process until a signal ends it."""
     check_device(options.device)
-    listen(options.host, options.port).close()
     from trtspec.engine.server import ServerOptions, run
 
     target = resolve(options.target)

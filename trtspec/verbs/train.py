@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trtspec import machine
 from trtspec.checkpoint.target_problems import require_target
@@ -15,6 +15,11 @@ from trtspec.report import progress_bar, say
 if TYPE_CHECKING:
     from trtspec.heads.training.curve import CurvePoint
     from trtspec.heads.training.samples import Sample
+    from trtspec.heads.training.training_record import (
+        AcceptanceRow,
+        MeasuredAcceptance,
+        TrainingRecord,
+    )
     from trtspec.models.k2 import KimiModel
 
 # when acceptance is measured at the end
@@ -29,7 +34,7 @@ def train_and_measure(
     options: TrainOptions,
     prompts: int,
     asked: bool,
-) -> dict[str, Any]:
+) -> TrainingRecord:
     """Plans, trains and measures on `prompts`.
 
     Returns the record of the run in the main process, {} in the others.
@@ -41,13 +46,15 @@ def train_and_measure(
     from trtspec.heads.training.ranks import process_group
     from trtspec.heads.training.training_plan import MEMORY_SHARE, check_run, make_plan
 
-    with process_group(run.device) as ranks:
-        device = ranks.device(run.device)
+    target_dir = run.target_dir
+    run_device = run.device
+    with process_group(run_device) as ranks:
+        device = ranks.device(run_device)
         if not ranks.main:
             os.environ["TRTSPEC_QUIET"] = "1"
-        options = options.for_device(run.device)
-        spec = require_target(run.target_dir).spec
-        plan = make_plan(run.target_dir, spec, data, options, features)
+        options = options.for_device(run_device)
+        spec = require_target(target_dir).spec
+        plan = make_plan(target_dir, spec, data, options, features)
         check_run(run, plan, options)
         for line in plan.lines():
             say(line)
@@ -69,12 +76,12 @@ def train_and_measure(
         # embeddings, final norm and lm_head suffice where the states come from elsewhere
         whole = features.with_layers
         if features.way == "dumps":
-            stored = sum(path.stat().st_size for path in run.target_dir.glob("*.safetensors"))
+            stored = sum(path.stat().st_size for path in target_dir.glob("*.safetensors"))
             whole = stored <= MEMORY_SHARE * machine.free_memory()
         if whole:
-            model = load_target(run.target_dir, dtype=options.dtype, device=device)
+            model = load_target(target_dir, dtype=options.dtype, device=device)
         else:
-            with LayerStream(run.target_dir, dtype=options.dtype, device=device) as stream:
+            with LayerStream(target_dir, dtype=options.dtype, device=device) as stream:
                 model = stream.model_without_layers()
         if not whole and asked and prompts:
             text = (
@@ -108,7 +115,7 @@ def train_and_measure(
 
 def measure_acceptance(
     model: KimiModel, run: TrainingRun, samples: Sequence[Sample]
-) -> dict[str, Any]:
+) -> MeasuredAcceptance:
     """Measures the new head's acceptance in greedy answers to prompts that training never saw."""
     from trtspec.bench.statistics import by_category, summarize
     from trtspec.checkpoint.tokenizer import KimiTokenizer
@@ -140,7 +147,7 @@ def measure_acceptance(
     labelled = [turn for turn in counts if turn.category]
     labelled.sort(key=lambda turn: turn.category)
     groups = {"all": summarize(counts)} | by_category(labelled)
-    rows = [
+    rows: list[AcceptanceRow] = [
         {
             "category": name,
             "prompts": group.turns,
@@ -154,5 +161,11 @@ def measure_acceptance(
         }
         for name, group in groups.items()
     ]
-    settings = {"draft_len": DRAFTS, "temperature": 0.0, "max_tokens": ACCEPTANCE_TOKENS}
-    return {**settings, "dtype": dtype_name(model.dtype), "prompts": len(samples), "rows": rows}
+    return {
+        "draft_len": DRAFTS,
+        "temperature": 0.0,
+        "max_tokens": ACCEPTANCE_TOKENS,
+        "dtype": dtype_name(model.dtype),
+        "prompts": len(samples),
+        "rows": rows,
+    }

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from trtspec.bench.check.asking import TOP
-from trtspec.bench.check.evidence import BETS, SAMPLERS
+from trtspec.bench.check.evidence import SAMPLER_FAULTS, SAMPLERS
 from trtspec.bench.check.rows import sampled
 from trtspec.client.exchange import Exchange, Score
 
@@ -33,7 +33,7 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
 def test_a_fault_that_is_measured_is_found(fault: str) -> None:
     dice = random.Random(fault)
     pools = {probe: contexts(fields, FAULTS[fault]) for probe, fields in SAMPLERS.items()}
-    probe = next(bet[0] for bet in BETS if fault in ("", bet[1]))
+    probe = next(bet[0] for bet in SAMPLER_FAULTS if fault in ("", bet[1]))
     statuses = [status(pools, SIZES[run % 3], probe, dice) for run in range(RUNS)]
     found = sum(map(bool, statuses))
     assert (found > RUNS / 10) == bool(fault)

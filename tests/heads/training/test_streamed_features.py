@@ -18,7 +18,8 @@ from tests.command_line import printed
 from tests.heads.training.test_training import curve
 from trtspec.errors import TrtspecError
 from trtspec.heads.training import module as train
-from trtspec.heads.training.loop import train_head
+from trtspec.heads.training.loop import Stepper, train_head
+from trtspec.heads.training.ranks import Ranks, Stop
 from trtspec.heads.training.samples import split_data
 from trtspec.heads.training.states import Features, HeldFeatures, compute_features
 from trtspec.heads.training.streamed import StreamedFeatures, chunks_in_order, stream_features
@@ -102,14 +103,10 @@ def losses(
         if point.step == stop:
             raise KeyboardInterrupt
 
-    train_head(
-        module,
-        features,
-        options,
-        TrainingRun(Path(), "data", directory, save_every=1),
-        {},
-        on_step=on_step,
-    )
+    data = split_data(features.samples, options)
+    stepper = Stepper(module, features, options, data.total, Ranks())
+    run = TrainingRun(Path(), "data", directory, save_every=1)
+    train_head(stepper, data, run, {}, on_step=on_step, export=lambda _: None, stop=Stop())
     return curve(directory)
 
 

@@ -1,8 +1,8 @@
-"""Asks a server the exchanges of a check, and lets the target alone score the answers.
+"""Sends the requests of a check to a server, and scores the answers on the baseline server.
 
-The server without speculation says how likely each token of an answer was. A request in the journal
-is never asked again. A server that speculates is never asked for
-log-probabilities: some releases die of it.
+The baseline server serves the target without speculation. It says how likely each token of an
+answer was. A request in the journal is never sent again. A server that speculates is never asked
+for log-probabilities, because some releases crash.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from trtspec.bench.check.prompts import (
     repeated,
     request_of,
 )
-from trtspec.bench.check.rows import FAIL_NATS, MAX_TIPPED, form_looks, is_greedy, speculates
+from trtspec.bench.check.rows import (
+    FAIL_NATS,
+    MAX_TIPPED,
+    is_greedy,
+    speculates,
+    standalone_judgements,
+)
 from trtspec.checkpoint.chat_parser import END_OF_TURN
 from trtspec.checkpoint.writer import Journal
 from trtspec.client.client import RAW, RequestFailed, complete, finite
@@ -38,52 +44,58 @@ from trtspec.report import ProgressBar
 if TYPE_CHECKING:
     from trtspec.checkpoint.tokenizer import KimiTokenizer
 
-CROWD = 4  # times the concurrency: requests at once in the crowd
+CROWD = 4  # requests sent at once in the crowd, in multiples of the concurrency
 
 
 async def record(asker: Asker, prompts: Prompts) -> list[Exchange]:
-    """Sends all prompts of a check to one server and returns the answers.
+    """Sends all requests of a check to one server and returns the answers.
 
-    The order is: first prompts, prompts made from their answers, a crowd at CROWD times the
-    concurrency, some after it.
+    The requests that need no answer are sent first, followed by requests made from their answers.
+    Texts are repeated last: many at once (the crowd), and some after the crowd.
     """
     first = list(prompts.first())
     asker.bar.show(0, len(first))
     answers = await asker.all(first)
-    together = CROWD * asker.concurrency
+    crowd_size = CROWD * asker.concurrency
     warm = repeated(answers, "warm", "long", "limit", "text")
     later_warm = warm[prompts.samples // 3 :]
     second = [*prompts.second(answers), *later_warm]
-    crowd = repeated(answers, "crowd", "text")[:together]
-    later = repeated(answers, "later", "text")[: together // 2]
-    total = sum(map(len, (first, second, crowd, later)))
+    crowd = repeated(answers, "crowd", "text")[:crowd_size]
+    after_crowd = repeated(answers, "later", "text")[: crowd_size // 2]
+    total = sum(map(len, (first, second, crowd, after_crowd)))
     asker.bar.show(len(first), total)
     answers += await asker.all(second)
-    answers += await asker.all(crowd, together)
-    answers += await asker.all(later)
+    answers += await asker.all(crowd, crowd_size)
+    answers += await asker.all(after_crowd)
     return answers
 
 
-# --- one server ---
+# --- one server and its journal ---
 
-MAX_FAILURES = 8  # in a row, after which nothing more is sent
+MAX_FAILURES = 8  # failures in a row after which nothing more is sent
 BUSY_WAITS_S = (0, 1, 4, 16)  # before each attempt at a request that a busy server refuses
-# fields with which an answer may end without an end of turn
+# request fields with which an answer may stop without an end-of-turn token
 OTHER_ENDS = ("stop", "stop_token_ids", "response_format", "tool_choice")
 
 
 @dataclass(frozen=True)
 class ExchangeRecord:
-    """A record of the journal of a recording."""
+    """Record in the journal of a check: one request with its answer."""
 
     exchange: Exchange
 
 
 @dataclass(kw_only=True)
 class Asker:
-    """One server and its answers so far.
+    """Sender of a check's requests to one server, with the answers so far.
 
-    `known`: answers in the journal, by request. `timeout`: seconds.
+    concurrency: number of requests that are open at once
+    timeout: seconds after which an answer has failed
+    journal: file in which every answer is recorded
+    known: recorded answers by request, a JSON line
+    requests: number of requests sent
+    tokens: number of tokens in the answers
+    failures: number of requests in a row that failed
     """
 
     client: httpx.AsyncClient
@@ -96,12 +108,12 @@ class Asker:
     bar: ProgressBar = field(default_factory=ProgressBar)
     requests: int = 0
     tokens: int = 0
-    failures: int = 0  # in a row
+    failures: int = 0
 
     def use(self, journal: Journal) -> None:
-        """Reads the answers in a journal.
+        """Takes the answers from a journal, to which new answers are appended.
 
-        Raises UsageError if another server gave them, or if one is not an exchange.
+        Raises UsageError if the answers are from another server, or if a record is not an exchange.
         """
         self.journal = journal
         journal.answered_by({"server": self.server.identity})
@@ -110,7 +122,10 @@ class Asker:
             self.known[line] = entry.exchange
 
     async def all(self, wanted: Iterable[Exchange], concurrency: int = 0) -> list[Exchange]:
-        """Returns the exchanges with their answers, in order. `concurrency`: 0 for the server's."""
+        """Sends the requests and returns them with their answers, in the same order.
+
+        `concurrency`: number of requests that are open at once, 0 for the usual number.
+        """
         free = asyncio.Semaphore(concurrency or self.concurrency)
 
         async def ask_when_free(request: Exchange) -> Exchange:
@@ -122,7 +137,12 @@ class Asker:
         return list(answers)
 
     async def _ask(self, request: Exchange) -> Exchange:
+        """Returns the request with its answer, from the journal or the server, and records it.
+
+        After too many failures in a row, the request is returned with an error.
+        """
         line = to_line(request)
+        # the target or the release cannot answer a withheld request
         if request.run == "withheld":
             return request
         if line in self.known:
@@ -134,67 +154,79 @@ class Asker:
             answer = await ask(self.client, self.server.model, request, self.timeout)
             if answer.status != 503:
                 break
-        answer = self._finished(answer)
+        answer = self._with_raw_text(answer)
         self.requests += 1
         self.tokens += answer.size
         self.bar.advance(1)
+        # a refusal shows that the server works
         if answer.error and not answer.refused:
             self.failures += 1
         else:
             self.failures = 0
+        # a failed request is not recorded, so that it is sent again next time
         if answer.error:
             return answer
         self.known[line] = answer
         if self.journal:
             fields = LINES.dump_python(answer, mode="json", exclude_defaults=True)
             key = hashlib.sha256(line).hexdigest()
-            # a thread waits for the disk, so that no arrival of a chunk does
+            # a thread waits for the disk, so that arrival times of other answers stay accurate
             await asyncio.to_thread(self.journal.record, key, exchange=fields)
         return answer
 
-    def _finished(self, answer: Exchange) -> Exchange:
-        """Adds the text before any parser, and the end of turn if the server left it out."""
+    def _with_raw_text(self, answer: Exchange) -> Exchange:
+        """Returns the answer with its raw text, and with the end of turn if the server omitted it.
+
+        The raw text is decoded from the token ids, without any parser.
+        """
         ids = answer.token_ids
         if not ids:
             return answer
         tokenizer = self.tokenizer
-        end = tokenizer.special_tokens.get(END_OF_TURN)
-        ends = {end, *tokenizer.eos_ids}
+        end_of_turn = tokenizer.special_tokens.get(END_OF_TURN)
+        end_ids = {end_of_turn, *tokenizer.eos_ids}
         ended_turn = answer.finish == "stop" and answer.body.keys().isdisjoint(OTHER_ENDS)
-        if ended_turn and ids[-1] not in ends and end:
-            ids = (*ids, end)
+        if ended_turn and ids[-1] not in end_ids and end_of_turn:
+            ids = (*ids, end_of_turn)
         return replace(answer, token_ids=ids, raw=raw_text(tokenizer, answer, ids))
 
 
 async def require_plain(asker: Asker, texts: Sequence[Exchange]) -> None:
-    """Asks a few texts. Raises UsageError if the server that should not speculate does."""
+    """Sends a few of the requests to a server that must not speculate.
+
+    Raises UsageError if its answers have more than one token per verification step.
+    """
     answers = await asker.all(texts[: asker.concurrency])
     if speculates(answers):
         message = (
             f"{asker.server.url} speculates, "
             "and the answers must be scored by a server that does not"
         )
-        raise UsageError(message, "swap the URLs, or serve the target there without its head")
+        raise UsageError(
+            message,
+            "with `against` swap the URLs; else pass a server without the head",
+        )
 
 
 # --- the target scores the answers ---
 
-TOP = 20  # alternatives that are asked for
-MAX_CONTINUATIONS = 16  # tokens of an answer that are scored if each takes a request
-# probes whose answers are scored beside those at temperature 0
+TOP = 20  # log-probabilities that are requested for each token
+MAX_CONTINUATIONS = 16  # tokens of an answer that are scored if each token takes a request
+# probes whose answers are scored in addition to the answers at temperature 0
 SCORED = {*TRUNCATIONS, *SAMPLERS, "seed"}
 # parameters whose effect the baseline server must show as well
 COMPARED_PARAMETERS = ("min_tokens", "logit_bias", "stop_token_ids")
-BEST_TOKEN = Score(0.0, (0.0,))  # of a token that the target chose too
+BEST_TOKEN = Score(0.0, (0.0,))  # score of a token that the baseline server chose too
 
 
 async def score_answers(
     asker: Asker, candidate: Sequence[Exchange]
 ) -> tuple[list[Exchange], list[Exchange]]:
-    """Returns `candidate` with scores, and the exchanges of the asker's server with scores.
+    """Scores the answers by the server of `asker`, which does not speculate.
 
-    The server is asked the same prompts, every request that shows a fault in `candidate`, and every
-    parameter.
+    Returns `candidate` with scores, and the baseline answers of the scoring server with scores. The
+    scoring server answers the same texts, every request with a faulty answer in `candidate`, and
+    every request parameter.
     """
     baseline = await _baseline_answers(asker, candidate)
     exchanges = [*candidate, *baseline]
@@ -208,15 +240,18 @@ async def score_answers(
     scores: dict[Any, tuple[Score, ...]] = {}
     asker.bar.say(f"scoring {len(distinct)} answers")
     free = asyncio.Semaphore(asker.concurrency)
+    # "" if the server cannot score: its answers keep empty scores
     method = asker.server.adapter.scores
 
     async def score(answer: Exchange) -> None:
         async with free:
             if method == "echo":
-                scores[_identity(answer)] = await _confirmed(asker, answer)
+                scores[_identity(answer)] = await _confirmed_scores(asker, answer)
             elif method == "continuations":
                 baseline_ids = texts.get(answer.key, ())
-                scores[_identity(answer)] = await _continued(asker, answer, baseline_ids)
+                scores[_identity(answer)] = await _scores_by_continuations(
+                    asker, answer, baseline_ids
+                )
             asker.bar.advance(1)
 
     await asyncio.gather(*map(score, distinct.values()))
@@ -225,14 +260,19 @@ async def score_answers(
 
 
 async def _baseline_answers(asker: Asker, candidate: Sequence[Exchange]) -> list[Exchange]:
-    """Asks the server that scores. Raises UsageError if it speculates."""
+    """Returns the scoring server's answers to some requests of `candidate`.
+
+    Raises UsageError if the scoring server speculates.
+    """
     texts = [answer for answer in candidate if answer.kind == "text" and answer.run == "ids"]
     text_requests = list(map(request_of, texts))
     await require_plain(asker, text_requests)
     sampled = [request_of(answer) for answer in candidate if answer.kind in SAMPLERS]
+    # a quarter of the samples suffices to see whether the scores are plausible
     baseline = await asker.all([*text_requests, *sampled[::4]])
-    # a fault counts unless this server shows it too
-    faults = {look.name for look in form_looks(candidate, candidate) if look.fault}
+    # a fault counts unless the scoring server shows it too
+    judgements = standalone_judgements(candidate, candidate)
+    faults = {judgement.name for judgement in judgements if judgement.fault}
     compared = []
     for answer in candidate:
         request = request_of(answer)
@@ -244,11 +284,15 @@ async def _baseline_answers(asker: Asker, candidate: Sequence[Exchange]) -> list
 
 
 def _identity(answer: Exchange) -> tuple[Any, ...]:
+    """Returns the token ids of the prompt and of the answer, which determine the scores."""
     return _prompt(answer), answer.token_ids
 
 
-async def _echoed(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
-    """Scores all tokens by one prefill. () if a score is missing."""
+async def _scores_by_echo(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
+    """Scores all tokens of an answer by one prefill of prompt and answer.
+
+    () if a score is missing.
+    """
     prompt = [*_prompt(answer), *answer.token_ids]
     body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": TOP, "temperature": 0.0}
     logprobs = await _logprobs(asker, body)
@@ -261,41 +305,45 @@ async def _echoed(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
     return known if len(known) == len(answer.token_ids) else ()
 
 
-async def _confirmed(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
-    """Scores all tokens, and a failing token again as the last of a prefill.
+async def _confirmed_scores(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
+    """Scores all tokens of an answer, and failing greedy tokens twice.
 
-    The better score counts.
-
-    Rounding can tip a router in one prefill and not in another, which moves a sure token by several
-    nats. More than MAX_TIPPED failing tokens are not explained by it.
+    The second score of a token is that at the end of a shorter prefill. The better score counts.
+    Rounding can tip a router of experts in one prefill and not in another, which moves the
+    log-probability of a token by several nats. Rounding does not explain more than MAX_TIPPED
+    failing tokens.
     """
-    scores = list(await _echoed(asker, answer))
+    scores = list(await _scores_by_echo(asker, answer))
     failing = [index for index, score in enumerate(scores) if score.nats_behind > FAIL_NATS]
     if not is_greedy(answer) or len(failing) > MAX_TIPPED:
         return tuple(scores)
     for index in failing:
-        beginning = replace(answer, token_ids=answer.token_ids[: index + 1])
-        for score in (await _echoed(asker, beginning))[-1:]:
+        up_to_token = replace(answer, token_ids=answer.token_ids[: index + 1])
+        # one score, or none if the request failed
+        last_score = (await _scores_by_echo(asker, up_to_token))[-1:]
+        for score in last_score:
             scores[index] = min(scores[index], score, key=attrgetter("nats_behind"))
     return tuple(scores)
 
 
-async def _continued(
+async def _scores_by_continuations(
     asker: Asker, answer: Exchange, baseline_ids: tuple[int, ...]
 ) -> tuple[Score, ...]:
-    """Scores up to MAX_CONTINUATIONS tokens from the first difference on.
+    """Scores tokens of an answer from its first difference to the baseline answer on.
 
-    Each takes a continuation of one token. A sampled answer has no `baseline_ids`: its first tokens
-    are scored, which are the least sure.
+    Returns scores of the equal tokens and of up to MAX_CONTINUATIONS further tokens. Each scored
+    token takes a request for one token. A sampled answer has no `baseline_ids`, so its first tokens
+    are scored.
     """
     ids = answer.token_ids
-    begin = len(commonprefix([ids, baseline_ids]))
-    scores = [BEST_TOKEN] * begin
-    for index in range(len(ids))[begin : begin + MAX_CONTINUATIONS]:
+    first_difference = len(commonprefix([ids, baseline_ids]))
+    scores = [BEST_TOKEN] * first_difference
+    for index in range(len(ids))[first_difference : first_difference + MAX_CONTINUATIONS]:
         prompt = [*_prompt(answer), *ids[:index]]
         body = {"prompt": prompt, "max_tokens": 1, "logprobs": TOP, "temperature": 0.0}
         logprobs = await _logprobs(asker, body)
         top = (logprobs.get("top_logprobs") or [None])[0] or {}
+        # the response lists tokens by their text
         text = asker.tokenizer.decode([ids[index]])
         score = _score(top.get(text, -math.inf), top)
         if score:
@@ -304,26 +352,32 @@ async def _continued(
 
 
 async def _logprobs(asker: Asker, body: dict[str, Any]) -> dict[str, Any]:
-    """The log-probabilities of a completion. {} if the request fails."""
+    """Sends a completion and returns its `logprobs` object. {} if the request fails."""
     asker.requests += 1
     try:
         reply = await complete(asker.client, RAW, {"model": asker.server.model, **body})
         return reply["choices"][0].get("logprobs") or {}
+    # an answer without scores is reported as not judged
     except RequestFailed:
         return {}
 
 
 def _score(chosen: Any, top: Any) -> Score | None:
-    """None if the response has no valid log-probabilities."""
+    """Returns the score of a token, from the JSON of a response.
+
+    None if the response has no valid log-probabilities. `chosen`: log-probability of the token.
+    `top`: log-probabilities of the likeliest tokens by text.
+    """
     logprobs = map(finite, (top or {}).values())
     valid = [logprob for logprob in logprobs if logprob is not None]
-    values = sorted(valid, reverse=True)[:TOP]
-    if not values or chosen is None:
+    top_logprobs = sorted(valid, reverse=True)[:TOP]
+    if not top_logprobs or chosen is None:
         return None
-    # an unlisted token is far behind
-    least = values[-1] - FAIL_NATS - 1
-    return Score(max(float(chosen), least), tuple(values))
+    # an unlisted token, whose log-probability may be minus infinity, fails by any rule
+    lowest = top_logprobs[-1] - FAIL_NATS - 1
+    return Score(max(float(chosen), lowest), tuple(top_logprobs))
 
 
 def _prompt(answer: Exchange) -> tuple[int, ...]:
+    """Returns the token ids of the prompt as the server read it, or else as our template writes."""
     return answer.prompt_ids or tuple(answer.prompt)

@@ -1,9 +1,9 @@
-"""The kinds of faults that check looks for.
+"""Table of the faults that `trtspec check` looks for.
 
-Probes, rows, the verdict and docs/reference/fault-kinds.md read them.
+The probes, the rows of the report, the verdict and docs/reference/fault-kinds.md use the table.
 
-A probe is the `kind` of an exchange, its `run` if the same request is repeated, or a property of
-all answers.
+A probe is what a request tests. Its name is the `kind` of an exchange, the `run` of an exchange
+that repeats a request, or a property of all answers.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ TABLE = """\
 | TS-CHECK-ACCEPTANCE | after the crowd | slower after many requests | later |
 | TS-CHECK-ACCEPTANCE | long | no drafts behind a long prompt | long |
 """
-# kinds that check does not look for
+# faults that check does not look for
 NEVER_ASKED = (
     "log-probabilities, cancelled requests, prompts beyond the limit, penalties of a prompt's own "
     "words, counters of drafts, stops in the step that reaches max_tokens"
@@ -82,7 +82,13 @@ NEVER_ASKED = (
 
 
 class FaultKind(NamedTuple):
-    """A line of the table. `code`: the problem code of its row. `probes`: separated by blanks."""
+    """Fault that check looks for: a line of TABLE.
+
+    code: problem code of the report's row that shows the fault
+    name: short name of the fault
+    symptom: effect that a user of the server sees
+    probes: names of the probes that look for the fault, separated by blanks
+    """
 
     code: str
     name: str
@@ -91,7 +97,7 @@ class FaultKind(NamedTuple):
 
     @property
     def row(self) -> str:
-        """The name of the row, such as `greedy`."""
+        """Name of the report's row that shows the fault, such as `greedy`."""
         return self.code.removeprefix("TS-CHECK-").lower()
 
 
@@ -100,6 +106,6 @@ CODES = {fault.row: fault.code for fault in KINDS}
 
 
 def page() -> str:
-    """Returns docs/reference/fault-kinds.md."""
+    """Returns the text of docs/reference/fault-kinds.md."""
     title = "# Kinds of faults\n\nWhat `trtspec check` looks for, by row.\n\n"
     return f"{title}{TABLE}\nNever asked: {NEVER_ASKED}.\n"

@@ -1,4 +1,4 @@
-"""The load of `bench` on one or several endpoints.
+"""Sends the requests of `bench` to one or several endpoints and records the answers.
 
 Several endpoints are loaded one at a time, round by round and in rotating order, so that a noisy
 machine disturbs all of them alike.
@@ -25,9 +25,7 @@ from trtspec.bench.statistics import without_surplus
 from trtspec.checkpoint.published import ThinkingLevel
 from trtspec.client import servers
 from trtspec.client.client import (
-    CHAT,
     OWNED,
-    RAW,
     Answer,
     RequestSampling,
     chat_body,
@@ -50,15 +48,17 @@ async def measure(
     limits: Callable[[servers.DetectedServer], RequestLimits] = lambda server: {},
     earlier: Mapping[str, servers.DetectedServer] | None = None,
 ) -> list[MeasuredEndpoint]:
-    """Puts the load on every endpoint of `urls` and returns what was measured.
+    """Sends the workload to every endpoint and returns the endpoints with their answers.
 
-    Raises TrtspecError if a server does not answer or refuses every request.
+    Raises TrtspecError if a server does not answer or refuses every request. Raises UsageError if a
+    server does not suit the workload or the earlier results.
 
     Args:
-        urls: By name. The results are about the first.
-        model: The name to ask for, if a server lists several.
-        limits: Called for each server before the first request.
-        earlier: The server of each earlier result that this run is shown with, by option.
+        urls: URL of each endpoint by name. The results of a run are about the first.
+        model: Name of the model in the requests. None for the first that the server lists.
+        journal: Record of the answers. None records nothing.
+        limits: Returns the parameters that a server's release handles badly.
+        earlier: Servers of the earlier results to compare with, by the option that names them.
     """
     journal = journal or RunJournal(None, {})
     bar = bar or ProgressBar()
@@ -75,20 +75,22 @@ async def measure(
             target = MeasuredEndpoint(
                 name, url, client, server, workload, journal, bar, limits(server)
             )
-            target.refuse_deadly()
+            target.refuse_crashing_parameters()
             targets.append(target)
         journal.answered_by({target.name: target.server for target in targets})
-        # servers that keep only totals are asked once more by category
+        # a server that reports only totals (`around_runs`) is sent all questions once more, by
+        # category
         passes = [len(workload.levels) + target.server.adapter.around_runs for target in targets]
         bar.show(0, workload.turns * sum(passes))
         for target in targets:
             bar.say(f"{target.name}: warming up")
-            # a killed run may have left requests behind
-            target.restless = journal.segment > 0
+            # an earlier process that was killed may have left requests on the server
+            target.may_be_busy = journal.segment > 0
             await target.warm_up()
         await _measure_levels(targets)
         for target in targets:
             answers = target.answers()
+            # figures of failed requests alone would be empty
             if answers and not good(answers):
                 reason = str(answers[0].error)
                 failed = f"all {len(answers)} requests to {target.name} failed"
@@ -101,21 +103,26 @@ async def measure(
 
 
 async def _measure_levels(targets: Sequence[MeasuredEndpoint]) -> None:
-    """In each round every endpoint answers the same questions, in rotating order."""
+    """Sends every level of the workload to every endpoint, round by round.
+
+    In a round, every endpoint answers the same questions. The order of endpoints rotates.
+    """
     workload = targets[0].workload
     questions = list(enumerate(workload.dataset.questions))
-    rounds = min(workload.rounds, len(questions))
+    round_count = min(workload.rounds, len(questions))
     for level in workload.levels:
-        for number in range(rounds):
+        for number in range(round_count):
             first = number % len(targets)
+            round_questions = questions[number::round_count]
+            # the rotation distributes disturbances of the machine evenly
             for target in [*targets[first:], *targets[:first]]:
-                target.rounds += await target.round(level, number, questions[number::rounds])
+                target.rounds += await target.round(level, number, round_questions)
         for target in targets:
             target.announce(level)
 
 
 WARMUP_TOKENS = 16
-# keys of a request that options set and every figure states
+# keys of a request that options of bench set, with the remedy if `extra_body` has one
 BENCH_OWNED = {
     **OWNED,
     "messages": "give `dataset`",
@@ -129,22 +136,29 @@ THINKING_OWNED = dict.fromkeys(
     ("chat_template_kwargs", "reasoning_effort"),
     "leave `thinking` out and set it in `extra_body` with the rest",
 )
-OPEN_CONNECTIONS = 4096  # at a given rate the server decides how many are in flight
-Ask = tuple[int, Question]  # a question with its index in the workload, which makes its seed
-Converse = Callable[[int, Question], Coroutine[Any, Any, None]]  # asks a question to its last turn
-# request parameters that a server's release handles badly under speculation: "end_engine",
-# "ignored", "refused"
+OPEN_CONNECTIONS = 4096  # at a given rate, the server decides how many requests are in flight
+# question with its index in the workload, which is added to the seed
+IndexedQuestion = tuple[int, Question]
+# function that sends all turns of a question, given its index
+Converse = Callable[[int, Question], Coroutine[Any, Any, None]]
+# Names of request parameters that a server's release handles badly under speculation. The keys are
+# "end_engine", "ignored" and "refused".
 RequestLimits = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
 class BenchWorkload:
-    """All questions of `dataset` at each level, in `rounds` equal parts.
+    """Requests of a run: all questions of a data set, sent once at each level of load.
 
-    Levels are `rates` (conversations per second) if any, else `concurrency`. `recorded_times`:
-    conversations begin at the times of the rows, whose rate is in `rates`. `system`: a message
-    before every question. `warmup`: questions before the first level, None for as many as are in
-    flight. `limit_s`: seconds of one answer.
+    concurrency: number of conversations in flight at each level
+    rounds: number of equal parts into which the questions are divided
+    extra_body: request fields that are added to every request
+    rates: number of conversations that begin per second at each level, replaces `concurrency`
+    thinking: level of thinking that is requested
+    system: message before every question
+    recorded_times: whether conversations begin at the times recorded in the data set
+    warmup: number of questions before the first level, None for the highest concurrency
+    limit_s: seconds after which an answer has failed
     """
 
     dataset: Dataset
@@ -160,6 +174,7 @@ class BenchWorkload:
     limit_s: float | None = None
 
     def __post_init__(self) -> None:
+        """Raises UsageError if `extra_body` or `system` contradicts another setting."""
         owned = BENCH_OWNED
         if self.thinking:
             owned = BENCH_OWNED | THINKING_OWNED
@@ -169,36 +184,43 @@ class BenchWorkload:
 
     @property
     def levels(self) -> list[LoadLevel]:
+        """Loads that are measured one after another, in the order given."""
         if self.rates:
             return [LoadLevel(0, rate) for rate in self.rates]
         return [LoadLevel(concurrency) for concurrency in self.concurrency]
 
     @property
     def max_in_flight(self) -> int:
-        """The highest number of conversations in flight. 1 with rates, which set none."""
+        """Highest number of conversations in flight. 1 with rates, which set no such number."""
         return 1 if self.rates else max(self.concurrency)
 
     @property
     def turns(self) -> int:
-        """Answers asked of one endpoint at each level."""
+        """Number of answers that one endpoint gives at each level."""
         return sum(question.requests for question in self.dataset.questions)
 
-    def times(self, asked: Sequence[Ask], rate: float, number: int) -> NDArray[np.float64]:
-        """Returns the seconds at which the conversations of a round begin.
+    def times(
+        self, questions: Sequence[IndexedQuestion], rate: float, number: int
+    ) -> NDArray[np.float64]:
+        """Returns the start of each conversation, in seconds after the start of round `number`.
 
-        They begin as recorded, or as a Poisson process of `rate` per second.
+        Conversations start at their recorded times, or as a Poisson process of `rate` per second.
         """
         if self.recorded_times:
-            sent_ms = [question.sent_ms for _, question in asked]
-            times = np.array(sent_ms, dtype=np.float64)
-            seconds: NDArray[np.float64] = (times - times.min()) / 1000
+            sent_ms = [question.sent_ms for _, question in questions]
+            times_ms = np.array(sent_ms, dtype=np.float64)
+            seconds: NDArray[np.float64] = (times_ms - times_ms.min()) / 1000
             return seconds
         # a Poisson process has exponential gaps
         rng = np.random.default_rng((self.sampling.seed, number))
-        return np.cumsum(rng.exponential(1 / rate, size=len(asked)))
+        gaps = rng.exponential(1 / rate, size=len(questions))
+        return np.cumsum(gaps)
 
     def body(self) -> dict[str, Any]:
-        """Returns the fields that are merged into every request."""
+        """Returns the request fields that are merged into every request.
+
+        A field of `extra_body` replaces a field that sets the thinking level.
+        """
         level = self.thinking
         thinking: dict[str, Any] = {}
         if level in ("on", "off"):
@@ -208,18 +230,20 @@ class BenchWorkload:
         return thinking | self.extra_body
 
     def parameters(self) -> dict[str, Any]:
-        """Returns the parameters that any request sets, recorded ones included."""
+        """Returns the parameters that any request sets, including recorded requests."""
         parameters: dict[str, Any] = {}
         for body in self.dataset.recorded:
             for key, value in body.items():
+                # null and false have the effect of a missing parameter
                 if value not in (None, False):
                     parameters[key] = value
         return parameters | self.body()
 
     def describe(self) -> StatedWorkload:
-        """Returns the workload as results.json states it."""
+        """Returns the description of the workload in results.json."""
         dataset = self.dataset
         concurrency = list(self.concurrency)
+        # rates take the place of concurrency
         if self.rates:
             concurrency = []
         return StatedWorkload(
@@ -244,11 +268,15 @@ class BenchWorkload:
 
 @dataclass
 class MeasuredEndpoint:
-    """One endpoint under load and everything measured on it.
+    """Endpoint under load, with all its answers so far.
 
-    `journal` keeps every answer, `bar` counts them. `category_rounds`: each category by itself, for
-    a server that keeps only totals. `unmeasured`: why acceptance is not measured, or only in part.
-    `restless`: the server may still work for requests that were given up.
+    journal: file in which every answer is recorded
+    bar: progress, in answers
+    limits: request parameters that the server's release handles badly
+    rounds: answers of the load
+    category_rounds: answers to each category separately, for a server that reports only totals
+    unmeasured: reasons why acceptance is not measured, or only in part
+    may_be_busy: whether the server may still work on requests that their client has abandoned
     """
 
     name: str
@@ -262,39 +290,41 @@ class MeasuredEndpoint:
     rounds: list[Round] = field(default_factory=list)
     category_rounds: list[Round] = field(default_factory=list)
     unmeasured: list[str] = field(default_factory=list)
-    restless: bool = False
+    may_be_busy: bool = False
 
     def answers(self) -> list[Answer]:
-        """Returns the answers of all rounds."""
+        """Returns the answers of all rounds of the load."""
         answers = []
-        for run in self.rounds:
-            answers += run.answers
+        for load_round in self.rounds:
+            answers += load_round.answers
         return answers
 
-    def refuse_deadly(self) -> None:
-        """Raises UsageError for a request parameter that would end the engine."""
+    def refuse_crashing_parameters(self) -> None:
+        """Raises UsageError if a request parameter of the workload would crash the server."""
         parameters = set(self.workload.parameters())
-        deadly = sorted(parameters.intersection(self.limits.get("end_engine", ())))
-        if deadly:
+        crashing = sorted(parameters.intersection(self.limits.get("end_engine", ())))
+        if crashing:
             message = (
-                f"{', '.join(deadly)}: under speculation such a request ends the engine "
-                f"of {self.name} for everybody"
+                f"{', '.join(crashing)}: under speculation such a request crashes the engine "
+                f"of {self.name} for all users"
             )
             raise UsageError(message, "leave it out of every request, or use a later release")
 
     def announce(self, level: LoadLevel) -> None:
-        """Shows the output tokens per second of a level, and how many requests failed."""
-        rounds = [run for run in self.rounds if run.level == level]
-        failed = sum(bool(answer.error) for run in rounds for answer in run.answers)
+        """Prints the output tokens per second of a level, and the number of failed requests."""
+        rounds = [load_round for load_round in self.rounds if load_round.level == level]
+        failed_count = 0
+        for load_round in rounds:
+            failed_count += len(load_round.answers) - len(good(load_round.answers))
         line = f"{self.name}, {level.label}: {total_rate(rounds):.1f} tokens/s"
-        if failed:
-            line += f", {failed} requests failed"
+        if failed_count:
+            line += f", {failed_count} requests failed"
         self.bar.say(line)
 
     async def warm_up(self) -> None:
-        """Asks for short answers at the highest concurrency, which are not counted.
+        """Requests short answers at the highest concurrency, which no figure includes.
 
-        Users see no first-use costs, so figures hold none.
+        The first requests to a new server are slow, which users of a running server do not see.
         """
         workload = self.workload
         concurrency = workload.max_in_flight
@@ -302,42 +332,50 @@ class MeasuredEndpoint:
         if count is None:
             count = concurrency
         questions = workload.dataset.questions[:count]
+        # recorded requests are sent without their own parameters, which allow long answers
         short_questions = [replace(item, turns=item.turns[:1], body=None) for item in questions]
         tokens = min(WARMUP_TOKENS, workload.sampling.max_tokens)
         short = replace(workload.sampling, max_tokens=tokens)
 
         async def converse(index: int, question: Question) -> None:
             async for answer in self.converse(question, index, short):
-                self.restless |= bool(answer.error)
+                self.may_be_busy |= bool(answer.error)
 
         await closed_loop(converse, list(enumerate(short_questions)), concurrency)
 
     async def ask_by_category(self) -> None:
-        """Asks all questions once more, category by category, if the server keeps only totals.
+        """Sends all questions once more by category, if the server reports only totals of a round.
 
-        vLLM is such a server.
+        The counters of vLLM are such totals, which do not distinguish the categories of a round.
         """
         sources = set()
-        for run in self.rounds:
-            sources |= {count.source for count in run.counts}
+        for load_round in self.rounds:
+            sources |= {count.source for count in load_round.counts}
         if servers.FROM_COUNTERS not in sources:
             return
-        categories: dict[str, list[Ask]] = {}
+        categories: dict[str, list[IndexedQuestion]] = {}
         for index, question in enumerate(self.workload.dataset.questions):
             categories.setdefault(question.category, []).append((index, question))
-        for category, asked in categories.items():
-            self.bar.say(f"{self.name} keeps totals alone: {category} once more by itself")
+        for category, questions in categories.items():
+            self.bar.say(f"{self.name} reports only totals: {category} is measured separately")
             level = LoadLevel(self.workload.max_in_flight, category=category)
-            self.category_rounds += await self.round(level, 0, asked)
+            self.category_rounds += await self.round(level, 0, questions)
 
-    async def round(self, level: LoadLevel, number: int, asked: Sequence[Ask]) -> list[Round]:
-        """Reads what earlier processes recorded of a round, then asks the rest."""
+    async def round(
+        self, level: LoadLevel, number: int, questions: Sequence[IndexedQuestion]
+    ) -> list[Round]:
+        """Returns the answers of a round, from the journal or from the server.
+
+        The list has an entry for each earlier process that recorded answers of the round, and an
+        entry for this process if a question was not answered. `number`: index of the round.
+        """
         name = f"{self.name}|{level.label}|{number}"
         rounds = []
-        texts: dict[str, list[str]] = {}  # recorded answers by question
+        texts: dict[str, list[str]] = {}  # recorded answers by question, in the order of turns
         for stored in self.journal.rounds(name, level, number):
             answers = stored.answers
             counts = stored.counts or servers.all_counts(answers, self.unmeasured)
+            # a killed process did not read the server's counters at the end of its round
             if not (counts or stored.complete) and await self.counters():
                 part = f"{len(answers)} answers of {level.label}, round {number + 1}"
                 self.unmeasured.append(f"{part} were read before an interruption")
@@ -346,7 +384,7 @@ class MeasuredEndpoint:
                 texts.setdefault(answer.question, []).append(answer.text)
                 self.bar.advance(1)
         unfinished = []
-        for index, question in asked:
+        for index, question in questions:
             if len(texts.get(question.id, ())) < question.requests:
                 unfinished.append((index, question))
         if unfinished:
@@ -358,15 +396,20 @@ class MeasuredEndpoint:
         name: str,
         level: LoadLevel,
         number: int,
-        asked: Sequence[Ask],
+        questions: Sequence[IndexedQuestion],
         texts: Mapping[str, list[str]],
     ) -> Round:
-        """Puts the load on the server, and reads its counters around it.
+        """Sends questions at a level of load and returns the round with its answers.
 
-        `texts`: recorded answers of conversations that resume, by question.
+        Reads the server's speculation counters before and after. Records every answer.
+
+        Args:
+            name: Name of the round in the journal.
+            number: Index of the round.
+            texts: Recorded answers of conversations that are resumed, by question.
         """
         answers: list[Answer] = []
-        before = await self.counters(settled=self.restless)
+        before = await self.counters(until_stable=self.may_be_busy)
         began = time.perf_counter()
 
         async def converse(index: int, question: Question) -> None:
@@ -378,15 +421,16 @@ class MeasuredEndpoint:
                 self.bar.advance(1)
 
         if level.rate is None:
-            await closed_loop(converse, asked, level.concurrency)
+            await closed_loop(converse, questions, level.concurrency)
         else:
-            times = self.workload.times(asked, level.rate, number)
-            await open_loop(converse, asked, times)
+            times = self.workload.times(questions, level.rate, number)
+            await open_loop(converse, questions, times)
         seconds = time.perf_counter() - began
         after = await self.counters()
         counts = servers.all_counts(answers, self.unmeasured)
         answered = good(answers)
-        self.restless = len(answered) < len(answers)
+        self.may_be_busy = len(answered) < len(answers)
+        # the counters matter only if the answers themselves do not report speculation
         if before and after and answered and not counts:
             counts = self._counts_between(before, after, Round(level, number, answers, seconds))
         measured = Round(level, number, answers, seconds, counts)
@@ -394,16 +438,21 @@ class MeasuredEndpoint:
         return measured
 
     def _counts_between(
-        self, before: servers.Counters, after: servers.Counters, run: Round
+        self, before: servers.Counters, after: servers.Counters, measured: Round
     ) -> list[servers.TurnCounts]:
-        """The speculation of a round by the server's counters. [] if it is not known."""
-        level = run.level
-        count = len(run.answers)
-        answered = good(run.answers)
-        failed = count - len(answered)
-        # the counters hold the work for failed requests, and nobody knows how much that was
-        if failed:
-            part = f"{failed} of {count} answers of {level.label}, round {run.number + 1}"
+        """Returns the speculation of a round from the server's counters before and after it.
+
+        The list has one entry for all answers together. [] if an answer failed or a counter is
+        invalid, with the reason appended to `unmeasured`.
+        """
+        level = measured.level
+        count = len(measured.answers)
+        answered = good(measured.answers)
+        failed_count = count - len(answered)
+        # the counters include the work for failed requests, whose extent is unknown
+        if failed_count:
+            number = measured.number + 1
+            part = f"{failed_count} of {count} answers of {level.label}, round {number}"
             reason = f"{part} failed, and the server counts all requests together"
             self.unmeasured.append(reason)
             return []
@@ -413,17 +462,24 @@ class MeasuredEndpoint:
         questions = {answer.question for answer in answered}
         return [without_surplus(pooled, len(answered), len(questions))] if pooled else []
 
-    async def counters(self, settled: bool = False) -> servers.Counters | None:
-        """Reads the server's speculation counters, as `servers.read_counters` does."""
-        return await servers.read_counters(self.client, self.server, self.unmeasured, settled)
+    async def counters(self, until_stable: bool = False) -> servers.Counters | None:
+        """Reads the server's speculation counters.
+
+        None if the server has none that are read around a round. `until_stable`: waits until the
+        counters no longer change.
+        """
+        return await servers.read_counters(self.client, self.server, self.unmeasured, until_stable)
 
     async def converse(
         self, question: Question, index: int, sampling: RequestSampling, texts: Sequence[str] = ()
     ) -> AsyncIterator[Answer]:
-        """Yields the answers to the turns of one question. Stops at the first error.
+        """Sends the turns of one question and yields each answer, up to the first error.
 
-        Each turn is asked with the model's answers to the earlier ones. `texts`: answers that are
-        known already.
+        The request of a turn contains the model's answers to earlier turns.
+
+        Args:
+            index: Index of the question, which is added to the seed.
+            texts: Recorded answers to the first turns, which are not sent again.
         """
         workload = self.workload
         model = self.server.model
@@ -435,20 +491,19 @@ class MeasuredEndpoint:
             if turn < len(texts):
                 messages.append({"role": "assistant", "content": texts[turn]})
                 continue
+            # a recorded request keeps its own parameters
             if question.body:
                 body = {**question.body, "model": model}
             else:
                 body = chat_body(model, messages, sampling, index)
                 if question.tools:
                     body["tools"] = list(question.tools)
-            path = RAW if "prompt" in body else CHAT
             answer = await stream_answer(
                 self.client,
                 body | workload.body(),
                 question.id,
                 question.category,
                 turn,
-                path=path,
                 limit_s=workload.limit_s,
             )
             yield answer
@@ -457,47 +512,61 @@ class MeasuredEndpoint:
             messages.append({"role": "assistant", "content": answer.text})
 
 
-async def closed_loop(converse: Converse, asked: Sequence[Ask], concurrency: int) -> None:
-    """Asks all questions with `concurrency` of them in flight.
+async def closed_loop(
+    converse: Converse, questions: Sequence[IndexedQuestion], concurrency: int
+) -> None:
+    """Sends all questions, `concurrency` conversations at a time.
 
-    A slot that ends takes the next one at once.
+    The next conversation begins as soon as one ends.
     """
-    queue = list(asked)[::-1]
+    queue = list(questions)[::-1]
 
-    async def slot() -> None:
+    async def worker() -> None:
         while queue:
             index, question = queue.pop()
             await converse(index, question)
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(min(concurrency, len(asked))):
-            group.create_task(slot())
+        for _ in range(min(concurrency, len(questions))):
+            group.create_task(worker())
 
 
-async def open_loop(converse: Converse, asked: Sequence[Ask], times: Iterable[float]) -> None:
-    """Begins conversations at these times, in seconds from now."""
+async def open_loop(
+    converse: Converse, questions: Sequence[IndexedQuestion], times: Iterable[float]
+) -> None:
+    """Starts each conversation at its time, however many are in flight.
+
+    `times`: seconds after the call, one per question.
+    """
     began = time.perf_counter()
-    schedule = sorted(zip(times, asked, strict=True), key=itemgetter(0))
+    schedule = sorted(zip(times, questions, strict=True), key=itemgetter(0))
     async with asyncio.TaskGroup() as group:
-        for when, (index, question) in schedule:
+        for start, (index, question) in schedule:
             passed = time.perf_counter() - began
-            await asyncio.sleep(max(0.0, when - passed))
+            await asyncio.sleep(max(0.0, start - passed))
             group.create_task(converse(index, question))
 
 
 def total_rate(rounds: Sequence[Round]) -> float:
-    """Returns output tokens over wall time of one round, which may have been resumed."""
-    tokens = sum(answer.completion_tokens for run in rounds for answer in good(run.answers))
-    seconds = sum(run.seconds for run in rounds)
+    """Returns the output tokens per second of wall time over some rounds.
+
+    Tokens of failed answers do not count.
+    """
+    tokens = 0
+    for load_round in rounds:
+        tokens += sum(answer.completion_tokens for answer in good(load_round.answers))
+    seconds = sum(load_round.seconds for load_round in rounds)
     return tokens / max(seconds, 1e-9)
 
 
 def refuse_other_server(
     server: servers.DetectedServer, earlier: Mapping[str, servers.DetectedServer], sampled: bool
 ) -> None:
-    """Raises UsageError if an earlier result is another model's, or drew its drafts in another way.
+    """Raises UsageError if an earlier result has another model or another draft sampling.
 
-    `earlier`: by option. `sampled`: whether drafts are drawn at random.
+    Args:
+        earlier: Servers of the earlier results, by the option that names the result.
+        sampled: Whether the temperature is above 0, so that draft sampling matters.
     """
     for option, other in earlier.items():
         if other.model != server.model:

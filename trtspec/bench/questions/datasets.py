@@ -1,7 +1,8 @@
-"""Data sets of bench and check: reads questions from a file or a hub data set.
+"""Reads the questions of bench and check from a file or a hub data set.
 
-A question is asked turn by turn, each with the model's answers to the earlier turns. Rows of the
-sets that data/datasets.yaml knows by name get the fields that the reader of conversations knows.
+The turns of a question are sent one after another, each with the model's answers to the earlier
+turns. data/datasets.yaml lists data sets with names. The fields of their rows are renamed to those
+that the reader of conversations expects.
 """
 
 from __future__ import annotations
@@ -34,11 +35,15 @@ from trtspec.files import missing
 from trtspec.foreign import user_path
 from trtspec.report import file_sha256
 
-NANO = "nano"
-LISTS = ("messages", "conversations", "conversation", "turns", "prompt")
+NANO = "nano"  # name of the held-out prompts of the built-in model kimi-nano
+# fields of a row that contain a question in any data file
+QUESTION_FIELDS = ("messages", "conversations", "conversation", "turns", "prompt")
+# name of a known data set, with an optional configuration and file
 NAMED = re.compile(r"(?P<name>[a-z0-9-]+)(?::(?P<config>[\w.-]+))?(?:=(?P<file>.+))?")
+# fields of a recorded request that are not sent
 NOT_REPLAYED = ("stream", "stream_options", "category", "timestamp")
-LATE_TURN = 4  # this turn and later ones are one category
+LATE_TURN = 4  # this and all later turns form one category
+# first bytes of a picture, and its type
 IMAGE_TYPES = ((b"\x89PNG", "png"), (b"\xff\xd8", "jpeg"), (b"GIF8", "gif"), (b"RIFF", "webp"))
 Message = dict[str, Any]
 Content = str | list[dict[str, Any]]
@@ -46,11 +51,13 @@ Content = str | list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Question:
-    """One conversation to hold.
+    """Conversation that is held with a server: the user's turns, and what precedes them.
 
-    `turns`: contents of the user's messages, text or with pictures a list of parts. `opening`:
-    messages before the first turn. `tools`: functions offered. A recorded request has no turns: its
-    `body` is sent as it is, `opening` holds its messages, and `sent_ms` its `timestamp`.
+    turns: content of each message of the user, text or a list of content parts
+    opening: messages before the first turn, or all messages of a recorded request
+    tools: functions that the request offers
+    body: JSON of a recorded request, which has no turns and is sent unchanged
+    sent_ms: field `timestamp` of a recorded request, in milliseconds
     """
 
     id: str
@@ -63,31 +70,34 @@ class Question:
 
     @property
     def requests(self) -> int:
-        """Answers that are asked for."""
+        """Number of requests that the conversation takes: one per turn."""
         return len(self.turns) or 1
 
     @property
     def has_pictures(self) -> bool:
-        """Whether a message has a list of parts as its content."""
+        """Whether a message consists of content parts, such as pictures."""
         contents = [message.get("content") for message in self.opening]
         return any(isinstance(content, list) for content in (*contents, *self.turns))
 
     def first_request(self) -> tuple[list[Message], list[Message]]:
-        """Returns the messages and tools of the first request."""
+        """Returns the messages of the first request, and its tools."""
         return self.request(0), list(self.tools)
 
     def request(self, turn: int) -> list[Message]:
-        """Returns the messages that a turn adds to the conversation."""
+        """Returns the messages that a turn adds to the conversation. `turn`: index of the turn."""
+        # a recorded request has no turns, only its opening
         messages = [{"role": "user", "content": content} for content in self.turns[turn : turn + 1]]
         return messages if turn else [*self.opening, *messages]
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set as read.
+    """Data set as read: its questions, or a sample of them.
 
-    `sha256`: of the file, or of all questions if there is no single file. `questions`: all, or a
-    sample.
+    name: name under which results state the data set
+    sha256: digest of the file, or of all questions if there is no single file
+    licence: licence of the data set, None if it is not known
+    source: web page of the data set, None if it is not known
     """
 
     name: str
@@ -98,7 +108,7 @@ class Dataset:
 
     @property
     def recorded(self) -> list[Message]:
-        """The bodies of recorded requests."""
+        """JSON of each recorded request in the data set."""
         return [question.body for question in self.questions if question.body]
 
     def recorded_rate(self) -> float:
@@ -107,24 +117,30 @@ class Dataset:
         if not all(isinstance(time, (int, float)) for time in times):
             remedy = "give each row a `timestamp` in milliseconds, or leave out `recorded_times`"
             raise UsageError(f"{self.name} has rows without a time", remedy)
+        # at least a second, because a shorter time gives no meaningful rate
         duration_ms: float = max(max(times) - min(times), 1000)
         return len(times) * 1000 / duration_ms
 
 
 def load_dataset(name: str, samples: int | None = None) -> Dataset:
-    """Reads a data set, all its questions or `samples` of them spread over categories.
+    """Reads the questions of a data set, or a sample of them.
 
-    `name`: `nano` (the held-out prompts of kimi-nano), a set known by name, a data file or
-    directory, or a hub id. Raises UsageError naming the row that cannot be asked.
+    Raises UsageError if the data set is not found, or if a row has no question that can be sent.
+
+    Args:
+        name: Known name, data file, directory or hub id. `nano` is the held-out prompts of
+            kimi-nano.
+        samples: Number of questions, taken evenly from the categories. None for all questions.
     """
     source = locate(name)
     file = source.file
     questions = read_questions(source)
     if not questions:
         message = f"the dataset {file or name} holds no prompt"
-        raise UsageError(message, "each line is one JSON object with turns, messages or prompt")
+        raise UsageError(message, "write each line as a JSON object with turns, messages or prompt")
     if file and Path(file).is_file():
         digest = file_sha256(Path(file))
+    # a directory or a hub data set has no single file
     else:
         values = [asdict(question) for question in questions]
         text = json.dumps(values, sort_keys=True, ensure_ascii=False)
@@ -142,14 +158,15 @@ def load_dataset(name: str, samples: int | None = None) -> Dataset:
 def read_questions(source: QuestionSource) -> list[Question]:
     """Reads every question of a source, in order.
 
-    Two rows of one id are two questions, and the later gets its row's number. Raises UsageError if
-    only some of the rows are recorded requests.
+    If two rows have one id, the id of the later question gets the index of its row. Raises
+    UsageError if only some of the rows are recorded requests, or if a row lacks its pictures.
     """
-    unread = Counter[str]()
+    unread = Counter[str]()  # fields that are ignored, which are reported at the end
     questions: list[Question] = []
     seen = set()
     for index, row in enumerate(rows_of(source)):
         question = recorded_request(row, index) or asked_by(row, index, unread)
+        # recorded requests have their own sampling parameters, so one run cannot have both
         if questions and (question.body is None) != (questions[0].body is None):
             message = f"{CODE} {row.where} mixes requests, which have `model`, with questions"
             raise UsageError(message, "write requests and questions in files of their own")
@@ -165,14 +182,15 @@ def read_questions(source: QuestionSource) -> list[Question]:
 
 
 def recorded_request(row: DataRow, index: int) -> Question | None:
-    """Reads a row that is the body of a chat or completions request.
+    """Reads a recorded chat or completions request. None if the row is not a request.
 
-    The row is the body, or has it as `body`, as a line of a batch file does. None for any other
-    row, such as a conversation with its answer. The default category is the number of the user's
-    turn. Raises UsageError if the body asks for several answers.
+    The row is the JSON of the request, or has it in `body`, as a line of a batch file does. A
+    request with messages is put in a category by its number of user messages. Raises UsageError if
+    the request asks for several answers. `index`: index of the row, which is the default id.
     """
     value = row.value if isinstance(row.value, dict) else {}
     body = value.get("body", value)
+    # a row with an answer or an id is a line of a data set that names its model
     if not isinstance(body, dict) or "model" not in body or {*ANSWERS, *IDS} & body.keys():
         return None
     messages = body.get("messages")
@@ -186,11 +204,12 @@ def recorded_request(row: DataRow, index: int) -> Question | None:
         category = "completions"
     else:
         return None
-    # a conversation with its answer is a question, unless a batch file says that it is a request
+    # messages that end in an answer are a question with its answer, unless a batch file has them
     if body is value and opening[-1].get("role") == "assistant":
         return None
-    prompts = isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt)
-    if prompts or any(body.get(key) not in (None, 1) for key in ("n", "best_of")):
+    # a list of integers is one prompt as token ids, any other list is several prompts
+    has_prompts = isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt)
+    if has_prompts or any(body.get(key) not in (None, 1) for key in ("n", "best_of")):
         remedy = "leave out n and best_of, and write each prompt as a row"
         raise UsageError(f"{CODE} {row.where} asks for several answers", remedy)
     return Question(
@@ -205,7 +224,11 @@ def recorded_request(row: DataRow, index: int) -> Question | None:
 
 
 def asked_by(row: DataRow, index: int, unread: Counter[str]) -> Question:
-    """Reads the question of a conversation, with the pictures in its `images`."""
+    """Reads the question of a row that is not a recorded request, with the pictures in `images`.
+
+    `index`: index of the row, which is the default id. `unread`: numbers of rows by ignored field,
+    updated here. Raises UsageError if the row has no question that can be sent.
+    """
     value = row.value
     images: Any = []
     if isinstance(value, dict):
@@ -221,11 +244,14 @@ def asked_by(row: DataRow, index: int, unread: Counter[str]) -> Question:
 def question_of(
     conversation: Conversation, index: int, pictures: Sequence[Message] = ()
 ) -> Question:
-    """Returns the question at the end of a conversation.
+    """Returns the question at the end of a conversation: the user's last messages.
 
-    It is the user's last turns, and the messages before them. `pictures` are shown with the first
-    turn. An answer at the end is dropped. Raises UsageError if the conversation does not end in a
-    question that can be sent.
+    The messages before them are the opening. An answer at the end is dropped. Raises UsageError if
+    the conversation does not end in a question that can be sent.
+
+    Args:
+        index: Index of the row, which is the default id.
+        pictures: Content parts that are appended to the first turn.
     """
     where = conversation.where
     messages = list(conversation.messages)
@@ -243,7 +269,7 @@ def question_of(
         ends = "has no user message"
         if messages:
             ends = f"ends in a message of the role {messages[-1]['role']}"
-        remedy = "a row holds a prompt, turns, or messages, with a user's at the end"
+        remedy = "give each row a prompt, turns, or messages that end with a user's message"
         raise UsageError(f"{where} {ends}", remedy)
     turns = [message["content"] for message in messages[first:]]
     if pictures:
@@ -252,7 +278,7 @@ def question_of(
     for content in turns:
         if not content or (isinstance(content, str) and not content.strip()):
             message = f"{where} has an empty or non-text prompt"
-            raise UsageError(message, "turns, content and prompt are non-empty strings")
+            raise UsageError(message, "write turns, content and prompt as non-empty strings")
     return Question(
         id=conversation.id or str(index),
         category=conversation.category or "all",
@@ -263,9 +289,9 @@ def question_of(
 
 
 def spread(questions: list[Question], samples: int | None) -> list[Question]:
-    """Returns `samples` questions, taken round-robin over categories. All if `samples` is None.
+    """Returns `samples` questions, taken in turn from each category. All if `samples` is None.
 
-    A small sample covers all categories as far as it can.
+    A small sample then covers as many categories as possible.
     """
     if samples is None or samples >= len(questions):
         return list(questions)
@@ -276,17 +302,27 @@ def spread(questions: list[Question], samples: int | None) -> list[Question]:
     return [question for question in rounds if question is not None][:samples]
 
 
-# --- rows of the sets that are known by name ---
+# --- rows of the data sets that data/datasets.yaml knows by name ---
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionSource:
-    """Where questions come from.
+    """Source of questions: a file, a directory, a hub id, or an entry of data/datasets.yaml.
 
-    With `hub`: an entry of data/datasets.yaml, read from the hub or from a `file` of its form.
-    Without: any file, directory or hub id. `configs` are read one after the other, `others` only
-    when they are named. `fields`: names of the data set's fields. `placeholder`: text of a row that
-    must be prepared first, and `prepare` says how.
+    label: name of the source in results
+    file: path or hub id, "" to read an entry from `hub`
+    title: full name of the data set
+    hub: hub id of an entry of data/datasets.yaml, "" for other sources
+    licence: licence of the data set
+    source: web page of the data set
+    revision: revision of the hub data set
+    split: split of the hub data set
+    configs: configurations that are read one after another
+    others: configurations that are read only if the user names one
+    fields: names of the data set's own fields, by purpose
+    category: category of rows without one
+    placeholder: text that shows that a row must be prepared first
+    prepare: remedy that says how rows are prepared
     """
 
     label: str
@@ -307,15 +343,15 @@ class QuestionSource:
 
 @functools.cache
 def catalogue() -> dict[str, QuestionSource]:
-    """Returns the sets that are known by name."""
-    known = data_files.load_yaml("datasets.yaml")["datasets"]
-    return {name: QuestionSource(label=name, **entry) for name, entry in known.items()}
+    """Returns the entries of data/datasets.yaml by name."""
+    entries = data_files.load_yaml("datasets.yaml")["datasets"]
+    return {name: QuestionSource(label=name, **entry) for name, entry in entries.items()}
 
 
 def locate(text: str) -> QuestionSource:
-    """Returns the source that a text names. Raises UsageError if no source matches.
+    """Finds the source of questions that the user names. Raises UsageError if no source matches.
 
-    `text`: `nano`, a path that exists, a known name (`NAME[:CONFIG][=FILE]`) or a hub id.
+    `text`: `nano`, an existing path, a known name as NAME[:CONFIG][=FILE], or a hub id.
     """
     if text == NANO:
         path = data_files.kimi_nano_dir() / "prompts_heldout.jsonl"
@@ -346,25 +382,25 @@ def locate(text: str) -> QuestionSource:
 
 
 def _only(source: QuestionSource, config: str) -> QuestionSource:
-    """The source with this configuration alone.
+    """Returns the source restricted to one configuration.
 
-    Raises UsageError if it has no such configuration.
+    Raises UsageError if the source has no such configuration.
     """
     configs = [*source.configs, *source.others]
     if config not in configs:
         message = f"the data set {source.label} has no configuration {config}"
         raise UsageError(message, f"it has {', '.join(configs) or 'none'}")
     category = source.category
-    # the configurations of a set that is read in several are its categories
+    # if several configurations are read, they are the categories
     if not category and len(source.configs) > 1:
         category = config
     return replace(source, configs=[config], category=category)
 
 
 def rows_of(source: QuestionSource) -> Iterator[DataRow]:
-    """Yields the rows of a source with the reader's fields, each with its pictures.
+    """Yields the rows of a source, with the field names that the conversation reader expects.
 
-    Raises UsageError.
+    Raises UsageError if the source cannot be read, or if a row has no question.
     """
     if source.file:
         for row in read_rows(source.file):
@@ -377,23 +413,24 @@ def rows_of(source: QuestionSource) -> Iterator[DataRow]:
 
 
 def _hub_rows(source: QuestionSource, name: str) -> Iterator[DataRow]:
-    """The rows of one configuration. `name`: as the hub reader takes it."""
+    """Yields the rows of one configuration of a hub data set. `name`: hub id and configuration."""
     for row in hub_rows(name, source.split, source.revision):
         value = dict(row.value)
-        # the hub reader puts the split's name where a row has no category
+        # the hub reader writes the name of the split into a row without a category
         if value.get("category") == source.split:
             del value["category"]
         yield with_known_fields(replace(row, value=value), source)
 
 
 def with_known_fields(row: DataRow, source: QuestionSource) -> DataRow:
-    """Returns a row of a known set with the fields that `conversations` reads, and its `images`.
+    """Returns a row of a known data set with the field names that the conversation reader expects.
 
-    A row without the fields that make its question is read as in any file. Raises UsageError if it
-    has neither, or if its text is only a placeholder.
+    A row without the data set's own fields keeps its names, if it has a question like any data
+    file. Raises UsageError if it has no question, or if its text is a placeholder.
     """
     value = row.value
     fields = source.fields
+    # a row that is not an object has no fields to rename
     if not isinstance(value, dict):
         return row
     if source.placeholder and source.placeholder in json.dumps(value, default=str):
@@ -406,11 +443,12 @@ def with_known_fields(row: DataRow, source: QuestionSource) -> DataRow:
     template = fields.get("template", "")
     turns = fields.get("turns", "")
     parsed = string.Formatter().parse(template)
+    # a question is the text of a template, or a field with all turns
     names = [name for _, name, _, _ in parsed if name] or [turns]
-    absent = [name for name in names if name not in value]
-    if absent:
-        if not any(key in value for key in LISTS):
-            raise _no_field(row, " and no ".join(absent), source)
+    missing_names = [name for name in names if name not in value]
+    if missing_names:
+        if not any(key in value for key in QUESTION_FIELDS):
+            raise _no_field(row, " and no ".join(missing_names), source)
         others = {key: item for key, item in value.items() if key != image_field}
         return replace(row, value={"category": source.category, **others, **images})
     question: dict[str, Any] = {}
@@ -422,13 +460,17 @@ def with_known_fields(row: DataRow, source: QuestionSource) -> DataRow:
     usual_id = next((key for key in IDS if key in value), "")
     id_field = fields.get("id") or usual_id
     category = value.get(fields.get("category", "category")) or source.category
-    known = {**question, **images, "id": value.get(id_field), "category": category}
-    stated = {key: item for key, item in known.items() if item is not None}
-    return replace(row, value=stated)
+    renamed = {**question, **images, "id": value.get(id_field), "category": category}
+    # a row without an id has no field for it
+    present = {key: item for key, item in renamed.items() if item is not None}
+    return replace(row, value=present)
 
 
 def _field_text(row: DataRow, item: Any, name: str, source: QuestionSource) -> str:
-    """The text of one field of a question. Raises UsageError if it is empty, or not text."""
+    """Returns the text of one field of a question.
+
+    `item`: value of the field. Raises UsageError if it is empty, or neither text nor an integer.
+    """
     if item is None or (isinstance(item, str) and not item.strip()):
         raise _no_field(row, name, source)
     if not isinstance(item, (str, int)) or isinstance(item, bool):
@@ -438,21 +480,23 @@ def _field_text(row: DataRow, item: Any, name: str, source: QuestionSource) -> s
 
 
 def _no_field(row: DataRow, names: str, source: QuestionSource) -> UsageError:
+    """Returns the error of a row that lacks fields. `names`: their names, in words."""
     message = f"{CODE} {row.where} has no {names}, which rows of {source.title} have"
-    return UsageError(message, f"the fields are listed at {source.source}")
+    return UsageError(message, f"look up the fields at {source.source}")
 
 
 def _picture(row: DataRow, image: Any) -> Message:
-    """Returns a picture as a part of a message.
+    """Returns a picture as a content part of a message. Bytes become a data: URL.
 
-    Bytes become a data: URL. Raises UsageError if it is no picture.
+    `image`: URL, bytes, an object with `bytes`, or a PIL image. Raises UsageError for another type,
+    or if the format of the picture is unknown.
     """
     if isinstance(image, str) and image.startswith(("http://", "https://", "data:image/")):
         return {"type": "image_url", "image_url": {"url": image}}
     data: Any = image
     if isinstance(image, dict):
         data = image.get("bytes")
-    # an image as the datasets library decodes it
+    # the datasets library decodes images to PIL objects
     if hasattr(data, "save"):
         buffer = io.BytesIO()
         data.save(buffer, format="PNG")

@@ -1,7 +1,7 @@
-"""The report of `bench`: its sentence, its figures, its sections and their tables.
+"""Report of `bench`: a sentence, figures, and sections with plots and tables.
 
 Terminal and page show the same tables, each within 80 columns. Acceptance on degenerate output is
-blank, and no speed-up is made of it.
+blank, and such output gives no speed-up.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PER_QUESTION = (
 
 
 def bench_html(results: BenchResults) -> str:
-    """Returns the page of a run."""
+    """Returns the page of a run as HTML."""
     server = results.server
     page = Page(
         f"trtspec bench: {server.model} on {server.kind}",
@@ -50,12 +50,15 @@ def bench_html(results: BenchResults) -> str:
 
 
 def subject(results: BenchResults) -> EndpointResult:
-    """Returns the endpoint of the sentence: the first that speculates, else the first."""
+    """Returns the endpoint that the sentence is about: the first that speculates.
+
+    If no endpoint speculates, it is the first.
+    """
     return next((endpoint for endpoint in results.all if endpoint.speculates), results)
 
 
 def sentence(results: BenchResults) -> str:
-    """Returns the result in one sentence: its figures with their ranges, and the workload."""
+    """Returns the result in one sentence: figures with their ranges, and the workload."""
     endpoint = subject(results)
     parts = []
     for figure in figures(results):
@@ -70,7 +73,10 @@ def sentence(results: BenchResults) -> str:
 
 
 def figures(results: BenchResults) -> list[Figure]:
-    """Returns the figures of the sentence: speed-up, acceptance, speed for a user."""
+    """Returns the main figures: speed-up, tokens per verification step, and speed for a user.
+
+    Figures that were not measured are left out. The speeds are those at the first load.
+    """
     endpoint = subject(results)
     label = results.concurrency[0].label
     shown = []
@@ -81,17 +87,20 @@ def figures(results: BenchResults) -> list[Figure]:
         shown.append(Figure(f"{ratio.value:.2f}", ratio.words, times))
     if endpoint.speculates and not endpoint.degenerate():
         ends = endpoint.acceptance_length_interval
-        between = "{:.2f} to {:.2f}".format(*ends) if ends else ""
-        shown.append(Figure(number(endpoint.acceptance_length), between, "tokens per step"))
+        ends_text = "{:.2f} to {:.2f}".format(*ends) if ends else ""
+        shown.append(Figure(number(endpoint.acceptance_length), ends_text, "tokens per step"))
     speed = user_speed(endpoint, label)
     if speed:
-        between = f"{speed.low:,.1f} to {speed.high:,.1f}"
-        shown.append(Figure(f"{speed.value:,.1f}", between, f"tokens/s for a user at {label}"))
+        ends_text = f"{speed.low:,.1f} to {speed.high:,.1f}"
+        shown.append(Figure(f"{speed.value:,.1f}", ends_text, f"tokens/s for a user at {label}"))
     return shown
 
 
 def sections(results: BenchResults) -> list[Section]:
-    """Returns speed, acceptance, draft length, comparison and findings, in this order."""
+    """Returns the sections of the report.
+
+    They are speed, acceptance, draft length, comparison and findings.
+    """
     conditions = condition(results)
 
     def titled(*tables: Table) -> list[Table]:
@@ -133,7 +142,7 @@ def sections(results: BenchResults) -> list[Section]:
 
 
 def speed_plot(results: BenchResults) -> Plot:
-    """Returns tokens per second of a user by load. The plot of one load is empty."""
+    """Returns the plot of a user's tokens per second by load. It is empty for a single load."""
     series: dict[str, dict[str, Value]] = {}
     for endpoint in results.all:
         for level in endpoint.concurrency:
@@ -146,7 +155,10 @@ def speed_plot(results: BenchResults) -> Plot:
 
 
 def category_plot(endpoints: Sequence[EndpointResult], caption: str) -> Plot:
-    """Returns tokens per step by category, without degenerate output."""
+    """Returns the plot of tokens per verification step by category.
+
+    Categories with degenerate output are left out.
+    """
     series: dict[str, dict[str, Value]] = {}
     for endpoint in endpoints:
         for name, group in endpoint.groups.items():
@@ -158,16 +170,16 @@ def category_plot(endpoints: Sequence[EndpointResult], caption: str) -> Plot:
     return plot(caption, "tokens per step", series, baseline=1.0)
 
 
-# --- figures in words ---
+# --- figures as text, for sentences and tables ---
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
-    """Returns a figure, or an em dash for None."""
+    """Returns a figure as text, with `digits` decimals. An em dash for None."""
     return DASH if value is None else f"{value:,.{digits}f}{unit}"
 
 
 def interval(value: float | None, ends: Sequence[float] | None, digits: int = 2) -> str:
-    """Returns a figure with the ends of its interval, if it has one."""
+    """Returns a figure as text, with the ends of its interval if they are known."""
     if value is None or not ends:
         return number(value, digits)
     low, high = ends
@@ -175,15 +187,15 @@ def interval(value: float | None, ends: Sequence[float] | None, digits: int = 2)
 
 
 def median_ms(spread: LatencySpread | None) -> str:
-    """Returns the median in milliseconds, or an em dash."""
+    """Returns the median latency in milliseconds as text. An em dash for None."""
     return number(1000 * spread.p50 if spread else None, 1)
 
 
 def condition(results: BenchResults) -> str:
-    """Returns the conditions that belong to the name of every figure.
+    """Returns the conditions without which a figure has no meaning, in words.
 
-    The temperature, how drafts were drawn above 0, whether the model thinks, and the beginning of
-    its system prompt.
+    They are the temperature, the method of draft sampling above 0, the thinking level, and the
+    beginning of the system prompt.
     """
     work = results.workload
     words = f"temperature {work.temperature:g}"
@@ -203,7 +215,7 @@ def condition(results: BenchResults) -> str:
 
 
 def workload_line(results: BenchResults) -> str:
-    """Returns one sentence: server, data set, load and sampling of this benchmark."""
+    """Returns one line with server, data set, load and sampling of a run."""
     work = results.workload
     version = results.server.version
     server = f"{results.server.model} at {results.url}"
@@ -216,7 +228,7 @@ def workload_line(results: BenchResults) -> str:
 
 
 def quality_line(endpoint: EndpointResult) -> str:
-    """Returns one sentence on the output itself, which is printed wherever acceptance is."""
+    """Returns one line on the quality of the output, for reports that show acceptance."""
     quality = endpoint.degeneration
     output = "output"
     if quality.degenerate:
@@ -224,13 +236,14 @@ def quality_line(endpoint: EndpointResult) -> str:
     return f"{output}: {quality.words}"
 
 
-# --- tables ---
+# --- tables of the sections ---
 
 
 def acceptance_table(endpoint: EndpointResult, workload: StatedWorkload) -> Table:
-    """The acceptance of an endpoint, by category and for all.
+    """Table of an endpoint's acceptance, by category and over all answers.
 
-    Columns: N, steps, acceptance length with its interval, NVIDIA's mean over questions.
+    The columns are questions, verification steps, acceptance length with its interval, and NVIDIA's
+    mean over questions.
     """
     rows = []
     for name, group in endpoint.groups.items():
@@ -253,9 +266,9 @@ def acceptance_table(endpoint: EndpointResult, workload: StatedWorkload) -> Tabl
 
 
 def card_table(results: BenchResults) -> Table:
-    """The published acceptance of the card's head on this data set, beside the measured.
+    """Table of the published acceptance of a head on this data set, next to the measured one.
 
-    No rows without a card.
+    It has no rows if no published head was named.
     """
     rows: list[list[str]] = []
     card = results.card
@@ -276,28 +289,41 @@ def card_table(results: BenchResults) -> Table:
 
 
 def _measured(endpoint: EndpointResult, category: str, mean: str) -> float | None:
-    """The field `mean` of a category. None if it was not asked, or its output is degenerate."""
+    """Returns the measured acceptance of a category.
+
+    `mean`: field with the type of mean that was published. None if the category was not asked, or
+    if its output is degenerate.
+    """
     if endpoint.degenerate(category):
         return None
     return getattr(endpoint.groups.get(category), mean, None)
 
 
 def slice_table(results: BenchResults, by: str, column: str) -> Table:
-    """Acceptance and speed by one property of answers, by endpoint.
+    """Table of acceptance and speed by one property of the answers and by endpoint.
 
-    No rows if all answers share it.
+    It has no rows if all answers have the same value. `by`: property, such as BY_MINUTE. `column`:
+    heading of the values.
     """
     rows_by_value: dict[int, list[list[str]]] = {}
     for endpoint in results.all:
-        for part in endpoint.slices:
-            if part.by != by:
+        for result_slice in endpoint.slices:
+            if result_slice.by != by:
                 continue
-            length = interval(part.acceptance_length, part.acceptance_length_interval)
+            ends = result_slice.acceptance_length_interval
+            length = interval(result_slice.acceptance_length, ends)
             if endpoint.degenerate():
                 length = BLANK
-            row = [f"{part.value:,}", endpoint.name, str(part.answers), number(part.steps, 0)]
-            row += [length, number(part.tokens_per_s, 1), median_ms(part.ttft_s)]
-            rows_by_value.setdefault(part.value, []).append(row)
+            row = [
+                f"{result_slice.value:,}",
+                endpoint.name,
+                str(result_slice.answers),
+                number(result_slice.steps, 0),
+                length,
+                number(result_slice.tokens_per_s, 1),
+                median_ms(result_slice.ttft_s),
+            ]
+            rows_by_value.setdefault(result_slice.value, []).append(row)
     rows = []
     if len(rows_by_value) > 1:
         for _, value_rows in sorted(rows_by_value.items()):
@@ -311,7 +337,11 @@ def slice_table(results: BenchResults, by: str, column: str) -> Table:
 
 
 def position_table(endpoints: Sequence[EndpointResult]) -> Table:
-    """Share of steps that accepted the draft at each position."""
+    """Table of the share of steps that accepted the draft at each position.
+
+    An endpoint has two rows: the share of all verification steps, and the share of the steps that
+    accepted all earlier drafts.
+    """
     rows: list[list[str]] = []
     for endpoint in endpoints:
         if endpoint.cumulative and not endpoint.degenerate():
@@ -319,6 +349,7 @@ def position_table(endpoints: Sequence[EndpointResult]) -> Table:
             conditional = map(number, endpoint.conditional or ())
             rows.append([endpoint.name, "of all steps", *cumulative])
             rows.append([endpoint.name, "once reached", *conditional])
+    # endpoints may have different draft lengths, and the first two columns are not positions
     width = max(map(len, rows), default=2)
     rows = [row + [BLANK] * (width - len(row)) for row in rows]
     positions = range(1, width - 1)
@@ -327,7 +358,7 @@ def position_table(endpoints: Sequence[EndpointResult]) -> Table:
 
 
 def speed_tables(results: BenchResults) -> list[Table]:
-    """Rates and latencies of every endpoint at every load."""
+    """Returns two tables of the endpoints at each load: token rates, and latencies in ms."""
     rates: list[list[str]] = []
     latencies: list[list[str]] = []
     for endpoint in results.all:
@@ -366,7 +397,7 @@ def speed_tables(results: BenchResults) -> list[Table]:
 
 
 def speedup_table(results: BenchResults) -> Table:
-    """Speed-ups over the servers that do not speculate, at each load."""
+    """Table of the speed-ups of one endpoint over another, at each load."""
     rows = []
     for gain in results.speedups:
         pair = f"{gain.of} over {gain.over}"
@@ -374,6 +405,7 @@ def speedup_table(results: BenchResults) -> Table:
         times = number(ratio.value, 2, "x")
         rows.append([pair, gain.level, times, ratio.words])
     note = "Output tokens/s of a user, paired by question, with the 95 % interval"
+    # all speed-ups of a run cover the same questions, rounds and launches
     for gain in results.speedups[:1]:
         end = "."
         if gain.launches == 1:
@@ -384,19 +416,19 @@ def speedup_table(results: BenchResults) -> Table:
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """`--compare`: new over old."""
+    """Table of the figures of this run divided by the earlier figures (`bench --compare`)."""
     rows = []
     for figure in comparison.figures:
         low = figure.low
         count = figure.units
-        between = DASH
+        ends = DASH
         if low is not None:
-            between = f"{low:.3f} to {figure.high:.3f}"
+            ends = f"{low:.3f} to {figure.high:.3f}"
         units = DASH
         if count:
             units = f"{count} {figure.paired_by}s"
         ratio = number(figure.ratio, 3)
-        rows.append([figure.figure, ratio, between, units, figure.verdict])
+        rows.append([figure.figure, ratio, ends, units, figure.verdict])
     percent = 100 * comparison.confidence
     limit = 1 - comparison.max_regression
     note = (
@@ -409,22 +441,25 @@ def comparison_table(comparison: Comparison) -> Table:
 
 
 def draft_table(choice: DraftChoice) -> Table:
-    """`--choose-draft`: every length at every load, and the proposal."""
+    """Table of the speed with each draft length at each load (`bench --choose-draft`).
+
+    The note says which draft length is proposed.
+    """
     rows = []
     for load in choice.loads:
-        for length in load.lengths:
-            drafts = length.draft_len
-            ratio = length.of_best
-            of_best = "fastest"
+        for figures_of_length in load.lengths:
+            draft_len = figures_of_length.draft_len
+            ratio = figures_of_length.of_best
+            over_fastest = "fastest"
             if ratio:
-                of_best = f"{ratio.value:.2f} ({ratio.words})"
+                over_fastest = f"{ratio.value:.2f} ({ratio.words})"
             proposed = ""
-            if drafts == load.best:
+            if draft_len == load.best:
                 proposed = "proposed"
-            accepted = number(length.acceptance_length)
-            per_user = number(length.tokens_per_s, 1)
-            row = [str(load.concurrency), str(drafts), accepted, per_user]
-            rows.append([*row, of_best, proposed])
+            tokens_per_step = number(figures_of_length.acceptance_length)
+            per_user = number(figures_of_length.tokens_per_s, 1)
+            row = [str(load.concurrency), str(draft_len), tokens_per_step, per_user]
+            rows.append([*row, over_fastest, proposed])
     note = f"Proposed: trtspec build-config TARGET --head HEAD --draft-len {choice.draft_len}."
     if choice.draft_len == 0:
         note = "No drafts at all are fastest: serve without the head."

@@ -1,9 +1,7 @@
-"""The report of bench, prove and the demo: one self-contained page without scripts.
+"""Renders the reports of bench, prove and the demo as one self-contained HTML page.
 
-It is read on a desktop, a phone, on paper and in the dark.
-
-A page is a sentence, at most three figures with their ranges, then sections: plots first, tables
-behind them.
+The page has no scripts, and suits a desktop, a phone, paper and a dark theme. It contains a
+sentence, at most three figures with their ranges, and sections with plots and tables.
 """
 
 from __future__ import annotations
@@ -21,9 +19,15 @@ from trtspec.report import Table
 
 @dataclass(frozen=True)
 class Page:
-    """A report. A section without content is left out: what was not measured is not shown.
+    """Contents of a report.
 
-    `sentence` says the result, and `verdict` colours it. `subtitle`: the workload, in small print.
+    sentence: result in one sentence
+    figures: figures at the top
+    sections: sections, those without content are not shown
+    subtitle: description of the workload, in small print
+    verdict: verdict that colours the sentence, "" for none
+    created: time of the measurement
+    versions: versions of programs by name
     """
 
     title: str
@@ -36,10 +40,11 @@ class Page:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def html(self) -> str:
-        # everything is escaped unless the template marks it safe
+        """Returns the page as HTML."""
         loader = jinja2.PackageLoader("trtspec.bench", "report")
         environment = jinja2.Environment(
             loader=loader,
+            # texts of servers and data sets may contain HTML
             autoescape=True,
             trim_blocks=True,
             lstrip_blocks=True,
@@ -52,9 +57,11 @@ class Page:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure at the top.
+    """Figure at the top of a page.
 
-    `range`: its interval, such as "1.24 to 1.57". "" if it is not known.
+    value: figure as text
+    range: confidence interval as text, such as "1.24 to 1.57", "" if it is not known
+    label: description of the figure
     """
 
     value: str
@@ -64,9 +71,12 @@ class Figure:
 
 @dataclass(frozen=True)
 class PlotBar:
-    """A bar.
+    """Bar of a plot.
 
-    `value`: in words. `width`, and the ends of the interval if it has one: in percent of the axis.
+    color: number of the colour, from 1
+    value: text at the end of the bar
+    width: length of the bar in percent of the axis
+    interval: ends of the confidence interval in percent of the axis, None without an interval
     """
 
     color: int
@@ -77,10 +87,12 @@ class PlotBar:
 
 @dataclass(frozen=True)
 class Plot:
-    """Horizontal bars. A plot without bars is not shown.
+    """Plot of horizontal bars. A plot without bars is not shown.
 
-    `names`: of the colours. `bars`: by label. `ticks`: words at equal distances from the beginning
-    of the axis to its end, in `unit`.
+    unit: unit of the axis
+    names: legend, one name per colour
+    bars: bars by label
+    ticks: labels of the axis at equal distances, the first and last at its ends
     """
 
     caption: str
@@ -92,7 +104,10 @@ class Plot:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A section shows text, plots, tables, problems, then `code` as it is."""
+    """Section of a page: text, plots, tables, problems and `code`, in this order.
+
+    code: text in a fixed-width font
+    """
 
     title: str
     text: str = ""
@@ -103,6 +118,7 @@ class Section:
 
     @property
     def empty(self) -> bool:
+        """Whether the section has no content."""
         if any(plot.bars for plot in self.plots) or any(table.rows for table in self.tables):
             return False
         return not (self.text or self.problems or self.code)
@@ -110,33 +126,35 @@ class Section:
 
 # --- bars, in the colours of the page ---
 
-COLORS = 6
+COLORS = 6  # colours in report.html.j2, which repeat after the last
 MAX_TICKS = 5
-TICK_SHARES = (0.2, 0.5, 1.0, 2.0)  # of a power of ten
-# value, and the ends of its interval if it has one
+TICK_STEPS = (0.2, 0.5, 1.0, 2.0)  # possible distances of ticks, in powers of ten
+# value with the ends of its confidence interval, which are None without an interval
 Value = tuple[float, float | None, float | None]
 
 
 def plot(
     caption: str, unit: str, series: Mapping[str, Mapping[str, Value]], baseline: float
 ) -> Plot:
-    """Returns horizontal bars from `baseline` on.
+    """Returns a plot of horizontal bars.
 
-    `series`: values by the name of their colour and by label.
+    Args:
+        series: Values by name in the legend, and by label of the bar.
+        baseline: Value at the beginning of the axis.
     """
-    end = baseline
+    largest = baseline
     for values in series.values():
         ends = [high or value for value, _, high in values.values()]
-        end = max([end, *ends])
-    distance = max(1e-9, end - baseline)
-    # 1, 2 or 5 times a power of ten, at most MAX_TICKS times along the axis
-    power = 10.0 ** math.floor(math.log10(distance))
-    step = next(power * share for share in TICK_SHARES if distance <= MAX_TICKS * power * share)
-    count = math.ceil(distance / step)
+        largest = max([largest, *ends])
+    span = max(1e-9, largest - baseline)
+    # ticks at multiples of 1, 2 or 5 times a power of ten, at most MAX_TICKS along the axis
+    power = 10.0 ** math.floor(math.log10(span))
+    tick = next(power * step for step in TICK_STEPS if span <= MAX_TICKS * power * step)
+    count = math.ceil(span / tick)
 
     def percent(value: float) -> float:
         above = max(0.0, value - baseline)
-        return round(100 * above / (count * step), 1)
+        return round(100 * above / (count * tick), 1)
 
     bars: dict[str, list[PlotBar]] = {}
     for number, values in enumerate(series.values()):
@@ -145,5 +163,5 @@ def plot(
             interval = None if low is None or high is None else (percent(low), percent(high))
             bar = PlotBar(color, f"{value:,.2f}", percent(value), interval)
             bars.setdefault(label, []).append(bar)
-    ticks = [f"{baseline + index * step:g}" for index in range(count + 1)]
+    ticks = [f"{baseline + index * tick:g}" for index in range(count + 1)]
     return Plot(caption, unit, list(series), bars, ticks)

@@ -15,6 +15,12 @@ from typing import Any
 from trtspec.checkpoint.output import HEAD_FILES, OutputDirectory
 from trtspec.files import read_object
 from trtspec.foreign import PlainName
+from trtspec.heads.training.training_record import (
+    CurveRow,
+    CurveSummary,
+    Evaluation,
+    EvaluationAtStep,
+)
 from trtspec.report import OutputOptions, refuse_overwrite
 
 # Folder of the saved state of a run, and of the hidden states of a streamed target.
@@ -84,7 +90,7 @@ class CurvePoint:
     tokens: int = 0
     seconds: float = 0.0
     tokens_per_second: float = 0.0
-    held_out: dict[str, Any] | None = None
+    held_out: Evaluation | None = None
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns the lines of training.jsonl for this step: figures, and an evaluation if any.
@@ -128,14 +134,14 @@ class Curve:
         self._file.close()
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
+def rows_of(path: Path) -> list[CurveRow]:
     """Reads the lines of training.jsonl. Returns [] if the file does not exist."""
     if not path.is_file():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def summary(curve: Path) -> dict[str, Any]:
+def summary(curve: Path) -> CurveSummary:
     """Summarizes training.jsonl for the provenance record.
 
     Returns `tokens_seen`, and the mean `loss` and `accuracy` of the last twentieth of the optimizer
@@ -143,15 +149,18 @@ def summary(curve: Path) -> dict[str, Any]:
     """
     rows = rows_of(curve)
     steps = [row for row in rows if "loss" in row]
-    held_out = [{"step": row["step"], **row["held_out"]} for row in rows if "held_out" in row]
+    held_out: list[EvaluationAtStep] = [
+        {"step": row["step"], **row["held_out"]} for row in rows if "held_out" in row
+    ]
     # The loss of a single step is noisy.
     count = max(1, len(steps) // 20)
     last = steps[-count:]
+    averaged = len(last)
     by_step = zip(*(row["accuracy"] for row in last), strict=True)  # by training-time-test step
-    result = {
+    result: CurveSummary = {
         "tokens_seen": sum(row["tokens"] for row in steps),
-        "loss": sum(row["loss"] for row in last) / len(last),
-        "accuracy": [sum(values) / len(last) for values in by_step],
+        "loss": sum(row["loss"] for row in last) / averaged,
+        "accuracy": [sum(values) / averaged for values in by_step],
     }
     if held_out:
         latest = held_out[-1]

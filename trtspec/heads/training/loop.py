@@ -31,11 +31,12 @@ from torch import Tensor, nn
 
 from trtspec.errors import TrtspecError
 from trtspec.heads.training.curve import Curve, CurvePoint
-from trtspec.heads.training.ranks import SINGLE_PROCESS, Ranks, Stop
-from trtspec.heads.training.samples import MAX_HELD_OUT, counted_positions, split_data
-from trtspec.heads.training.saved import SavedRun, load_state, save_state
+from trtspec.heads.training.ranks import Ranks, Stop
+from trtspec.heads.training.samples import MAX_HELD_OUT, TrainingData, counted_positions
+from trtspec.heads.training.saved import Fingerprint, SavedRun, load_state, save_state
 from trtspec.heads.training.states import Features, collate
 from trtspec.heads.training.train_options import TrainingRun, TrainOptions
+from trtspec.heads.training.training_record import Evaluation, TrainingProgress
 
 if TYPE_CHECKING:
     # ModelOpt takes many seconds, and a dry run needs none of it.
@@ -55,18 +56,16 @@ LOGIT_BYTES = 2 + 4 + 2 + 4 + 2
 
 
 def train_head(
-    model: TrainingModule,
-    features: Features,
-    options: TrainOptions,
+    stepper: Stepper,
+    data: TrainingData,
     run: TrainingRun,
-    fingerprint: dict[str, Any],
+    fingerprint: Fingerprint,
     *,
-    on_step: Callable[[CurvePoint], None] = lambda _: None,
-    export: Callable[[CurvePoint], None] = lambda _: None,
-    stop: Stop | None = None,
-    ranks: Ranks = SINGLE_PROCESS,
+    on_step: Callable[[CurvePoint], None],
+    export: Callable[[CurvePoint], None],
+    stop: Stop,
 ) -> TrainingResult:
-    """Trains the head of `model` in place, with AdamW and a learning-rate schedule.
+    """Trains the head of `stepper` in place, with AdamW and a learning-rate schedule.
 
     Saves the state of the run every `run.save_every` optimizer steps. A second call with the same
     `fingerprint` resumes from the saved state, and its curve equals the curve of an uninterrupted
@@ -74,33 +73,32 @@ def train_head(
     belongs to another run.
 
     Args:
-        features: hidden states of the target, by sample.
         fingerprint: options and digests of the inputs, which a resumed run must repeat.
         on_step: function that gets the figures of every optimizer step.
         export: function that writes the heads that are due after an optimizer step.
         stop: collector of the reasons to end before the last step.
-        ranks: group of processes that train together.
     """
-    stop = stop or Stop()
-    data = split_data(features.samples, options)
-    total = data.total
-    stepper = Stepper(model, features, options, total, ranks)
-    saved = load_state(run, stepper.parameters, stepper.optimizer, fingerprint, total)
+    ranks = stepper.ranks
+    total = stepper.total
+    parameters = stepper.parameters
+    optimizer = stepper.optimizer
+    saved = load_state(run, parameters, optimizer, fingerprint, total)
+    resumed_at = saved.step
     ranks.wait()  # no process saves before all have read
     # Only the main process has a curve. It also saves the state.
     curve = Curve(run.curve, saved.position) if ranks.main else None
-    result = TrainingResult(saved.step, total)
+    result = TrainingResult(resumed_at, total)
     start = time.monotonic()
     longest_step_s = 0.0
     longest_save_s = 0.0
-    steps = list(data.steps())[saved.step :]
-    evaluate_every = options.eval_every or max(1, total // EVALUATIONS)
+    steps = list(data.steps())[resumed_at:]
+    evaluate_every = stepper.options.eval_every or max(1, total // EVALUATIONS)
     for index, (step, batches) in enumerate(steps):
         is_last = step == total
         # The states of the next step are fetched while this step computes.
         for _, expected_batches in steps[index : index + 2]:
             for batch in expected_batches:
-                features.expect(ranks.share(batch))
+                stepper.features.expect(ranks.share(batch))
         point = stepper.step(step, batches)
         result.tokens += point.tokens
         point.tokens_per_second = result.tokens / (time.monotonic() - start)
@@ -116,7 +114,7 @@ def train_head(
         export(point)
         if curve and (stopping or is_last or step % run.save_every == 0):
             state = SavedRun(step, total, curve.position, fingerprint)
-            save_state(run, stepper.parameters, stepper.optimizer, state)
+            save_state(run, parameters, optimizer, state)
         longest_save_s = max(longest_save_s, time.monotonic() - save_start)
         on_step(point)
         if stopping:
@@ -147,7 +145,7 @@ class TrainingResult:
     def finished(self) -> bool:
         return self.steps == self.total
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> TrainingProgress:
         """Returns the fields that the provenance record keeps."""
         return {
             "steps": self.steps,
@@ -232,7 +230,7 @@ class Stepper:
         return CurvePoint(step, self.total, loss_value, accuracy, rate, norm, tokens, seconds)
 
     @torch.no_grad()
-    def evaluate(self, indices: list[int]) -> dict[str, Any]:
+    def evaluate(self, indices: list[int]) -> Evaluation:
         """Evaluates the head on the held-out samples `indices`.
 
         Returns `loss`, and `accuracy` (agreement with the target, one fraction for each
@@ -255,7 +253,7 @@ class Stepper:
                 simulated += torch.tensor(counts)
         loss_value, accuracy = self._means(sums, counted)
         verifications, accepted = self.ranks.sum(simulated).tolist()
-        evaluation: dict[str, Any] = {"loss": loss_value, "accuracy": accuracy}
+        evaluation: Evaluation = {"loss": loss_value, "accuracy": accuracy}
         if verifications:
             evaluation["acceptance_length"] = 1 + accepted / verifications
         return evaluation

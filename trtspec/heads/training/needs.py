@@ -15,7 +15,7 @@ import shlex
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from trtspec.checkpoint.hub import Resolved, resolve
 from trtspec.checkpoint.target_problems import require_target
@@ -93,7 +93,7 @@ def dry_run(
         "warnings": plan.warnings,
     }
     needed = needs(plan, spec, options, stored_bytes(resolved), gpu, target, run.data)
-    online = needed["ways"]["online"]
+    online: WayNeeds = needed["ways"]["online"]
     if features.text == "memory" and not online["possible"]:
         message = f"TS-TRAIN-FIT `features` memory on {gpu.name}: {online['why']}"
         raise TrtspecError(message, OTHER_WAYS)
@@ -111,6 +111,18 @@ def stored_bytes(resolved: Resolved) -> int:
     if not size and resolved.known:
         size = resolved.known.bytes or 0
     return size
+
+
+class WayNeeds(TypedDict):
+    """Needs of one source of the target's states. `why`: the reason if it is not possible."""
+
+    possible: bool
+    gpus: int
+    disk_bytes: int
+    peak_bytes: int
+    why: NotRequired[str]
+    chunks: NotRequired[int]
+    read_bytes: NotRequired[int]
 
 
 def needs(
@@ -134,6 +146,8 @@ def needs(
         data: name of the data in commands.
     """
     samples = plan.counted or len(plan.samples)
+    tokens = plan.tokens
+    feature_bytes = plan.feature_bytes
     epochs = plan.steps * options.batch_size * options.accumulation / max(1, samples)
     memory = gpu.memory_bytes * USABLE_SHARE
     trainers, peak = _trainers(plan, target, options, memory)
@@ -144,17 +158,16 @@ def needs(
     parallel = 2 ** max(0, doublings)
     layer = decoded_layer_bytes(target)
     refused = refusals(target, gpu=gpu, tp_size=parallel, ep_size=parallel)
-    state_bytes = plan.feature_bytes
-    chunks = max(1, math.ceil(state_bytes / CHUNK_BYTES))
+    chunks = max(1, math.ceil(feature_bytes / CHUNK_BYTES))
     online = _way(trainers, 0, stored + peak, memory, "target and head")
-    stream_disk = min(state_bytes, 2 * CHUNK_BYTES)
+    stream_disk = min(feature_bytes, 2 * CHUNK_BYTES)
     stream_contents = "two layers, or the head and one sequence"
     stream = _way(trainers, stream_disk, max(2 * layer, peak), memory, stream_contents)
     engine_peak = max(stored / parallel, peak)
     engine_contents = "its part of the target, or the head and one sequence"
     # The engine and the training use the same GPUs, one after the other.
     dumps_gpus = max(parallel, trainers)
-    dumps = _way(dumps_gpus, state_bytes, engine_peak, memory, engine_contents)
+    dumps = _way(dumps_gpus, feature_bytes, engine_peak, memory, engine_contents)
     server = _way(parallel + trainers, 0, engine_peak, memory, engine_contents)
     return {
         "gpu": gpu.name,
@@ -163,9 +176,9 @@ def needs(
             "target_bytes": stored,
             # The second size applies if the next layer is decoded while one computes.
             "decoded_layer_bytes": [layer, 2 * layer],
-            "state_bytes_per_token": state_bytes // max(1, plan.tokens),
-            "tokens": plan.tokens,
-            "state_bytes": state_bytes,
+            "state_bytes_per_token": feature_bytes // max(1, tokens),
+            "tokens": tokens,
+            "state_bytes": feature_bytes,
             "saved_state_bytes": 3 * 4 * plan.parameters,  # float32 weights and two moments
             "head_bytes": 2 * plan.parameters,  # bf16
         },
@@ -181,7 +194,7 @@ def needs(
     }
 
 
-def _way(gpus: int, disk: float, peak_bytes: float, memory: float, contents: str) -> dict[str, Any]:
+def _way(gpus: int, disk: float, peak_bytes: float, memory: float, contents: str) -> WayNeeds:
     """Returns the sizes of one way to get the states, and `why` if one GPU is too small for it.
 
     Args:
@@ -191,7 +204,7 @@ def _way(gpus: int, disk: float, peak_bytes: float, memory: float, contents: str
         memory: usable bytes of one GPU.
         contents: objects that take the peak memory, for the message.
     """
-    facts: dict[str, Any] = {
+    facts: WayNeeds = {
         "possible": peak_bytes <= memory,
         "gpus": gpus,
         "disk_bytes": round(disk),

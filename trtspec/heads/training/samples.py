@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, compress, count, islice
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from trtspec.checkpoint.conversations import Conversation, read_conversations
 from trtspec.checkpoint.data_rows import CODE
@@ -320,20 +320,28 @@ def counted_positions(samples: Iterable[Sample], ttt_steps: int, answer_only: bo
     return totals
 
 
+class FileCounts(TypedDict):
+    """Counts of a data file. `refusals`: first messages about refused conversations."""
+
+    file: str
+    conversations: int
+    duplicates: int
+    refused: int
+    refusals: list[str]
+
+
 def read_files(
     files: Sequence[str], tokenizer: KimiTokenizer, options: TrainOptions
-) -> tuple[list[Sample], list[dict[str, Any]]]:
+) -> tuple[list[Sample], list[FileCounts]]:
     """Reads the samples of several data files, without duplicates.
 
     Of samples with the same tokens the first is kept. Returns the samples of all files in order,
-    and a dict for each file. The dict has the name of the `file`, and the numbers of
-    `conversations`, `duplicates` and `refused` conversations. Its `refusals` are the first messages
-    about refused conversations.
+    and the counts of each file.
     """
     seen: set[tuple[int, ...]] = set()
     names: set[str] = set()
     samples: list[Sample] = []
-    counts = []
+    counts: list[FileCounts] = []
     for file in files:
         refused: list[TrtspecError] = []
         read = read_samples(file, tokenizer, options.seq_len, refused=refused, names=names)

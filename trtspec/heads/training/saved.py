@@ -10,7 +10,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from safetensors import safe_open
@@ -31,6 +31,16 @@ LENGTH_OPTIONS = ("epochs", "steps")  # options that may grow when a run is resu
 MOMENTS = ("exp_avg", "exp_avg_sq")  # names of AdamW's moments in torch
 
 
+class Fingerprint(TypedDict):
+    """Options and digests of data, target and initial head, which a resumed run must repeat."""
+
+    options: dict[str, Any]
+    data: str
+    target: str
+    target_id: dict[str, str]
+    init: str | None
+
+
 @dataclass(frozen=True)
 class SavedRun:
     """Facts about a run that its state file holds.
@@ -45,7 +55,7 @@ class SavedRun:
     step: int
     total: int
     position: int
-    fingerprint: dict[str, Any]
+    fingerprint: Fingerprint
 
 
 def saved_run(work: Path) -> SavedRun | None:
@@ -66,7 +76,7 @@ def saved_run(work: Path) -> SavedRun | None:
         raise UsageError(message, "pass `restart` to start over") from None
 
 
-def check_saved(saved: SavedRun, fingerprint: dict[str, Any], total: int, output: Path) -> None:
+def check_saved(saved: SavedRun, fingerprint: Fingerprint, total: int, output: Path) -> None:
     """Raises UsageError if a run of `total` steps cannot resume from `saved`.
 
     A run cannot resume if options or inputs have changed, which the error names. A finished run
@@ -110,7 +120,7 @@ def load_state(
     run: TrainingRun,
     parameters: dict[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
-    fingerprint: dict[str, Any],
+    fingerprint: Fingerprint,
     total: int,
 ) -> SavedRun:
     """Loads the saved state into the parameters and the optimizer.
@@ -133,9 +143,7 @@ def load_state(
     return saved
 
 
-def run_fingerprint(
-    run: TrainingRun, samples: list[Sample], options: TrainOptions
-) -> dict[str, Any]:
+def run_fingerprint(run: TrainingRun, samples: list[Sample], options: TrainOptions) -> Fingerprint:
     """Collects what a resumed run must repeat: options except LENGTH_OPTIONS, and input digests."""
     options_record = asdict(options)
     for name in LENGTH_OPTIONS:

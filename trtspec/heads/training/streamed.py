@@ -13,7 +13,7 @@ import math
 import time
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -109,16 +109,8 @@ def stream_features(
     # A file of states is used again only if all of these are equal.
     fingerprint = repr((target, layers, str(stream.dtype), stream.activation))
     # All chunks stay in a directory that the user has named.
-    features = StreamedFeatures(
-        plan.samples,
-        stream,
-        layers,
-        chunks,
-        directory,
-        ranks,
-        fingerprint,
-        kept=math.inf if named else kept,
-    )
+    order = ChunkOrder(chunks, math.inf if named else kept)
+    features = StreamedFeatures(plan.samples, stream, layers, order, directory, ranks, fingerprint)
     # All processes must compute a chunk together. They would need the chunks of held-out samples
     # and of later epochs at different times, so these chunks are computed first.
     if ranks.size > 1:
@@ -145,15 +137,27 @@ def _require_disk(directory: Path, plan: TrainingPlan) -> None:
         raise TrtspecError(message, remedy)
 
 
+class ChunkOrder(NamedTuple):
+    """Chunks of samples in the order of their first use.
+
+    Args:
+        chunks: sample indices of each chunk.
+        kept: number of first chunks that stay on disk after training has passed them. Infinity:
+            every chunk.
+    """
+
+    chunks: list[list[int]]
+    kept: float
+
+
 def chunks_in_order(
     samples: list[Sample], data: TrainingData, target: ModelSpec, num_aux: int, chunk_bytes: float
-) -> tuple[list[list[int]], float]:
+) -> ChunkOrder:
     """Divides the samples into chunks of at most `chunk_bytes`, in the order of their first use.
 
-    Returns the sample indices of each chunk, and the number of first chunks that stay on disk until
-    the run ends. That number is infinity if later epochs use samples again. Held-out samples come
-    first, because every evaluation needs them. The new samples of a batch are in one chunk, because
-    the processes that share a batch must need the same chunk.
+    All chunks are kept if later epochs use samples again. Held-out samples come first, and their
+    chunks are kept, because every evaluation needs them. The new samples of a batch are in one
+    chunk, because the processes that share a batch must need the same chunk.
 
     Args:
         num_aux: number of captured layer outputs per token.
@@ -167,7 +171,7 @@ def chunks_in_order(
     size = bytes_per_token(target, num_aux)
     if sum(lengths) * size <= chunk_bytes:
         single_chunk = list(range(len(samples)))
-        return [single_chunk], math.inf if uses_samples_again else 1
+        return ChunkOrder([single_chunk], math.inf if uses_samples_again else 1)
     evaluated = data.held[:MAX_HELD_OUT]
     chunks: list[list[int]] = [[]]
     chunk_size = 0  # bytes of the last chunk
@@ -183,7 +187,7 @@ def chunks_in_order(
         chunks[-1] += new
         chunk_size += new_size
     evaluated_chunks = [chunk for chunk in chunks if not set(chunk).isdisjoint(evaluated)]
-    return chunks, math.inf if uses_samples_again else len(evaluated_chunks)
+    return ChunkOrder(chunks, math.inf if uses_samples_again else len(evaluated_chunks))
 
 
 class StreamedFeatures(Features):
@@ -196,9 +200,7 @@ class StreamedFeatures(Features):
 
     Args:
         aux_layers: 0-based layers whose outputs are captured, in ascending order.
-        chunks: sample indices of each chunk.
         fingerprint: text that identifies the target's weights, the layers and the dtype.
-        kept: number of first chunks that stay on disk after training has passed them.
     """
 
     def __init__(
@@ -206,23 +208,20 @@ class StreamedFeatures(Features):
         samples: list[Sample],
         stream: LayerStream,
         aux_layers: tuple[int, ...],
-        chunks: list[list[int]],
+        order: ChunkOrder,
         directory: Path,
         ranks: Ranks,
         fingerprint: str,
-        *,
-        kept: float,
     ) -> None:
         super().__init__(samples, stream.spec.hidden_size, len(aux_layers))
         self.stream = stream
         self.aux_layers = aux_layers
-        self.chunks = chunks
+        self.chunks, self.kept = order
         self.directory = directory
         self.ranks = ranks
         self.fingerprint = fingerprint
-        self.kept = kept
         self._chunk_of: dict[int, int] = {}
-        for number, chunk in enumerate(chunks):
+        for number, chunk in enumerate(self.chunks):
             self._chunk_of |= dict.fromkeys(chunk, number)
         self._open: dict[int, dict[int, Any]] = {}  # chunk number -> sample index -> open file
 

@@ -23,6 +23,7 @@ from trtspec.errors import TrtspecError, UsageError
 from trtspec.files import beside
 from trtspec.heads.training.curve import run_directory, run_options
 from trtspec.heads.training.samples import (
+    FileCounts,
     Sample,
     counted_positions,
     read_files,
@@ -72,7 +73,7 @@ class TrainingPlan:
     parameters: int
     feature_bytes: int
     features: FeatureSource
-    files: list[dict[str, Any]] = field(default_factory=list)
+    files: list[FileCounts] = field(default_factory=list)
     held_out: int | None = None
     counted: int | None = None
     dumped: DumpedFeatures | None = None

@@ -34,13 +34,14 @@ from trtspec.heads.training.curve import (
     run_options,
     summary,
 )
-from trtspec.heads.training.loop import peak_learning_rate, train_head
+from trtspec.heads.training.loop import Stepper, peak_learning_rate, train_head
 from trtspec.heads.training.ranks import SINGLE_PROCESS, Ranks, Stop, require_shared
 from trtspec.heads.training.samples import coverage, draft_vocabulary, split_data
-from trtspec.heads.training.saved import STATE_NAME, run_fingerprint
+from trtspec.heads.training.saved import STATE_NAME, Fingerprint, run_fingerprint
 from trtspec.heads.training.sources import open_states
 from trtspec.heads.training.train_options import TrainingRun, TrainOptions
 from trtspec.heads.training.training_plan import TrainingPlan, check_initial, initial_tensors
+from trtspec.heads.training.training_record import TrainingProgress, TrainingRecord
 from trtspec.report import (
     fsync,
     provenance,
@@ -64,7 +65,7 @@ def run_training(
     *,
     on_step: Callable[[CurvePoint], None] = lambda _: None,
     ranks: Ranks = SINGLE_PROCESS,
-) -> dict[str, Any]:
+) -> TrainingRecord:
     """Trains a head, and writes it to the output of the run.
 
     A second call with the same arguments resumes an interrupted run from the last saved state. More
@@ -101,16 +102,10 @@ def run_training(
             closing(open_states(run, model, plan, options, ranks, journal)) as states,
             signals_handled(stop.hear, *signals),
         ):
+            data = split_data(states.samples, options)
+            stepper = Stepper(module, states, options, data.total, ranks)
             result = train_head(
-                module,
-                states,
-                options,
-                run,
-                fingerprint,
-                on_step=on_step,
-                export=writer.after,
-                stop=stop,
-                ranks=ranks,
+                stepper, data, run, fingerprint, on_step=on_step, export=writer.after, stop=stop
             )
             record = writer.write(run.output, result.to_dict())
         if ranks.main and result.finished:
@@ -121,7 +116,7 @@ def run_training(
     return record
 
 
-def _source_record(target_dir: Path, fingerprint: dict[str, Any]) -> dict[str, Any]:
+def _source_record(target_dir: Path, fingerprint: Fingerprint) -> dict[str, Any]:
     """Returns the facts about target, data and initial head that the provenance record keeps."""
     return {
         "data_sha256": fingerprint["data"],
@@ -168,7 +163,7 @@ class HeadWriter:
     ranks: Ranks
     source: dict[str, Any]
 
-    def write(self, output: Path, progress: dict[str, Any]) -> dict[str, Any]:
+    def write(self, output: Path, progress: TrainingProgress) -> TrainingRecord:
         """Writes the current head into `output`, and its provenance record last.
 
         Returns the record, which is empty in processes other than the main process.
@@ -182,9 +177,10 @@ class HeadWriter:
         plan = self.plan
         spec = plan.spec
         options = self.options
+        run = self.run
         samples = plan.samples
         data = split_data(samples, options)
-        training = summary(self.run.curve) | {
+        training = summary(run.curve) | {
             "samples": len(data.trained),
             "held_out": len(data.held),
             "peak_lr": peak_learning_rate(options, spec.hidden_size),
@@ -195,11 +191,11 @@ class HeadWriter:
             target_ids = offsets + torch.arange(len(offsets))
             training["draft_vocabulary_coverage"] = coverage(samples, target_ids.tolist())
         source = {
-            "target": source_name(self.run.target_dir),
-            "data": self.run.data,
+            "target": source_name(run.target_dir),
+            "data": run.data,
             "files": plan.files,
         }
-        record = provenance(
+        record: TrainingRecord = provenance(
             "train",
             source | self.source,
             asdict(options),
@@ -218,7 +214,8 @@ class HeadWriter:
         """Writes the best head after an optimizer step whose held-out loss is the lowest so far."""
         if not self.ranks.main:
             return
-        if point.held_out and point.held_out["loss"] < self._best_loss():
+        held_out = point.held_out
+        if held_out and held_out["loss"] < self._best_loss():
             self._write_whole(BEST, point)
 
     def _best_loss(self) -> float:
@@ -236,17 +233,19 @@ class HeadWriter:
         """
         output = self.run.output
         unfinished = PlainName(f".{name}.partial")
+        unfinished_path = output / unfinished
         remove_folder(output, unfinished)
-        progress = {
+        progress: TrainingProgress = {
             "steps": point.step,
             "total": point.total,
             "finished": False,
             "held_out_figures": point.held_out,
         }
-        self.write(output / unfinished, progress)
+        self.write(unfinished_path, progress)
         remove_folder(output, name)
-        with writing(output / name):
-            (output / unfinished).rename(output / name)
+        path = output / name
+        with writing(path):
+            unfinished_path.rename(path)
             fsync(output)
 
 
@@ -262,7 +261,7 @@ def write_head(
     write_json(output / CONFIG_NAME, head_config(spec, target))
 
 
-def write_record(output: Path, spec: HeadSpec, provenance: dict[str, Any]) -> None:
+def write_record(output: Path, spec: HeadSpec, provenance: TrainingRecord) -> None:
     """Writes provenance.json and README.md into the directory of the checkpoint.
 
     A later measurement calls this function again with its figures in `provenance`.

@@ -326,12 +326,19 @@ def _unknown(document: Document, schema: Schema, entry: Entry, word: Word) -> Pr
 
 
 def targets(document: Document, schema: Schema) -> dict[str, str]:
-    """The keys of a file that the release refuses, each with the key that it means."""
+    """The keys of a file that the release refuses, each with the key that it means.
+
+    A similar spelling counts only if the release surely refuses the key. Otherwise the absence of
+    the similar key is judged too.
+    """
     meant: dict[str, str] = {}
     for path, entry in document.entries.items():
         if entry.parent in classes() and path not in schema.fields:
             target = meaning(schema, entry.parent, entry.name)
-            if target is not None:
+            if target is None:
+                continue
+            variant = variant_of(document, entry.parent)
+            if target.certain or schema.word(entry.parent, entry.name, variant).settled:
                 meant[path] = target.path
     return meant
 

@@ -97,9 +97,12 @@ def head_use(document: Document, deployment: Deployment) -> Iterator[Problem]:
     """Checks that the file and the command name the same head."""
     written = head_in(document)
     given = deployment.head_name
-    if not (written and given and decoding_type(document)):
-        return
-    if canonical_id(written) != canonical_id(given):
+    if (
+        written
+        and given
+        and decoding_type(document)
+        and canonical_id(written) != canonical_id(given)
+    ):
         key = next(key for key in MODEL_KEYS if document.has(key))
         message = f"the file names the head {written}, the command {given}"
         yield Problem("TS-LINT-HEAD-DIFFERS", "warning", key, message)

@@ -19,6 +19,7 @@ from trtspec.checkpoint.hub import engine_name, engine_path, engine_revision
 from trtspec.checkpoint.published import reasoning_parser
 from trtspec.errors import Problem, Severity, UsageError
 from trtspec.launch.preflight import EngineProgram, InstalledGpu, visible_gpus
+from trtspec.launch.server_launch import ServerAddress
 from trtspec.specs import ModelSpec, gpu_spec
 from trtspec.trtllm.deployment import Deployment, installed_version, parse_passed
 from trtspec.trtllm.document import Document
@@ -28,11 +29,13 @@ from trtspec.trtllm.schema import Schema, read_beside, schema_for
 
 
 def build_command(
-    intent: Intent, target: ModelSpec, document: Document, config_path: str, *,
-    host: str = "0.0.0.0", port: int = 8000, sizes: Mapping[str, Any] | None = None,
-    passed: Sequence[str] = (), cache: str | None = None,
+    intent: Intent, target: ModelSpec, document: Document, *,
+    address: ServerAddress = ServerAddress("0.0.0.0", 8000),
+    sizes: Mapping[str, Any] | None = None, passed: Sequence[str] = (), cache: str | None = None,
 ) -> list[str]:  # fmt: skip
     """The words of trtllm-serve, with the intent's sizes that the file does not have.
+
+    The name of `document` is the path that the engine reads.
 
     Raises UsageError if the revision is given twice.
 
@@ -50,13 +53,15 @@ def build_command(
 
     takes_revision = schema.option("--revision").takes
     model = engine_name(intent.target) if takes_revision else engine_path(intent.target, cache)
-    argv = ["trtllm-serve", model, "--host", host, "--port", str(port)]
+    argv = ["trtllm-serve", model, "--host", address.host, "--port", str(address.port)]
     revision = engine_revision(intent.target)
-    if revision is not None and decided("revision"):
-        message = f"{intent.target} names its revision, and `revision` is given to the engine too"
-        raise UsageError(message, "give it once")
-    if revision is not None and takes_revision:
-        argv += ["--revision", revision]
+    if revision is not None:
+        if decided("revision"):
+            message = f"{intent.target} names its revision, "
+            message += "and `revision` is given to the engine too"
+            raise UsageError(message, "give it once")
+        if takes_revision:
+            argv += ["--revision", revision]
     if not decided("backend"):
         argv += ["--backend", "pytorch"]
     for key, value in {**intent.settings_in_argv(), **sizes}.items():
@@ -77,7 +82,7 @@ def build_command(
     silenced = "telemetry" in chosen or document.has("telemetry_config.disabled")
     if schema.option("--telemetry").takes and not silenced:
         argv.append("--no-telemetry")
-    return [*argv, *passed, "--extra_llm_api_options", config_path]
+    return [*argv, *passed, "--extra_llm_api_options", document.name]
 
 
 def _takes(schema: Schema, name: str, value: str) -> bool:

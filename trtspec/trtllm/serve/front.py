@@ -79,7 +79,8 @@ def plan_front(options: ServeOptions, *, launching: bool) -> ServerPlan:
     find_target(options.target)
     path = options.disaggregated
     assert path is not None  # the option asks for a front
-    if str(path) == STDIN:
+    name = str(path)
+    if name == STDIN:
         message = "`disaggregated` - : the front reads its file itself"
         raise UsageError(message, "pass the path of one")
     text = read_yaml_text(path, BUILD_FRONT)
@@ -98,11 +99,11 @@ def plan_front(options: ServeOptions, *, launching: bool) -> ServerPlan:
     return ServerPlan(
         program=PROGRAM,
         patterns=LogPatterns.load(PATTERNS),
-        argv=["trtllm-serve", "disaggregated", "-c", str(path), *timeouts],
+        argv=["trtllm-serve", "disaggregated", "-c", name, *timeouts],
         env=dict(ENVIRONMENT),
         config=load_text(text),
         config_text=text,
-        config_path=str(path),
+        config_path=name,
         problems=problems,
         version=(version, "installed here" if version else "not asked"),
         endpoint=ServerAddress(front.hostname, front.port),
