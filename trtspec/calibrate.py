@@ -51,17 +51,24 @@ from trtspec.report import (
     write_json,
 )
 
-MIN_TOKENS = 2  # of a text
-# Roles of parameters that read no input, and of routers.
+MIN_TOKENS = 2  # minimum number of tokens of a text
+# Roles of parameters that are not linears, and of routers, which are never quantized.
 NO_LINEARS = ("norms", "router", "router bias")
-FORMAT_VERSION = 3  # raised when the same options would give other scales
-STATES_SHARE = 0.5  # of the free memory for hidden states; others are read back from disk
-FORWARD_TOKENS = 4096  # texts of equal length run together up to this many tokens
+FORMAT_VERSION = 3  # raised if a change of the code gives other scales for the same options
+STATES_SHARE = 0.5  # fraction of the free memory for hidden states, which are otherwise on disk
+FORWARD_TOKENS = 4096  # maximum number of tokens of a batch of texts of equal length
 LOAD_THREADS = 8
 
 
 @dataclass(frozen=True)
 class CalibrationOptions:
+    """Options of a calibration.
+
+    samples: maximum number of texts.
+    seq_len: maximum number of tokens of a text.
+    dtype: compute dtype. None: the default of the device.
+    """
+
     samples: int = 512
     seq_len: int = 512
     device: str = "cpu"
@@ -77,17 +84,18 @@ def calibrate_checkpoint(
     output_options: OutputOptions = OutputOptions(),
     bar: ProgressBar = ProgressBar(),
 ) -> CalibrationResult:
-    """Measures activation scales of `source` on `data`. A dry run writes nothing.
+    """Measures the activation scales of the model `source` on the texts of `data`.
 
-    After a kill the same call resumes with the layer that it stopped in, and writes the same file
-    as an uninterrupted run. Checks headers, data, options, disk and permissions before the first
-    layer. Raises TrtspecError or UsageError.
+    A dry run only makes the checks and estimates memory and disk. After a kill the same call
+    resumes at the layer that was not finished, and writes the same file as an uninterrupted run.
+    Raises TrtspecError or UsageError before the first layer if headers, data, options, disk or
+    permissions prevent a calibration.
 
     Args:
-        data: rows of text or conversations.
-        output: safetensors file with `<hub name of the linear>.input_scale`.
-        policy: None for the policy of the source's release.
-        bar: shows the layers that are done.
+        data: file or directory of texts or conversations.
+        output: safetensors file to write, with `<hub name of the linear>.input_scale`.
+        policy: quantization policy. None: the policy of the source's release.
+        bar: progress bar of the layers.
     """
     start = time.monotonic()
     calibration = prepare(source, data, output, policy, options)
@@ -103,12 +111,23 @@ def calibrate_checkpoint(
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationResult:
-    """The result of a run, or of a dry run. None: not a field of that result.
+    """The result of a calibration or of a dry run. The fields of the other result are None.
 
     Args:
-        unreached: by layer, the experts that no token was routed to.
+        texts: number of texts.
+        tokens: number of tokens of all texts.
+        layers: number of decoder layers.
+        linears: number of linears that become NVFP4.
+        experts: number of routed experts in all layers.
+        experts_unreached: number of experts that no token was routed to.
+        unreached: numbers of the experts that no token was routed to, by layer.
         dead_inputs: inputs that were always zero.
         input_scale: min, median and max of the scales.
+        layers_resumed: number of layers that an earlier, interrupted run had done.
+        layer_bytes: size of the largest decoded layer in bytes.
+        states_bytes: size of the hidden states between two layers in bytes.
+        disk_bytes: bytes on disk that the calibration needs while it runs.
+        resumes: whether the output has an interrupted run that would resume.
     """
 
     output: str
@@ -119,7 +138,7 @@ class CalibrationResult:
     tokens: int
     layers: int
     linears: int
-    # of a run
+    # fields of a calibration
     sha256: str | None = None
     experts: int | None = None
     experts_unreached: int | None = None
@@ -129,7 +148,7 @@ class CalibrationResult:
     layers_resumed: int | None = None
     seconds: float | None = None
     peak_rss_bytes: int | None = None
-    # of a dry run
+    # fields of a dry run
     layer_bytes: int | None = None
     states_bytes: int | None = None
     memory_bytes_estimate: int | None = None
@@ -151,7 +170,12 @@ class DecisiveOptions(TypedDict):
 
 
 class CalibrationHeader(TypedDict):
-    """The journal's header. `source`: its fingerprint. `data`: the digest of the texts."""
+    """Header of the journal, which a resume must repeat.
+
+    Args:
+        source: fingerprint of the checkpoint.
+        data: digest of the texts.
+    """
 
     source: dict[str, Any]
     options: DecisiveOptions
@@ -159,13 +183,13 @@ class CalibrationHeader(TypedDict):
 
 
 class LayerScales(TypedDict):
-    """The journal's record of a layer.
+    """The journal's entry of a layer.
 
     Args:
-        scales: input_scale by point.
-        dead: points whose input was always zero.
-        unreached: experts without a token.
-        states: of the texts after the layer.
+        scales: input scale of each input point.
+        dead: input points whose input was always zero.
+        unreached: numbers of the experts that no token was routed to.
+        states: facts about the file with the hidden states after the layer.
     """
 
     scales: dict[str, float]
@@ -176,7 +200,14 @@ class LayerScales(TypedDict):
 
 @dataclass(frozen=True)
 class Calibration:
-    """A checked request: nothing has been written yet. `linears`: those that become NVFP4."""
+    """The checked inputs of a calibration, before anything is written.
+
+    linears: hub names of the linears that become NVFP4.
+    texts: token ids of each text.
+    batches: texts of equal length, int64 [B, T].
+    output: safetensors file to write.
+    data: file or directory that the texts come from.
+    """
 
     stream: LayerStream
     policy: Policy
@@ -189,26 +220,29 @@ class Calibration:
 
     @cached_property
     def header(self) -> CalibrationHeader:
-        """The journal's header: everything that decides the scales."""
-        options: DecisiveOptions = {
-            "policy": {"name": self.policy.name, "quantize": self.policy.quantize},
-            "samples": self.options.samples,
-            "seq_len": self.options.seq_len,
-            "dtype": str(self.stream.dtype).removeprefix("torch."),
-            "device": self.options.device.partition(":")[0],
+        """Header of the journal: everything that decides the scales, which a resume must repeat."""
+        policy = self.policy
+        options = self.options
+        stream = self.stream
+        recorded_options: DecisiveOptions = {
+            "policy": {"name": policy.name, "quantize": policy.quantize},
+            "samples": options.samples,
+            "seq_len": options.seq_len,
+            "dtype": str(stream.dtype).removeprefix("torch."),
+            "device": options.device.partition(":")[0],  # without the number of the GPU
             "format_version": FORMAT_VERSION,
         }
         texts = repr(self.texts)
         data_digest = hashlib.sha256(texts.encode()).hexdigest()
-        checkpoint = self.stream.checkpoint
+        checkpoint = stream.checkpoint
         source = identity(checkpoint) | commit_record(checkpoint.path)
-        return {"source": source, "options": options, "data": data_digest}
+        return {"source": source, "options": recorded_options, "data": data_digest}
 
     @property
     def work(self) -> OutputDirectory:
-        """Directory beside the output with journal and states of a run that is not finished.
+        """Directory next to the output, with the journal and states of an unfinished calibration.
 
-        It holds the states of two layers at most.
+        The directory holds the hidden states of two layers at most.
         """
         states_bytes = 2 * self.states().bytes
         return OutputDirectory.beside(self.output, "calibrate", states_bytes)
@@ -222,9 +256,10 @@ class Calibration:
         return sum(len(text) for text in self.texts)
 
     def states(self) -> States:
-        """Hidden states of all texts, in memory up to the budget.
+        """Makes the storage for the hidden states of all texts.
 
-        The states of each layer are kept in the work directory.
+        The states are in memory if STATES_SHARE of the free memory is enough. Each layer's states
+        are also written to the work directory, so that a killed calibration can resume.
         """
         budget = STATES_SHARE * machine.free_memory()
         directory = OutputDirectory.beside(self.output, "calibrate").path
@@ -232,7 +267,7 @@ class Calibration:
         return States(self.batches, *size, budget=budget, directory=directory, durable=True)
 
     def result(self, **fields: Any) -> CalibrationResult:
-        """The result of a run or of a dry run, whose own fields are `fields`."""
+        """Makes a result of the common fields and of `fields`."""
         return CalibrationResult(
             output=str(self.output),
             policy=self.policy.name,
@@ -249,9 +284,10 @@ class Calibration:
 def prepare(
     source: Path, data: Path, output: Path, policy: Policy | None, options: CalibrationOptions
 ) -> Calibration:
-    """Opens source and data, and checks them against policy and options.
+    """Opens the model and the data of a calibration, and tokenizes the texts.
 
-    Raises TrtspecError or UsageError. `policy` None: the policy of the source's release.
+    Raises TrtspecError if the model has an error. Raises UsageError if the data have no text, or if
+    a row is not a conversation. `policy` None means the policy of the source's release.
     """
     stream = LayerStream(
         source,
@@ -260,10 +296,11 @@ def prepare(
         device=options.device,
         threads=min(LOAD_THREADS, torch.get_num_threads()),
     )
-    policy = policy or default_policy(stream.spec, source_name(stream.checkpoint.path))
+    spec = stream.spec
+    policy = policy or default_policy(spec, source_name(stream.checkpoint.path))
     linears = {
         name.removesuffix(".weight")
-        for name, part in stream.spec.family.tensors(stream.spec)
+        for name, part in spec.family.tensors(spec)
         if part.role in policy.quantize
     }
     texts = read_texts(data, KimiTokenizer(source), options.samples, options.seq_len)
@@ -274,10 +311,11 @@ def prepare(
 def read_texts(
     data: Path, tokenizer: KimiTokenizer, samples: int, seq_len: int
 ) -> list[tuple[int, ...]]:
-    """The first `samples` renderings of `data` (see `render`) as token ids, each cut to `seq_len`.
+    """Reads the first `samples` texts of `data` as token ids, each cut to `seq_len` tokens.
 
-    Skips texts of fewer than 2 tokens, and rows that cannot be rendered. Raises UsageError naming
-    the row if a row is not a conversation, or if no text is left.
+    A text is a rendering of a conversation (see `render`). Skips texts of fewer than MIN_TOKENS
+    tokens, and rows that cannot be rendered. Raises UsageError naming the row if a row is not a
+    conversation, or if no text is left.
     """
     refused: list[UsageError] = []
     renderings = _renderings(data, tokenizer, refused)
@@ -294,7 +332,10 @@ def read_texts(
 def _renderings(
     data: Path, tokenizer: KimiTokenizer, refused: list[UsageError]
 ) -> Iterator[Rendering]:
-    """Renders each row. Appends the error of a row that cannot be rendered to `refused`."""
+    """Yields the renderings of each conversation of `data`.
+
+    Appends the error of a row that cannot be rendered to `refused`.
+    """
     for conversation in read_conversations(data):
         try:
             yield from render(conversation, tokenizer)
@@ -303,23 +344,24 @@ def _renderings(
 
 
 def equal_length_batches(texts: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """int64 [B, T]: texts of one length together, short ones first.
+    """Groups texts of equal length into batches int64 [B, T], shorter texts first.
 
-    There is no padding, because it would be calibrated on.
+    The batches have no padding, because its activations would count in the scales.
     """
     batches: list[Tensor] = []
     for length, group in itertools.groupby(sorted(texts, key=len), len):
         rows = list(group)
-        step = max(1, FORWARD_TOKENS // length)
-        for begin in range(0, len(rows), step):
-            batches.append(torch.tensor(rows[begin : begin + step]))
+        batch_size = max(1, FORWARD_TOKENS // length)
+        for begin in range(0, len(rows), batch_size):
+            batches.append(torch.tensor(rows[begin : begin + batch_size]))
     return batches
 
 
 def input_points(stream: LayerStream, index: int) -> dict[str, list[str]]:
-    """Input points of decoder layer `index` -> hub names of the linears that read the input.
+    """Finds the inputs of decoder layer `index` whose activations are measured.
 
-    A point is a linear as the model fuses it, which may be several linears of the checkpoint.
+    Returns, by input point, the hub names of the linears that read that input. An input point is
+    the name of a linear in the model, which may fuse several linears of the checkpoint.
     """
     points = {}
     for source in layer_layout(stream.spec, index):
@@ -331,42 +373,42 @@ def input_points(stream: LayerStream, index: int) -> dict[str, list[str]]:
 
 
 class LayerObserver:
-    """The quantizers of one decoder layer: attached before its first batch, read after its last."""
+    """Observers of the input points of one decoder layer.
+
+    The observers are attached to `layer` before its first batch, and read after its last batch.
+
+    experts: observed routed experts. None if the layer is dense.
+    """
 
     def __init__(self, calibration: Calibration, index: int, layer: DecoderLayer) -> None:
         observers: dict[str, InputObserver] = {}
-        for point, modules in input_points(calibration.stream, index).items():
-            linear = next((name for name in modules if name in calibration.linears), None)
+        for point, linears in input_points(calibration.stream, index).items():
+            # Linears that the policy leaves unquantized need no scale.
+            linear = next((name for name in linears if name in calibration.linears), None)
             if linear:
                 observers[point] = InputObserver(linear)
         self.observers = observers
         self.experts: ObservedExperts | None = None
 
-        # As a method it would make the experts hold this object, which holds them.
+        # A method would make a reference cycle: the experts hold it, and this object the experts.
         def see(point: str, x: Tensor) -> None:
+            """Shows the input x of a point to the point's observer, if it has one."""
             if point in observers:
                 observers[point].see(x)
 
         mlp = layer.mlp
         if isinstance(mlp, MoE):
-            assert isinstance(mlp.experts, Experts)
-            self.experts = ObservedExperts(mlp.experts, see)
+            experts = mlp.experts
+            assert isinstance(experts, Experts)
+            self.experts = ObservedExperts(experts, see)
             mlp.experts = self.experts
-        attention = layer.self_attn
         for point in observers:
-            if point.startswith("mlp.experts."):
-                continue
-            module = layer.get_submodule(point)
-            if module is attention.kv_b_proj:
-                # Its product is folded into the queries, so its input is seen at its source.
-                attention.kv_a_layernorm.register_forward_hook(
-                    lambda _, __, x, point=point: see(point, x)
-                )
-            else:
-                module.register_forward_pre_hook(lambda _, args, point=point: see(point, args[0]))
+            # The experts show their own inputs.
+            if not point.startswith("mlp.experts."):
+                _attach(layer, point, see)
 
     def record(self) -> LayerScales:
-        """For the journal: input_scale by point, points always zero, experts without a token."""
+        """Returns the journal's entry of the layer."""
         scales = {}
         dead = []
         for point, observer in self.observers.items():
@@ -379,8 +421,23 @@ class LayerObserver:
         return {"scales": scales, "dead": dead, "unreached": unreached}
 
 
+def _attach(layer: DecoderLayer, point: str, see: Callable[[str, Tensor], None]) -> None:
+    """Attaches a hook to `layer` that calls `see` with the input of the linear `point`."""
+    attention = layer.self_attn
+    module = layer.get_submodule(point)
+    if module is attention.kv_b_proj:
+        # The model folds kv_b_proj into the queries and never calls the linear, whose input is the
+        # output of the norm.
+        attention.kv_a_layernorm.register_forward_hook(lambda _, __, x: see(point, x))
+    else:
+        module.register_forward_pre_hook(lambda _, args: see(point, args[0]))
+
+
 class ObservedExperts(nn.Module):
-    """Routed experts whose two inputs are observed, and the tokens of each expert counted."""
+    """Routed experts that show their two inputs to observers, and count the tokens of each expert.
+
+    observe: function that gets an input point and its input.
+    """
 
     def __init__(self, experts: Experts, observe: Callable[[str, Tensor], None]) -> None:
         super().__init__()
@@ -389,14 +446,17 @@ class ObservedExperts(nn.Module):
         self.tokens_per_expert = torch.zeros(len(experts.down), dtype=torch.int64)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Computes `Experts.forward`: x [tokens, H], ids and weights [tokens, k] -> [tokens, H]."""
+        """Computes the same as `Experts.forward`, [tokens, H].
+
+        x is [tokens, H]. The expert ids and weights are [tokens, k].
+        """
         self.observe("mlp.experts.gate_up", x)
         count = len(self.tokens_per_expert)
         self.tokens_per_expert += torch.bincount(ids.flatten().cpu(), minlength=count)
         return dispatch(x, ids, weights, count, self.run_expert)
 
     def run_expert(self, expert: int, x: Tensor) -> Tensor:
-        """The output of one expert for its tokens x [n, H] -> [n, H]."""
+        """Computes the output [n, H] of one expert for its tokens x [n, H]."""
         gate, up = F.linear(x, self.experts.gate_up[expert]).chunk(2, -1)
         active = F.silu(gate) * up
         self.observe("mlp.experts.down", active)
@@ -404,7 +464,10 @@ class ObservedExperts(nn.Module):
 
 
 def _measure(calibration: Calibration, journal: Journal, bar: ProgressBar) -> int:
-    """Runs the layers that the journal lacks. Returns how many it had."""
+    """Runs the layers that the journal lacks, and records the scales of each layer.
+
+    Returns the number of layers that were not run, because the journal had them.
+    """
     stream = calibration.stream
     total = stream.num_layers
     batches = calibration.batches
@@ -413,11 +476,11 @@ def _measure(calibration: Calibration, journal: Journal, bar: ProgressBar) -> in
         if 0 < first < total:
             states_record: StatesRecord = journal.done[f"layer {first - 1}"]["states"]
             if not states.restore(states_record):
-                first = 0  # the states of the last recorded layer are damaged
+                first = 0  # without the states of the last recorded layer all layers run again
         bar.show(first, total)
         if first == 0:
             stream.embed(batches, states)
-        # The observer of the layer that runs. It holds the layer's experts.
+        # Holds the observer of the current layer only, because an observer keeps the experts alive.
         observers: dict[int, LayerObserver] = {}
 
         def on_layer(index: int, layer: DecoderLayer) -> None:
@@ -434,63 +497,82 @@ def _measure(calibration: Calibration, journal: Journal, bar: ProgressBar) -> in
 
 
 def _finish(calibration: Calibration, layers: list[LayerScales]) -> None:
-    """Writes provenance.json, then the scales, then removes the work directory.
+    """Writes the provenance, then the scales, then removes the work directory.
 
-    A kill in between leaves a run that resumes.
+    A kill before the end leaves a calibration that resumes.
+
+    Args:
+        layers: journal's entry of each layer.
     """
     output = calibration.output
     for pattern in (f".{output.name}.*.partial", f".{output.name}.provenance.json.*.tmp"):
-        for path in output.parent.glob(pattern):  # a killed run's half-written file
+        for path in output.parent.glob(pattern):  # incomplete file of a killed calibration
             path.unlink()
     header = calibration.header
-    fingerprint = header["source"]
-    options = header["options"]
-    data_digest = header["data"]
     checkpoint = calibration.stream.checkpoint
-    spec = calibration.stream.spec
-    unreached_experts = sum(len(layer["unreached"]) for layer in layers)
-    model = [spec.model_type, spec.num_hidden_layers, spec.n_routed_experts]
-    metadata = {
-        "command": "calibrate",
-        "options": options,
-        "data": data_digest,
-        "texts": len(calibration.texts),
-        "tokens": calibration.tokens,
-        "unreached_experts": unreached_experts,
-        "source": source_name(checkpoint.path),
-        "fingerprint": fingerprint,
-        "model": model,
-        "modelopt": versions().get("nvidia-modelopt"),
-    }
-    source = {"path": str(checkpoint.path), **fingerprint}
+    source = {"path": str(checkpoint.path), **header["source"]}
     measured = [
         {"scales": layer["scales"], "dead": layer["dead"], "unreached": layer["unreached"]}
         for layer in layers
     ]
-    data = {"name": calibration.data.name, "sha256": data_digest}
-    record = provenance("calibrate", source, options, data=data, layers=measured)
+    data = {"name": calibration.data.name, "sha256": header["data"]}
+    record = provenance("calibrate", source, header["options"], data=data, layers=measured)
     write_json(calibration.provenance_path, record)
     scales = _scales(calibration, layers)
     tensors = {f"{linear}.input_scale": torch.tensor(scale) for linear, scale in scales.items()}
-    metadata_text = json.dumps(metadata, sort_keys=True)
-    write_shard(output, tensors, {"format": "pt", METADATA_KEY: metadata_text})
+    metadata = json.dumps(_metadata(calibration, layers), sort_keys=True)
+    write_shard(output, tensors, {"format": "pt", METADATA_KEY: metadata})
     calibration.work.finish()
 
 
+def _metadata(calibration: Calibration, layers: list[LayerScales]) -> dict[str, Any]:
+    """Returns the facts about the calibration that the header of the output keeps.
+
+    Args:
+        layers: journal's entry of each layer.
+    """
+    stream = calibration.stream
+    spec = stream.spec
+    header = calibration.header
+    return {
+        "command": "calibrate",
+        "options": header["options"],
+        "data": header["data"],
+        "texts": len(calibration.texts),
+        "tokens": calibration.tokens,
+        "unreached_experts": sum(len(layer["unreached"]) for layer in layers),
+        "source": source_name(stream.checkpoint.path),
+        "fingerprint": header["source"],
+        "model": [spec.model_type, spec.num_hidden_layers, spec.n_routed_experts],
+        "modelopt": versions().get("nvidia-modelopt"),
+    }
+
+
 def _scales(calibration: Calibration, layers: list[LayerScales]) -> dict[str, float]:
-    """Hub name of every quantized linear -> its input scale."""
+    """Returns the input scale of every quantized linear by its hub name.
+
+    Args:
+        layers: journal's entry of each layer.
+    """
     scales: dict[str, float] = {}
     for index, layer in enumerate(layers):
         points = input_points(calibration.stream, index)
         for point, scale in layer["scales"].items():
-            scales |= {module: scale for module in points[point] if module in calibration.linears}
+            quantized = [linear for linear in points[point] if linear in calibration.linears]
+            scales |= dict.fromkeys(quantized, scale)
     return scales
 
 
 def _result(
     calibration: Calibration, layers: list[LayerScales], resumed: int, start: float
 ) -> CalibrationResult:
-    """The result of a run that began at `start` (monotonic seconds)."""
+    """Makes the result of a finished calibration.
+
+    Args:
+        layers: journal's entry of each layer.
+        resumed: number of layers that were not run, because the journal had them.
+        start: value of time.monotonic() at the start of the call.
+    """
     scales = list(_scales(calibration, layers).values())
     spec = calibration.stream.spec
     moe_layers = spec.num_hidden_layers - spec.first_k_dense_replace
@@ -521,20 +603,21 @@ def _result(
 
 
 def _estimate(calibration: Calibration, resumes: bool) -> CalibrationResult:
-    """The result of a dry run."""
+    """Makes the result of a dry run. `resumes`: whether an interrupted calibration would resume."""
     stream = calibration.stream
     states = calibration.states()
     # The first layer is dense, the last has experts.
     layer_bytes = max(map(stream.layer_bytes, {0, stream.num_layers - 1}))
     memory_bytes = (1 + stream.load_ahead) * layer_bytes
+    states_bytes = states.bytes
     if states.in_memory:
-        memory_bytes += states.bytes
+        memory_bytes += states_bytes
     return calibration.result(
         layer_bytes=layer_bytes,
-        states_bytes=states.bytes,
+        states_bytes=states_bytes,
         memory_bytes_estimate=memory_bytes,
-        # States are read while those of the next layer are written.
-        disk_bytes=2 * states.bytes,
+        # The states of one layer are read while the states of the next layer are written.
+        disk_bytes=2 * states_bytes,
         free_bytes=machine.free_disk(calibration.output.parent),
         resumes=resumes,
         dry_run=True,

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def model_card(spec: HeadSpec, provenance: TrainingRecord) -> str:
-    """The Markdown of a trained head.
+    """Renders the model card of a trained head as Markdown.
 
-    It is made from the record alone, so the card and provenance.json never differ.
+    The card uses the provenance record only, so the card and provenance.json never differ.
     """
     target = provenance["source"]["target"]
     layers = list(spec.aux_layers or ())
@@ -37,9 +37,13 @@ def model_card(spec: HeadSpec, provenance: TrainingRecord) -> str:
 
 
 def conversion_card(spec: HeadSpec, result: dict[str, Any], record: dict[str, Any]) -> str:
-    """The Markdown of a converted head, from the result and the provenance record.
+    """Renders the model card of a converted head as Markdown.
 
-    A measurement of the source head is repeated with its origin.
+    A measured acceptance of the source head is repeated as a figure of the source.
+
+    Args:
+        result: fields of `trtspec convert --json`.
+        record: provenance record of the conversion.
     """
     size = f"{result['parameters']:,} in {result['tensors']} tensors, {result['bytes_out']:,} bytes"
     source = record["source"]
@@ -59,6 +63,7 @@ def conversion_card(spec: HeadSpec, result: dict[str, Any], record: dict[str, An
 def _rendered(
     spec: HeadSpec, record: Mapping[str, Any], *, converted: bool = False, **values: Any
 ) -> str:
+    """Renders the template data/head_card.md. `values`: further variables of the template."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(DATA),
         trim_blocks=True,
@@ -84,12 +89,14 @@ def serving_commands(
 ) -> dict[str, str]:
     """Shell commands (and YAML) that serve the head, by engine.
 
-    They begin with a conversion if the engine misreads the head's layout. If the engine cannot load
-    the head, they are a comment with the reason.
+    An engine that misreads the head's layout gets a conversion first. An engine that cannot load
+    the head gets a shell comment with the reason.
 
     Args:
+        head: path of the head in the commands.
+        target: name of the target in the commands. None: a placeholder.
         capture: layer outputs that TensorRT-LLM needs in its configuration. None if its default is
-            right or unknown.
+            right or the layers are unknown.
     """
     commands = {}
     for name, engine in ENGINES.items():
@@ -108,7 +115,7 @@ def serving_commands(
 
 
 def interval_text(row: AcceptanceRow) -> str:
-    """The 95 % interval of a row's acceptance length over its prompts."""
+    """Formats the 95 % interval of the acceptance length over the prompts of a measurement."""
     interval = row.get("acceptance_length_interval")
     if not interval:
         return "too few prompts"

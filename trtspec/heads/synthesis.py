@@ -39,7 +39,7 @@ from trtspec.client.client import (
     refuse_owned,
     remedy_for,
 )
-from trtspec.client.servers import detect_server
+from trtspec.client.servers import DetectedServer, detect_server
 from trtspec.client.text_quality import degeneration
 from trtspec.errors import TrtspecError, UsageError
 from trtspec.report import (
@@ -53,10 +53,11 @@ from trtspec.report import (
 
 T = TypeVar("T")
 RETRY_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
-MAX_RETRIES = 6  # of one request, with exponential backoff and jitter
+MAX_RETRIES = 6  # retries of a request, with exponential backoff and jitter
 FIRST_DELAY_S = 0.5
-REFUSED_STATUS = (401, 403, 404)  # every other request would get it, too
-MAX_FAILED_IN_A_ROW = 8  # more mean that the server is gone, not that one request was unlucky
+REFUSED_STATUS = (401, 403, 404)  # HTTP statuses that every other request would get, too
+# This many failed requests in a row mean that the server is gone.
+MAX_FAILED_IN_A_ROW = 8
 # Request keys that options or prompts set. Provenance records them, so `extra_body` must not.
 SYNTHESIS_OWNED = {
     **OWNED,
@@ -68,8 +69,8 @@ SYNTHESIS_OWNED = {
     "stream": "leave it out: answers are not streamed",
     "stream_options": "leave it out: answers are not streamed",
 }
-ANSWER_FAULTS = ("empty", "noise", "loop", "cut off")
-REMEDY = "each row has prompt, messages, conversations or turns"
+ANSWER_FAULTS = ("empty", "noise", "loop", "cut off")  # faults that a head should not learn
+REMEDY = "give rows with prompt, messages, conversations or turns"
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,11 @@ class Prompt:
     """The user's side of a conversation.
 
     Args:
-        turns: the messages before each answer. A system message belongs to the first user turn. A
-            tool call of the source and its result precede the answer that they led to.
+        id: first 16 hex digits of the SHA-256 of the turns and tools.
+        turns: messages before each answer. A system message belongs to the first user turn. A tool
+            call of the source and its result precede the answer that they led to.
+        category: category of the conversation in the source.
+        tools: tools that the target may call.
     """
 
     id: str
@@ -88,15 +92,19 @@ class Prompt:
 
     @property
     def seed(self) -> int:
-        """Sampling seed, 31 bits: the same prompt gets the same seed in every run and shard."""
+        """Sampling seed of 31 bits, which depends on the prompt alone, not on run or shard."""
         return int(self.id[:8], 16) % 2**31
 
 
 def read_prompts(source: Path | str, split: str | None = None, limit: int = 0) -> list[Prompt]:
     """Reads the prompts of a file, a directory or a hub data set (see `read_conversations`).
 
-    They come in order, each text once, at most `limit` (0: all). Answers are dropped. Raises
-    UsageError naming the row if a row is not a prompt, or if there is no prompt.
+    Keeps the order of the source, and drops answers and duplicate prompts. Raises UsageError naming
+    the row if a row has no prompt, or if the source is empty.
+
+    Args:
+        split: split of a hub data set. None: its default split.
+        limit: maximum number of prompts. 0: all prompts.
     """
     prompts = distinct(read_conversations(source, split), set())
     chosen = list(islice(prompts, limit or None))
@@ -106,9 +114,10 @@ def read_prompts(source: Path | str, split: str | None = None, limit: int = 0) -
 
 
 def distinct(conversations: Iterable[Conversation], seen: set[str]) -> Iterator[Prompt]:
-    """Yields the prompt of each conversation, and of equal prompts the first.
+    """Yields the prompt of each conversation, without duplicate prompts.
 
-    `seen`: ids of earlier prompts. Each new id is added.
+    Args:
+        seen: ids of earlier prompts, which are left out. The id of each yielded prompt is added.
     """
     for conversation in conversations:
         prompt = prompt_of(conversation)
@@ -118,7 +127,7 @@ def distinct(conversations: Iterable[Conversation], seen: set[str]) -> Iterator[
 
 
 def prompt_of(conversation: Conversation) -> Prompt:
-    """The prompt of a conversation. Raises UsageError if there is no user turn."""
+    """Makes a prompt of a conversation. Raises UsageError if the conversation has no user turn."""
     turns = tuple(map(tuple, _turns(conversation)))
     if not turns:
         raise UsageError(f"TS-PROMPTS-ROW {conversation.where}: no user turn to answer", REMEDY)
@@ -128,18 +137,23 @@ def prompt_of(conversation: Conversation) -> Prompt:
 
 
 def _turns(conversation: Conversation) -> Iterator[list[dict[str, Any]]]:
-    """Yields the messages before each answer of a conversation."""
+    """Yields the messages before each answer of a conversation, without the answers.
+
+    Messages that no answer follows (such as a system message at the end) are dropped.
+    """
     pending: list[dict[str, Any]] = []
     awaits_answer = False  # whether `pending` ends in a message that an answer follows
     for message in conversation.messages:
+        # The reasoning is another model's. The target writes its own.
         message = {key: value for key, value in message.items() if key != "reasoning_content"}
         role = message["role"]
         is_answer = role == "assistant" and not message.get("tool_calls")
-        # A source without answers has user messages in a row. Each gets an answer.
+        # In a source without answers one user message follows another. Each gets an answer.
         if awaits_answer and (is_answer or role == "user"):
             yield pending
             pending = []
             awaits_answer = False
+        # An empty system message would differ from a conversation without one.
         if not is_answer and (role != "system" or message["content"]):
             pending.append(message)
             awaits_answer = role in ("user", "tool")
@@ -148,25 +162,37 @@ def _turns(conversation: Conversation) -> Iterator[list[dict[str, Any]]]:
 
 
 def shard(prompts: list[Prompt], text: str | None) -> list[Prompt]:
-    """The prompts of shard `text`: i/n, i counted from 0. None: all prompts.
+    """Selects the prompts of one shard.
 
-    The id of a prompt decides its shard, so shards never overlap, also when prompts are added.
+    The id of a prompt decides its shard, so shards never overlap, even if prompts are added later.
     Raises UsageError if `text` is not i/n.
+
+    Args:
+        text: shard i of n as "i/n", with i counted from 0. None: all prompts are selected.
     """
     if text is None:
         return prompts
     try:
         index, count = map(int, text.split("/"))
     except ValueError:
-        index = count = 0  # fails the check below
+        index = count = 0  # an invalid shard, which the next check refuses
     if not 0 <= index < count:
-        raise UsageError(f"`shard` {text!r} is not i/n with 0 <= i < n", "for example `shard` 0/4")
+        message = f"`shard` {text!r} is not i/n with 0 <= i < n"
+        raise UsageError(message, "pass, for example, `shard` 0/4")
     return [prompt for prompt in prompts if int(prompt.id, 16) % count == index]
 
 
 @dataclass(frozen=True)
 class AnswerSampling:
-    """Options that every request sends. Raises UsageError for a reserved key in `extra_body`."""
+    """Sampling options that every request sends.
+
+    Raises UsageError if `extra_body` has a key that an option or the prompts set.
+
+    Args:
+        model: name of the model on the server. None: the server's only model.
+        max_tokens: maximum number of tokens of an answer.
+        extra_body: further keys of the request's JSON.
+    """
 
     model: str | None = None
     max_tokens: int = 512
@@ -180,9 +206,14 @@ class AnswerSampling:
 
 @dataclass(frozen=True)
 class TargetEndpoint:
-    """An OpenAI endpoint. `base_url`: with or without /v1.
+    """The OpenAI-compatible endpoint of the target.
 
-    Raises UsageError if `base_url` is not a URL, or if no header can carry the key.
+    Raises UsageError if `base_url` is not a URL, or if the key is invalid in an HTTP header.
+
+    Args:
+        base_url: URL of the server, with or without /v1.
+        concurrency: number of prompts that are answered at the same time.
+        timeout: timeout of a request in seconds.
     """
 
     base_url: str
@@ -196,7 +227,7 @@ class TargetEndpoint:
 
 
 class AnsweredRow(TypedDict):
-    """A row of the data set. `conversations`: its messages."""
+    """A conversation of the data set. `conversations`: its messages."""
 
     conversation_id: str
     category: NotRequired[str]
@@ -207,13 +238,16 @@ class AnsweredRow(TypedDict):
 
 @dataclass
 class Outcome:
-    """The result of one run.
+    """The result of one call of `synthesize`.
 
     Args:
-        resumed: conversations that came from the journal.
+        answered: number of conversations that this call has answered.
+        resumed: number of conversations that were already in the journal.
         failed: error message by prompt id. The output lacks these prompts.
+        tokens: number of completion tokens of this call.
+        seconds: duration of this call.
         server: identity of the server that answered.
-        rows: the whole data set, as written.
+        rows: conversations of the whole data set, as written to the output.
     """
 
     answered: int = 0
@@ -227,6 +261,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RowMessage:
+    """A message of a conversation in the data set."""
+
     role: str
     content: str
     reasoning_content: str = ""
@@ -235,13 +271,15 @@ class RowMessage:
 
 @dataclass(frozen=True)
 class ChatRow:
+    """A conversation of the data set, in ModelOpt's format."""
+
     conversation_id: str
     conversations: Annotated[list[RowMessage], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
 class RowRecord:
-    """A record of the journal. The row may have more fields."""
+    """A record of the journal, with the fields that a valid record must have."""
 
     row: ChatRow
 
@@ -254,14 +292,15 @@ def synthesize(
     output_options: OutputOptions = OutputOptions(),
     bar: ProgressBar = ProgressBar(),
 ) -> Outcome:
-    """Answers every prompt that the journal lacks, then writes `output`.
+    """Asks the target for the answers that the journal lacks, then writes all answers to `output`.
 
-    The caller finishes `work_directory`. Raises TrtspecError if the server is gone or refuses.
-    Raises UsageError if the journal belongs to another sampling or another server.
+    The journal stays until the caller finishes `work_directory(output)`. Raises TrtspecError if the
+    server is unreachable or fails too often. Raises UsageError if the server refuses the key or the
+    model, or if the journal was made with other sampling options or another server.
     """
     header = {"sampling": asdict(sampling)}
     with work_directory(output).claim(header, output_options) as journal:
-        journal.entries(RowRecord)
+        journal.entries(RowRecord)  # raises if a record is invalid
         outcome = asyncio.run(_answer_all(prompts, endpoint, sampling, journal, bar))
         done = journal.done
         outcome.rows = [done[prompt.id]["row"] for prompt in prompts if prompt.id in done]
@@ -271,15 +310,19 @@ def synthesize(
 
 
 def work_directory(output: Path) -> OutputDirectory:
-    """The directory beside `output` that holds the journal while answers are missing."""
+    """Directory next to `output` that holds the journal while answers are missing."""
     return OutputDirectory.beside(output, "synthesize")
 
 
 def prompt_source(prompts: str, chosen: list[Prompt]) -> dict[str, Any]:
-    """Name and hash of the prompts for provenance.
+    """Returns the name and the hash of the prompts for the provenance of the data set.
 
     `prompts_sha256` is the hash of the prompt file. For a directory or a hub data set it is the
-    hash of the chosen prompts' ids.
+    hash of the ids of the prompts.
+
+    Args:
+        prompts: path or hub name of the prompts.
+        chosen: prompts that were to be answered.
     """
     file = Path(prompts)
     if file.is_file():
@@ -299,7 +342,14 @@ def write_provenance(
     options: dict[str, Any],
     summary: dict[str, Any],
 ) -> None:
-    """Writes the data set's provenance beside it. `source`: its prompts."""
+    """Writes the provenance of the data set to `<output>.provenance.json`.
+
+    Args:
+        source: name and hash of the prompts (see `prompt_source`).
+        server: identity of the server that answered.
+        options: further options of the command.
+        summary: further fields of the record.
+    """
     source = {**source, "endpoint": endpoint.base_url, "server": server}
     sampled = sampling.__dict__ | {"model": server.get("model")}
     record = provenance("synthesize", source, {"sampling": sampled, **options}, **summary)
@@ -307,15 +357,17 @@ def write_provenance(
 
 
 def judge_answers(rows: list[AnsweredRow]) -> tuple[dict[str, int], dict[str, str]]:
-    """Judges the last answer of each row: ANSWER_FAULTS are faults that a head should not learn.
+    """Looks for one of ANSWER_FAULTS in the last answer of each conversation of the data set.
 
-    Returns ("answers" and each fault -> count, conversation id -> fault).
+    Returns two dicts. The first has the number of `answers`, and the number of answers with each
+    fault. The second has the fault of each faulty conversation by conversation id.
     """
     faults = {}
     for row in rows:
         last = row["conversations"][-1]
         text = last.get("reasoning_content", "") + last["content"]
         fault = None
+        # An answer that only calls tools has no text to judge.
         if text or not last.get("tool_calls"):
             fault = degeneration(text)
         if row.get("finish_reason") == "length":
@@ -336,7 +388,11 @@ async def _answer_all(
     journal: Journal,
     bar: ProgressBar,
 ) -> Outcome:
-    """Answers the prompts that the journal lacks, `concurrency` at a time."""
+    """Answers the prompts that the journal lacks, and records each finished conversation.
+
+    Raises TrtspecError if the server is unreachable, or after MAX_FAILED_IN_A_ROW failed requests.
+    Raises UsageError if the server refuses the key or the model.
+    """
     missing = [prompt for prompt in prompts if prompt.id not in journal.done]
     resumed = len(prompts) - len(missing)
     outcome = Outcome(resumed=resumed)
@@ -350,16 +406,13 @@ async def _answer_all(
         url, endpoint.concurrency, endpoint.timeout, headers, proxies=True
     ) as client:
         if missing:
-            try:
-                server = await _with_retries(lambda: detect_server(client, sampling.model))
-            except RequestFailed as failure:
-                message = f"TS-SYNTH-SERVER {failure.message}"
-                raise TrtspecError(message, failure.remedy) from None
+            server = await _find_server(client, sampling.model)
             journal.answered_by({"server": server.identity})
             sampling = replace(sampling, model=server.model)
         outcome.server = journal.servers.get("server", {})
 
         async def work() -> None:
+            """Answers prompts of the shared queue until it is empty."""
             nonlocal failed_in_a_row
             for prompt in queue:
                 try:
@@ -390,8 +443,20 @@ async def _answer_all(
     return outcome
 
 
+async def _find_server(client: httpx.AsyncClient, model: str | None) -> DetectedServer:
+    """Asks the server for its identity and the name of `model`. None: the server's only model.
+
+    Raises TrtspecError if the server does not answer or lacks the model.
+    """
+    try:
+        return await _with_retries(lambda: detect_server(client, model))
+    except RequestFailed as failure:
+        message = f"TS-SYNTH-SERVER {failure.message}"
+        raise TrtspecError(message, failure.remedy) from None
+
+
 def _server_gone(last: RequestFailed) -> TrtspecError:
-    """The error after MAX_FAILED_IN_A_ROW failed requests."""
+    """Makes the error about MAX_FAILED_IN_A_ROW failed requests. `last`: the last failure."""
     message = (
         f"TS-SYNTH-SERVER {MAX_FAILED_IN_A_ROW} requests in a row failed, last: {last.message}"
     )
@@ -405,9 +470,8 @@ async def converse(
 ) -> tuple[dict[str, Any], int]:
     """Asks the target for the answer to every turn, with its earlier answers as context.
 
-    An answer that the token limit cut off ends the conversation. Later answers would rest on half
-    an answer, and a template would close a turn that the target did not end. Returns (row of the
-    data set, completion tokens). Raises RequestFailed.
+    Returns the conversation as an entry of the data set, and the number of completion tokens.
+    Raises RequestFailed if a request fails after all retries.
     """
     record: dict[str, Any] = {"conversation_id": prompt.id}
     if prompt.category:
@@ -424,6 +488,8 @@ async def converse(
         choice, tokens = await _ask(client, body, prompt.seed + number, sampling)
         total += tokens
         messages = with_call_ids([*messages, _answer(choice)])
+        # Later answers would continue from an incomplete answer, and the chat template would end a
+        # turn that the target did not end.
         if choice.get("finish_reason") == "length":
             break
     if choice.get("finish_reason"):
@@ -432,10 +498,12 @@ async def converse(
 
 
 def _answer(choice: dict[str, Any]) -> dict[str, Any]:
-    """The assistant's message as the data set holds it, under the names that `answer_of` gives.
+    """Returns the assistant's message as the data set holds it (see `answer_of`).
 
-    Reasoning has its own field (`reasoning` in newer servers). Servers without a reasoning parser
-    leave it in the text. Raises RequestFailed if there is no message.
+    Raises RequestFailed if `choice` has no valid message.
+
+    Args:
+        choice: a choice of the server's response, of any JSON type.
     """
     answer = choice.get("message") if isinstance(choice, dict) else None
     if not isinstance(answer, dict):
@@ -452,7 +520,12 @@ async def _ask(
     seed: int,
     sampling: AnswerSampling,
 ) -> tuple[dict[str, Any], int]:
-    """(the first choice, completion tokens). Raises RequestFailed."""
+    """Sends one chat request.
+
+    Returns the first choice of the response, and the number of completion tokens. The number is 0
+    if the server does not report usage. Raises RequestFailed if the request fails after all
+    retries, or if the response is not a completion.
+    """
     body = {
         "model": sampling.model,
         "max_tokens": sampling.max_tokens,
@@ -468,19 +541,21 @@ async def _ask(
         usage = reply.get("usage") or {}
         return choice, int(usage.get("completion_tokens") or 0)
     except (AttributeError, TypeError, ValueError):
-        raise RequestFailed(f"the answer is no completion: {str(reply)[:200]}") from None
+        raise RequestFailed(f"the answer is not a completion: {str(reply)[:200]}") from None
 
 
 async def _with_retries(send: Callable[[], Awaitable[T]]) -> T:
-    """Calls `send` until it returns.
+    """Calls `send` until it succeeds, and returns its result.
 
-    Retries connection errors and busy statuses MAX_RETRIES times. Raises RequestFailed.
+    Retries connection errors and the statuses RETRY_STATUS up to MAX_RETRIES times. Raises
+    RequestFailed after the last retry, or at once for any other status.
     """
     attempt = 0
     while True:
         try:
             return await send()
         except RequestFailed as failure:
+            # The status of a connection error is None.
             if attempt == MAX_RETRIES or failure.status not in (None, *RETRY_STATUS):
                 raise
         delay_s = FIRST_DELAY_S * 2**attempt

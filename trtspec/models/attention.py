@@ -19,35 +19,40 @@ from trtspec.models.state import Span, State, TextPiece
 
 
 class CausalMask:
-    """`blocked` [B, T, S]: -inf for the positions that a token must not see, else 0."""
+    """A causal mask that is added to attention scores.
+
+    blocked: [B, T, S], -inf for the cached positions that a token must not see, else 0.
+    """
 
     def __init__(self, blocked: Tensor) -> None:
         self.blocked = blocked
         self.repeated: dict[int, Tensor] = {}
 
     def by_head(self, heads: int) -> Tensor:
-        """The mask for multi-query attention, [B, T * heads, S]. Made once a call.
+        """Returns the mask for multi-query attention, which treats heads as further tokens.
 
-        Multi-query attention takes heads as further tokens.
+        The mask is [B, T * heads, S]. Later layers of the call get the same mask.
         """
         if heads not in self.repeated:
             self.repeated[heads] = self.blocked.repeat_interleave(heads, 1)
         return self.repeated[heads]
 
 
-# attention of queries [B, T, N, D] over the cache's entries [B, S, width] -> [B, T, ...]
+# Function that computes the attention [B, T, ...] of queries [B, T, N, D] over entries of the cache
+# [B, S, width].
 Attend = Callable[[Tensor, Tensor, CausalMask], Tensor]
 
 
 @dataclass
 class AttentionStep:
-    """One call. Built once for the call and shared by all layers.
+    """Positions, masks and cache slots of one forward call, built once and shared by all layers.
 
-    rotation: of the call's positions, complex64 [B or 1, T, 1, R / 2].
-    spans: tokens of the call that read the same rows of the cache.
-    masks: one for each span.
-    slots: indices of the call's tokens in a cache, int64 [B * T], row * max_len + position.
-    layer: the layer of the cache that runs now.
+    rotation: rotary rotations of the call's positions, complex64 [B or 1, T, 1, R / 2].
+    spans: groups of tokens that read the same rows of the cache.
+    masks: causal mask of each span.
+    cache: cache of the model. None: the tokens attend to each other only.
+    slots: index of each token in the cache, row * max_len + position, int64 [B * T].
+    layer: index of the cache's layer that runs now.
     """
 
     rope: RotaryEmbedding
@@ -68,10 +73,14 @@ class AttentionStep:
         return self.rope.rotate(x, self.rotation)
 
     def attend(self, entry: Tensor, queries: Tensor, attention: Attend) -> Tensor:
-        """Writes entry [B, T, width] into the cache, and returns the attention [B, T, ...].
+        """Appends the entries of the call to the cache, and returns the attention [B, T, ...].
 
-        The attention of queries [B, T, N, D] is over the cached entries of each row up to its own
-        position. Without a cache it is over the call's own entries.
+        Each query attends to the cached entries of its row up to its own position. Without a cache
+        each query attends to the entries of the call.
+
+        entry: cache entry of each token, [B, T, width].
+        queries: queries of each token, [B, T, N, D].
+        attention: function that computes the attention over entries.
         """
         if self.cache is None:
             return attention(queries, entry, self.masks[0])
@@ -94,11 +103,17 @@ def batch_step(
     row: int = 0,
     length: int | None = None,
 ) -> AttentionStep:
-    """A call over tokens int64 [B, T]. Without a cache: a plain causal forward from position 0.
+    """Builds the step of a call over token ids int64 [B, T].
 
-    Row b is row `row + b` of the cache, has the positions start[b] .. start[b] + T - 1 and sees
-    cached positions up to its own. `length` is the end of the longest row, max(start) + T. None
-    reads it from the device, which waits.
+    Row b of the call has the positions start[b] to start[b] + T - 1. Each token attends to the
+    cached positions of its row up to its own position. Without a cache the call is a plain causal
+    forward pass from position 0.
+
+    dtype: dtype of the attention scores.
+    start: position of the first token of each row, int64 [B]. None without a cache.
+    row: row of the cache that row 0 of the call uses. Row b uses row `row + b`.
+    length: end of the longest row, max(start) + T. None: the length is read from the device, and
+        the host waits.
     """
     batch, count = tokens.shape
     device = tokens.device
@@ -130,10 +145,16 @@ def prompt_step(
     cache: State,
     device: torch.device,
 ) -> AttentionStep:
-    """A call over pieces of texts one after the other, [1, T]. Each sees its own text only."""
+    """Builds the step of a call over pieces of several texts, one after the other in a single row.
+
+    A piece attends to its own text only.
+
+    pieces: rows of the cache and positions of each piece.
+    dtype: dtype of the attention scores.
+    """
     spans: list[Span] = []
     masks: list[CausalMask] = []
-    # for each token, the first slot of its row, and its position
+    # For each token, the first slot of its row and its position in the text.
     addresses: list[tuple[int, int]] = []
     for piece in pieces:
         first = len(addresses)

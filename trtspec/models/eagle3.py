@@ -26,9 +26,13 @@ from trtspec.specs import HeadSpec
 
 
 class Eagle3Head(nn.Module):
-    """A head of shape `spec`, as every server computes it. `head_weights.load_head` builds one."""
+    """An Eagle3 draft head, as every server computes it. `head_weights.load_head` builds one.
 
-    # target id of each draft id, int64 [Vd], ascending; None if the vocabulary is the target's
+    Shapes: B rows, T tokens of a call, H hidden size, Ht hidden size of the target, n_aux captured
+    layers, Vd draft vocabulary.
+    """
+
+    # Target id of each draft id, int64 [Vd], ascending. None if the vocabulary is the target's.
     target_ids: Tensor | None
 
     def __init__(self, spec: HeadSpec) -> None:
@@ -45,7 +49,7 @@ class Eagle3Head(nn.Module):
         self.input_layernorm = RMSNorm(hidden, eps)
         self.hidden_norm = RMSNorm(hidden, eps)
         if spec.is_mla:
-            # TensorRT-LLM and vLLM give a head's latent norms the config's eps, not the class's.
+            # TensorRT-LLM and vLLM give a head's latent norms the eps of the config.
             self.self_attn: nn.Module = LatentAttention(spec, 2 * hidden, eps)
             rope_dim = spec.qk_rope_head_dim
         else:
@@ -60,9 +64,10 @@ class Eagle3Head(nn.Module):
         self.register_buffer("target_ids", None, persistent=False)
 
     def fuse(self, aux: Tensor) -> Tensor:
-        """aux [B, T, n_aux * Ht], low layer to high -> x [B, T, H].
+        """Fuses the captured layer outputs of the target into the head's input x [B, T, H].
 
-        Called once for each position that has a true target state.
+        Args:
+            aux: captured layer outputs from the lowest layer to the highest, [B, T, n_aux * Ht].
         """
         if self.spec.norm_before_fc:
             aux = self.input_norm(aux)
@@ -83,11 +88,13 @@ class Eagle3Head(nn.Module):
         length: int | None = None,
         at: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """x [B, T, H] with tokens int64 [B, T] -> (feedback, normed), both [B, T, H].
+        """Runs the head over the states x [B, T, H] and the tokens that follow them, int64 [B, T].
+
+        Returns the states that the next draft step takes as x, and the normed states for `logits`.
+        The two tensors are [B, T, H], or [B, 1, H] if `at` is given.
 
         start, cache, row, length: as in `batch_step`. A row's first state is at position start[b].
-        at: int64 [B], the one position of each row whose outputs are wanted. Then the results are
-            [B, 1, H].
+        at: int64 [B], index in T of the only output that each row needs. None: all T outputs.
         """
         step = batch_step(tokens, self.rope, x.dtype, start, cache, row, length)
         if at is None:
@@ -98,10 +105,13 @@ class Eagle3Head(nn.Module):
     def prompts(
         self, x: Tensor, tokens: Tensor, pieces: Sequence[TextPiece], cache: State
     ) -> tuple[Tensor, Tensor]:
-        """x [1, T, H] with tokens int64 [1, T] -> (feedback, normed), both [1, pieces, H].
+        """Runs the head over pieces of several texts, one after the other in a single row.
 
-        The tokens are pieces of texts one after the other. The results are at the last position of
-        each piece.
+        Returns the same two tensors as `forward`, for the last position of each piece,
+        [1, pieces, H].
+
+        x: states of all pieces, [1, T, H].
+        tokens: tokens that follow the states, int64 [1, T].
         """
         step = prompt_step(pieces, self.rope, x.dtype, cache, x.device)
         ends = [span.tokens.stop - 1 for span in step.spans]
@@ -114,39 +124,40 @@ class Eagle3Head(nn.Module):
         x: Tensor,
         tokens: Tensor,
         step: AttentionStep,
-        wanted: tuple[Tensor, Tensor] | None = None,
+        selected: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Computes (feedback, normed), as `forward` does.
+        """Computes the states for the next draft step, and the normed states for `logits`.
 
-        wanted: (rows, positions), [K] each. After attention only their outputs are computed, and
-            the results are [K, 1, H].
+        selected: row indices [K] and position indices [K] of the outputs that are needed. The MLP
+            runs for these outputs only, and the results are [K, 1, H]. None: the MLP runs for all
+            outputs, and the results are [B, T, H].
         """
         embedded = self.input_layernorm(self.embed(tokens))
         states = self.hidden_norm(x)
         inputs = torch.cat((embedded, states), -1)
         y = x + self.self_attn(inputs, step)
-        if wanted is not None:
-            y = y[wanted].unsqueeze(1)
+        if selected is not None:
+            y = y[selected].unsqueeze(1)
         y = y + self.mlp(self.post_attention_layernorm(y))
         normed = self.norm(y)
         feedback = normed if self.spec.norm_output else y
         return feedback, normed
 
     def logits(self, normed: Tensor) -> Tensor:
-        """normed [..., H] -> float32 [..., Vd]."""
+        """Computes the logits of the draft vocabulary, float32 [..., Vd], from normed [..., H]."""
         logits: Tensor = self.lm_head(normed)
         return logits.float()
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Draft ids, any shape -> ids of the target's vocabulary."""
+        """Returns the target's token ids of draft ids of any shape."""
         if self.target_ids is None:
             return draft_ids
         return self.target_ids[draft_ids]
 
     def new_cache(self, rows: int, max_len: int) -> State:
-        """A cache for `rows` drafts of up to `max_len` tokens, in the head's dtype.
+        """Makes an empty cache for `rows` drafts of up to `max_len` tokens, in the head's dtype.
 
-        It has one layer, as wide as the latent and its rope key (MLA) or K and V together (MHA).
+        The cache has one layer. An entry is the latent and its rope key (MLA), or K and V (MHA).
         """
         weight = self.fc.weight
         width = self.spec.kv_elements_per_token
@@ -154,9 +165,10 @@ class Eagle3Head(nn.Module):
 
 
 class LlamaAttention(nn.Module):
-    """Multi-head attention with grouped keys and values (GQA). q, k and v are one matrix.
+    """Multi-head attention with grouped keys and values (GQA). q, k and v share one weight matrix.
 
-    Cached per token: rotated keys, then values, [2 * K * D]. Shapes: N heads, K kv_heads, D size.
+    The cache entry of a token has the rotated keys, then the values, [2 * K * D]. Shapes: N heads,
+    K key-value heads, D size of a head.
     """
 
     def __init__(self, spec: HeadSpec, input_size: int) -> None:
@@ -168,7 +180,7 @@ class LlamaAttention(nn.Module):
         self.o_proj = Linear(self.heads * self.head_dim, spec.hidden_size)
 
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
-        """x [B, T, input] -> [B, T, H]."""
+        """Computes the attention's output [B, T, H] for x [B, T, input]."""
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
         qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), 2)
         q, k = step.rotate(qk).split((self.heads, self.kv_heads), 2)
@@ -178,9 +190,10 @@ class LlamaAttention(nn.Module):
         return output
 
     def attention(self, queries: Tensor, entries: Tensor, mask: CausalMask) -> Tensor:
-        """Attention over cached entries.
+        """Computes the attention of the queries over the entries of the cache, [B, T, N, D].
 
-        queries [B, T, N, D], entries [B, S, 2 * K * D] -> [B, T, N, D].
+        queries: rotated queries, [B, T, N, D].
+        entries: entries of the cache, [B, S, 2 * K * D].
         """
         batch, tokens, *_ = queries.shape
         cached = entries.unflatten(-1, (2 * self.kv_heads, self.head_dim)).transpose(1, 2)
@@ -196,7 +209,7 @@ class LlamaAttention(nn.Module):
 
 
 def parameter_count(spec: HeadSpec) -> int:
-    """Trainable parameters: the head's own, without the target's embedding."""
+    """Number of trainable parameters of a head, without the target's embedding."""
     with torch.device("meta"):
         head = Eagle3Head(spec)
     return sum(

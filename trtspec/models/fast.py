@@ -34,18 +34,20 @@ from trtspec.models.mla import LatentAttention
 from trtspec.models.moe import Experts, MoE
 from trtspec.models.precision import has_native_bf16
 
-MIN_PACKED_ELEMENTS = 2**17  # of a float32 weight; below, the operator's own overhead eats the gain
-# above so many rows, a float32 product is bound by arithmetic and the packed weight gains nothing
+# Elements of a float32 weight. For smaller weights the operator's overhead exceeds the gain.
+MIN_PACKED_ELEMENTS = 2**17
+# Rows of a float32 product. With more rows the product is bound by arithmetic, not by reading the
+# weight.
 MAX_PACKED_ROWS = 64
-FP16_TOP_EXPONENT = 14  # scaled weights stay below 2^15; FP16 ends at 65504
-# Up to this many weights per layer and this many tokens, one product over all experts beats
-# grouping the tokens.
+FP16_TOP_EXPONENT = 14  # scaled weights stay below 2^15, because FP16 ends at 65504
+# Up to this many weights per layer and this many tokens, one product over all experts is faster
+# than a product for each expert.
 MAX_STACKED_WEIGHTS = 2**21
 MAX_STACKED_TOKENS = 32
 
 
 def after_loading(model: nn.Module) -> None:
-    """Installs the forms that need no copy of a weight: experts on a CPU."""
+    """Replaces the routed experts on a CPU by `GroupedExperts`, which need no copy of a weight."""
     for module in model.modules():
         if type(module) is Experts and module.down.is_cpu:
             turn_into(GroupedExperts, module)
@@ -53,12 +55,14 @@ def after_loading(model: nn.Module) -> None:
 
 @torch.no_grad()
 def prepare_for_decoding(model: nn.Module) -> None:
-    """Installs the forms for products of few rows. A second call does nothing.
+    """Replaces the modules of `model` by the forms that are faster for products of few rows.
 
-    Weights that are not packed and have at least as many outputs as inputs are laid out in memory
-    as [in, out]. This takes up to a third off a product of one to sixteen rows.
+    A second call does nothing. Weights that are not packed and have at least as many outputs as
+    inputs are laid out in memory as [in, out]. That makes a product of one to sixteen rows up to a
+    third faster.
     """
     modules = list(model.modules())
+    # `LatentAttention` reads the weight of kv_b_proj itself, so the linear keeps its form.
     absorbed = {module.kv_b_proj for module in modules if isinstance(module, LatentAttention)}
     for module in modules:
         if type(module) is Linear and module not in absorbed:
@@ -75,22 +79,24 @@ def prepare_for_decoding(model: nn.Module) -> None:
 
 
 def turn_into(form: type[nn.Module], module: nn.Module, **attributes: Any) -> None:
+    """Changes the class of `module` to its subclass `form` in place, and sets the attributes."""
     module.__class__ = form
     for name, value in attributes.items():
         setattr(module, name, value)
 
 
 def is_float32_on_cpu(weight: Tensor) -> bool:
+    """Whether the forms for float32 on a CPU are right for this weight."""
     return weight.dtype == torch.float32 and weight.is_cpu
 
 
 def is_small(experts: Experts) -> bool:
-    """Whether the experts of a layer are small enough for another copy."""
+    """Whether the experts of a layer are small enough to keep another copy of their weights."""
     return experts.gate_up.numel() + experts.down.numel() <= MAX_STACKED_WEIGHTS
 
 
 def by_input(weight: Tensor) -> Tensor:
-    """The same weight [..., out, in], in memory as [..., in, out]."""
+    """Returns the same weight [..., out, in], laid out in memory as [..., in, out]."""
     return weight.mT.contiguous().mT
 
 
@@ -101,6 +107,7 @@ class PackedLinear(Linear):
 
     @staticmethod
     def replace(linear: Linear) -> None:
+        """Packs the linear's weight, or changes its layout in memory, if that is faster."""
         packed = pack(linear.weight)
         if packed is not None:
             turn_into(PackedLinear, linear, packed=packed)
@@ -108,45 +115,58 @@ class PackedLinear(Linear):
             linear.weight.data = by_input(linear.weight.data)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Computes x W^T, with the packed weight only for few rows or for bfloat16."""
         if x.dtype == torch.float32 and x.numel() > MAX_PACKED_ROWS * self.in_features:
             return F.linear(x, self.weight)
         return self.packed.product(x)
 
 
 class PackedWeight:
-    """A weight [out, in] for FBGEMM's kernels. FP16 times a power of two must hold it exactly.
+    """A weight [out, in] in the FP16 layout of FBGEMM's kernels, times a power of two.
 
-    A CPU without bfloat16 instructions computes bfloat16 this way too, its results rounded to
-    bfloat16 as hardware does. torch's own product takes up to ten times as long there.
+    The weight must be exact in that form. A CPU without bfloat16 instructions also computes
+    bfloat16 products this way. The results are rounded to bfloat16 as hardware does. torch's own
+    product takes up to ten times as long on such a CPU.
+
+    Args:
+        packed: FBGEMM's handle of the scaled weight.
+        unscale: factor that undoes the scaling.
     """
 
     def __init__(self, packed: Any, unscale: float) -> None:
         self.packed = packed
-        self.unscale = torch.tensor(unscale)  # a Python number would be made a tensor at every call
+        self.unscale = torch.tensor(unscale)  # a Python number would become a tensor at every call
 
     def product(self, x: Tensor) -> Tensor:
-        """x W^T, summed in float32: x float32 or bfloat16 [..., in] -> [..., out] of x's type."""
+        """Computes x W^T with sums in float32, [..., out] in the dtype of x.
+
+        x is [..., in] in float32 or bfloat16.
+        """
         product: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x.float(), self.packed)
         return product.mul_(self.unscale).to(x.dtype)
 
 
 def pack(weight: Tensor) -> PackedWeight | None:
-    """Packs a weight [out, in]. None if packing does not pay or is not exact.
+    """Packs a weight [out, in] for FBGEMM. None if the packed product is not faster or not exact.
 
-    It does not pay for small float32 weights, with native bfloat16, and off x86. BF16 weights have
-    8 significant bits: FP16 with its 11 holds all within a factor of 2^31 of the largest.
+    The product is not faster for small float32 weights, if the CPU multiplies bfloat16, and without
+    FBGEMM. BF16 weights have 8 significant bits and FP16 has 11. So FP16 holds all BF16 weights
+    within a factor of 2^31 of the largest weight.
     """
-    large = weight.dtype == torch.float32 and weight.numel() >= MIN_PACKED_ELEMENTS
-    if not (large or through_float32(weight.dtype)) or not weight.is_cpu:
+    is_large_float32 = weight.dtype == torch.float32 and weight.numel() >= MIN_PACKED_ELEMENTS
+    is_faster = is_large_float32 or through_float32(weight.dtype)
+    if not is_faster or not weight.is_cpu:
         return None
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         return None
     weight = weight.float()
     largest = float(weight.abs().max())
+    # An all-zero weight has no scale, and neither has one with infinity or NaN.
     if not 0 < largest < math.inf:
         return None
     scale = 2.0 ** (FP16_TOP_EXPONENT - math.floor(math.log2(largest)))
     scaled = weight * scale
+    # The packed product must not change the model.
     if not torch.equal(scaled.half().float() / scale, weight):
         return None
     packed = torch.ops.quantized.linear_prepack_fp16(scaled.contiguous(), None)
@@ -155,14 +175,17 @@ def pack(weight: Tensor) -> PackedWeight | None:
 
 @functools.cache
 def through_float32(dtype: torch.dtype) -> bool:
-    """Whether products of `dtype` on this CPU are best computed in float32 and rounded."""
+    """Whether products of `dtype` on this CPU are faster if computed in float32 and rounded.
+
+    That is the case for bfloat16 on a CPU without bfloat16 instructions.
+    """
     return dtype == torch.bfloat16 and not has_native_bf16("cpu")
 
 
 class FoldedRMSNorm(RMSNorm):
-    """RMSNorm by a hypotenuse: a third of the time of torch's own norm for few rows of float32.
+    """RMSNorm by torch.hypot, in a third of the time of torch's own norm for few rows of float32.
 
-    With n the size, rms(x) = |x| / sqrt(n), and sqrt(|x|^2 + n eps) is the hypotenuse.
+    With n the size, rms(x) is |x| / sqrt(n), and sqrt(|x|^2 + n eps) is the hypotenuse.
     """
 
     root: Tensor  # sqrt(n eps)
@@ -170,19 +193,22 @@ class FoldedRMSNorm(RMSNorm):
 
     @staticmethod
     def replace(norm: RMSNorm) -> None:
+        """Turns the norm into this form in place."""
         size = len(norm.weight)
         root = torch.tensor(size * norm.eps, dtype=torch.float64).sqrt().float()
         turn_into(FoldedRMSNorm, norm, root=root, gain=norm.weight * size**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Computes the same as `RMSNorm.forward`."""
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x.div(torch.hypot(length, self.root)).mul_(self.gain)
 
 
 class FoldedLatentAttention(LatentAttention):
-    """Latent attention with W_UK multiplied into q_b_proj and W_UV into o_proj, in float64.
+    """Latent attention with W_UK multiplied into q_b_proj, and W_UV into o_proj.
 
-    Only if that takes no more weights.
+    The two products are computed once, in float64. Shapes: N heads, C kv_lora_rank, R rope
+    dimensions of a head, H hidden size.
     """
 
     q_folded: Tensor  # [N * (C + R), q_lora]
@@ -190,8 +216,13 @@ class FoldedLatentAttention(LatentAttention):
 
     @staticmethod
     def replace(mla: LatentAttention) -> None:
+        """Turns the attention into this form in place.
+
+        Does nothing if the folded weights would be larger than the plain ones, or for NVFP4.
+        """
         plain = isinstance(mla.q_b_proj, Linear) and isinstance(mla.o_proj, Linear)  # no NVFP4
         rank = mla.kv_lora_rank
+        # view_as_complex in `forward` needs the rope dimensions at an even offset, the rank.
         if not plain or rank % 2 or rank > min(mla.nope_dim, mla.v_dim):
             return
         dtype = mla.q_b_proj.weight.dtype
@@ -206,6 +237,7 @@ class FoldedLatentAttention(LatentAttention):
         turn_into(FoldedLatentAttention, mla, q_folded=q_folded, o_folded=o_folded)
 
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
+        """Computes the same as `LatentAttention.forward`, [B, T, H]."""
         q_lora, kv_lora, k_rope = self.qkv_a_proj(x).split(self.a_sizes, -1)
         queries = F.linear(self.q_a_layernorm(q_lora), self.q_folded)
         # The query heads and the one shared key are rotated together, in place.
@@ -219,13 +251,15 @@ class FoldedLatentAttention(LatentAttention):
 
 
 class GroupedExperts(Experts):
-    """Expert after expert over its slice of the sorted tokens (a grouped product)."""
+    """Routed experts as grouped products over the tokens, sorted by expert."""
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Computes the same as `Experts.forward`, [tokens, H]."""
         experts = ids.flatten()
         order = experts.argsort(stable=True)
         sizes = experts.bincount(minlength=len(self.down)).tolist()
         tokens = order // ids.shape[1]
+        # Large experts stay in bfloat16, because a float32 copy would take too much memory.
         wide = through_float32(x.dtype) and is_small(self)
         dtype = torch.float32 if wide else x.dtype
         inputs = x.index_select(0, tokens).to(dtype)
@@ -240,7 +274,13 @@ class GroupedExperts(Experts):
 
 
 def grouped_product(x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
-    """x [n, in] in slices of `sizes`, each times its expert of weight [E, out, in] -> [n, out]."""
+    """Multiplies each expert's slice of x by the expert's weight. Returns [n, out].
+
+    Args:
+        x: inputs sorted by expert, [n, in].
+        weight: weights of all experts, [E, out, in].
+        sizes: number of inputs of each expert.
+    """
     outputs = x.new_empty(len(x), weight.shape[1])
     slices = zip(x.split(sizes), weight.mT, outputs.split(sizes), strict=True)
     for tokens, expert, output in slices:
@@ -250,9 +290,11 @@ def grouped_product(x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
 
 
 class StackedMoE(MoE):
-    """Small experts as two products over every expert. Experts that are not chosen have weight 0.
+    """Mixture of small experts as two products over all experts.
 
-    A shared expert is one more expert of the same width, and every token takes it with weight 1.
+    Experts that the router does not choose have weight 0. A shared expert is another expert of the
+    same width, which every token takes with weight 1. Shapes: E routed experts, S shared experts, I
+    inner size of an expert, H hidden size.
     """
 
     up_product: Callable[[Tensor], Tensor]  # by [2 * (E + S) * I, H]: all gates, then all ups
@@ -261,12 +303,13 @@ class StackedMoE(MoE):
 
     @staticmethod
     def replace(moe: MoE) -> None:
+        """Turns the mixture into this form in place. Does nothing for large or NVFP4 experts."""
         routed = moe.experts
         shared = moe.shared_experts
         if not isinstance(routed, Experts) or not isinstance(shared, MLP) or not is_small(routed):
             return
         if not isinstance(shared.gate_up_proj, Linear) or not isinstance(shared.down_proj, Linear):
-            return  # NVFP4
+            return  # an NVFP4 linear has no plain weight
         count, hidden, inner = routed.down.shape
         gate, up = routed.gate_up.chunk(2, 1)
         shared_gate, shared_up = shared.gate_up_proj.weight.chunk(2, 0)
@@ -283,7 +326,9 @@ class StackedMoE(MoE):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Computes the same as `MoE.forward`, in the shape of x [..., H]."""
         flat = x.flatten(0, -2)
+        # For many tokens the products over experts that are not chosen cost more than they save.
         if len(flat) > MAX_STACKED_TOKENS:
             return super().forward(x)
         ids, weights = self.gate(flat)
@@ -295,9 +340,12 @@ class StackedMoE(MoE):
 
 
 def product_with(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """The function x [tokens, in] -> x W^T [tokens, out] of a weight [out, in].
+    """Returns a function that computes x W^T [tokens, out] for x [tokens, in].
 
-    It uses a packed copy if `pack` makes one.
+    The function uses a packed copy of the weight if `pack` makes one.
+
+    Args:
+        weight: W, [out, in].
     """
     packed = pack(weight)
     if packed is not None:

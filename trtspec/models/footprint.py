@@ -16,17 +16,17 @@ from trtspec.models.precision import dtype_name
 from trtspec.models.weights import is_nvfp4, layout
 from trtspec.specs import HeadSpec, ModelSpec
 
-# of a float32 weight on a CPU: its copy for products of few rows (fast.PackedLinear)
+# Size of a float32 weight's packed copy on a CPU (fast.PackedLinear), as a fraction of the weight.
 PACKED_SHARE = 0.5
-SPARE = 1.05  # weights plus what loading and products allocate, over the weights
-LOGITS_COPIES = 4  # float32 logits of a round: as computed, scaled, sorted, accepted
-MIN_LENGTH = 64  # a context below it is not worth proposing
+SPARE = 1.05  # memory of weights, loading and products, as a multiple of the size of the weights
+LOGITS_COPIES = 4  # float32 copies of a round's logits: as computed, scaled, sorted, accepted
+MIN_LENGTH = 64  # tokens of a context; a shorter one is not proposed in an error
 
 
 def free_bytes(device: str) -> int:
-    """Bytes that this process may still take on `device`.
+    """Number of bytes that this process may still allocate on `device`.
 
-    cgroup limits count, and so do other processes of a GPU.
+    Limits of the cgroup and other processes on a GPU are taken into account.
     """
     if device == "cpu":
         return machine.free_memory()
@@ -34,32 +34,41 @@ def free_bytes(device: str) -> int:
 
 
 def target_bytes(path: Path, spec: ModelSpec, dtype: torch.dtype, device: str) -> int:
-    """Bytes of a loaded target, every weight in `dtype`.
+    """Size in bytes of a loaded target with every weight in `dtype`.
 
-    NVFP4 weights are stored as the products of their codes and block scales (`NVFP4Linear`). The
-    packed copies of a CPU are included. NVFP4 weights have none.
+    The size includes the packed copies of weights on a CPU. NVFP4 weights are also held in `dtype`,
+    as products of codes and block scales (see `NVFP4Linear`), but have no packed copies.
+
+    path: checkpoint of the target. Only its headers are read.
     """
     with torch.device("meta"):
         model = KimiModel(spec)
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    packed = 0
+    packed = 0  # elements of weights with a packed copy
     if device == "cpu" and (dtype == torch.float32 or through_float32(dtype)):
         stored = Checkpoint.open(path)
         mappings = [mapping for mapping in layout(spec) if is_nvfp4(stored, mapping.names[0])]
         fp4 = {mapping.parameter for mapping in mappings}
         packed = sum(count for name, count in elements.items() if name not in fp4)
     weight_bytes = sum(elements.values()) * dtype.itemsize
-    return int(weight_bytes + packed * 4 * PACKED_SHARE)
+    packed_bytes = packed * 4 * PACKED_SHARE  # 4 bytes of each float32 element
+    return int(weight_bytes + packed_bytes)
 
 
 def head_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Bytes of a loaded head, all tensors in `dtype`."""
+    """Size in bytes of a loaded head with all tensors in `dtype`."""
     return sum(info.numel for info in checkpoint.tensors.values()) * dtype.itemsize
 
 
 @dataclass(frozen=True)
 class MemoryLoad:
-    """A server's load: `rows` concurrent requests of up to `length` tokens."""
+    """The load that a server must have memory for.
+
+    rows: number of concurrent requests.
+    length: maximum number of tokens of a request, with its answer.
+    draft_len: number of draft tokens per round.
+    prefix_bytes: size of the cache of reused prefixes, in bytes.
+    """
 
     device: str
     dtype: torch.dtype
@@ -71,11 +80,13 @@ class MemoryLoad:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory of a server, in bytes. `length` is in tokens.
+    """The memory that a server needs, in bytes.
 
-    kept: weights, reused prefixes and a margin.
-    row: one request of `length` tokens, `logits` included.
-    logits: of one request. They do not grow with its length.
+    weights: size of the weights of target and head.
+    kept: memory of weights and reused prefixes, with a margin.
+    row: memory of one request of `length` tokens, with its logits.
+    logits: memory of the logits of one request, which does not grow with its length.
+    length: maximum number of tokens of a request.
     """
 
     weights: int
@@ -85,12 +96,14 @@ class Footprint:
     length: int
 
     def needed(self, rows: int) -> int:
+        """Number of bytes that a server of `rows` concurrent requests needs."""
         return self.kept + rows * self.row
 
     def fitting(self, free: int) -> tuple[int, int]:
-        """Requests of the full length that fit, and tokens that a single request may have.
+        """Computes which load fits into `free` bytes.
 
-        The tokens are 0 if they are not worth proposing.
+        Returns the number of requests of the full length, and the maximum number of tokens of a
+        single request. A number of tokens below MIN_LENGTH is returned as 0.
         """
         remaining = free - self.kept
         rows = max(0, remaining) // self.row
@@ -103,16 +116,21 @@ class Footprint:
 def footprint(
     path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpec] | None, load: MemoryLoad
 ) -> Footprint:
-    """Footprint of a target and a head. Reads only the headers of the target."""
+    """Computes the memory of a server, from the headers of the target and the head.
+
+    head: checkpoint and specification of the head. None: the server has no head.
+    """
     weights = target_bytes(path, spec, load.dtype, load.device)
     logits = LOGITS_COPIES * (1 + load.draft_len) * spec.vocab_size * 4
-    # A token has an entry in each layer of the target (FP8 if the checkpoint asks for it) and one
-    # in the head.
-    token = spec.kv_elements_per_token * (1 if spec.quant.kv_cache else load.dtype.itemsize)
+    # The caches of the target (FP8 if the checkpoint's config demands it) and of the head have an
+    # entry for each token.
+    entry_itemsize = 1 if spec.quant.kv_cache else load.dtype.itemsize
+    token_bytes = spec.kv_elements_per_token * entry_itemsize
     if head is not None:
-        weights += head_bytes(head[0], load.dtype)
-        token += head[1].kv_elements_per_token * load.dtype.itemsize
-    row = token * (load.length + load.draft_len) + logits
+        checkpoint, head_spec = head
+        weights += head_bytes(checkpoint, load.dtype)
+        token_bytes += head_spec.kv_elements_per_token * load.dtype.itemsize
+    row = token_bytes * (load.length + load.draft_len) + logits
     kept = int(SPARE * weights) + load.prefix_bytes
     return Footprint(weights, kept, row, logits, load.length)
 
@@ -120,7 +138,10 @@ def footprint(
 def require_fitting(
     path: Path, spec: ModelSpec, head: tuple[Checkpoint, HeadSpec] | None, load: MemoryLoad
 ) -> None:
-    """Raises MissingDependency with the bytes needed and free, and the sizes that fit."""
+    """Raises MissingDependency if a server under `load` does not fit into the free memory.
+
+    The error has the needed and the free memory, and a smaller load that fits.
+    """
     total = footprint(path, spec, head, load)
     free = free_bytes(load.device)
     needed = total.needed(load.rows)

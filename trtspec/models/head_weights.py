@@ -1,4 +1,4 @@
-"""Loads an Eagle3 head checkpoint into `Eagle3Head`: strict, all misfits in one message."""
+"""Loads an Eagle3 head checkpoint into `Eagle3Head`, with all problems in one error."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from trtspec.models.k2 import KimiModel
 from trtspec.models.layers import Linear
 from trtspec.specs import HeadSpec, ModelSpec
 
-# a tensor's module -> the module whose rows it becomes a part of
+# Module of a tensor in a checkpoint -> module of the model that has the tensor among its rows.
 STACKED = FUSED | dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
-Tensors = LazyTensors | dict[str, Tensor]  # by their checkpoint names
+Tensors = LazyTensors | dict[str, Tensor]  # tensors by their names in the checkpoint
 
 
 def load_head(
     path: Path | str, target: KimiModel, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
 ) -> Eagle3Head:
-    """Builds the head for `target`, which lends its embedding and lm_head if the file has none.
+    """Loads an Eagle3 head that drafts for `target`.
 
-    Reads ModelOpt's names (`layers.0.`) and `midlayer.`. Raises TrtspecError with every misfit at
-    once, also for a head that the servers do not compute (norm_before_residual).
+    The head uses the embedding and the lm_head of `target` if the checkpoint has none. The layer's
+    tensors may be named `layers.0.` (ModelOpt) or `midlayer.`. Raises TrtspecError with all
+    problems if the head cannot draft for `target`, or if servers do not compute the head
+    (norm_before_residual).
     """
     checkpoint, spec = open_head(path, target.spec)
     _refuse(path, _embedding(checkpoint, target))
@@ -41,9 +43,10 @@ def load_head(
 
 
 def open_head(path: Path | str, target: ModelSpec) -> tuple[Checkpoint, HeadSpec]:
-    """Opens a head that can draft for `target`, and reads its headers.
+    """Opens a head's checkpoint, and checks that the head can draft for `target`.
 
-    Raises as `load_head` does, but does not check the embedding.
+    The head's own embedding is not checked. Raises TrtspecError with all problems if the head
+    cannot draft for `target`.
     """
     checkpoint = Checkpoint.open(Path(path))
     spec, problems = read_head(checkpoint)
@@ -54,13 +57,17 @@ def open_head(path: Path | str, target: ModelSpec) -> tuple[Checkpoint, HeadSpec
 
 
 def _refuse(path: Path | str, errors: list[Problem]) -> None:
+    """Raises TrtspecError with all errors if there are any."""
     if errors:
         listed = "; ".join(f"[{error.code}] {error.where}: {error.message}" for error in errors)
         raise TrtspecError(f"{path} cannot draft for this target: {listed}", errors[0].remedy)
 
 
 def _embedding(checkpoint: Checkpoint, target: KimiModel) -> list[Problem]:
-    """The errors of the head's own embedding, which this engine would draft with."""
+    """Compares a sample of rows of the head's own embedding with the target's.
+
+    Returns the errors. The list is empty if the head has no embedding of its own.
+    """
     name = "embed_tokens.weight"
     if name not in checkpoint.tensors:
         return []
@@ -80,11 +87,12 @@ def assemble(
     dtype: torch.dtype = torch.bfloat16,
     device: str = "cpu",
 ) -> Eagle3Head:
-    """The head of shape `spec` from tensors. The target lends a missing embedding or lm_head."""
+    """Builds a head from its tensors, with the target's embedding or lm_head if one is missing."""
     with torch.device("meta"):
         head = Eagle3Head(spec)
     for parameter, names in layout(spec).items():
         parts = [tensors[name] for name in names]
+        # fc_norm has one row for each captured layer. Other parameters join rows of matrices.
         value = torch.stack(parts) if parameter == "fc_norm" else torch.cat(parts)
         owner, _, leaf = parameter.rpartition(".")
         stored = nn.Parameter(value.to(device=device, dtype=dtype), False)
@@ -108,16 +116,20 @@ def assemble(
 
 
 def layout(spec: HeadSpec) -> dict[str, tuple[str, ...]]:
-    """The checkpoint tensors of each parameter of `Eagle3Head`. All are required.
+    """Names the checkpoint tensors of each parameter of `Eagle3Head`, by parameter.
 
-    They are stacked along dimension 0.
+    All tensors are required. The tensors of a parameter are joined along dimension 0.
     """
     table: dict[str, tuple[str, ...]] = {}
     for name in tensor_names(spec):
         plain = name.removeprefix("layer.")
-        parameter = ".".join(STACKED.get(part, part) for part in plain.split("."))
+        modules = plain.split(".")
+        parameter = ".".join(STACKED.get(module, module) for module in modules)
+        # The norms of all captured states are one parameter of the model.
         if name.startswith("fc_norm."):
             parameter = "fc_norm"
+        # Only the layer's tensors have the prefix, which differs between dialects.
         stored = name if plain == name else spec.layer_prefix + plain
-        table[parameter] = (*table.get(parameter, ()), stored)
+        earlier_parts = table.get(parameter, ())
+        table[parameter] = (*earlier_parts, stored)
     return table

@@ -27,13 +27,13 @@ from trtspec.specs import ModelSpec
 
 @dataclass
 class TargetOutput:
-    """The result of a forward call.
+    """The result of a forward pass of the target.
 
-    logits: float32 [B, T, V], of the positions that were asked for.
-    hidden: [B, T, H], after the final norm.
-    aux: [B, T, n_aux * H], the outputs of the captured layers side by side. None without any.
-    margins: of the positions of the logits, the least lead of the chosen experts over the others in
-        all layers. Infinite unless recorded.
+    logits: float32 [B, T, V], for the requested positions only.
+    hidden: states [B, T, H] after the final norm.
+    aux: outputs of the captured layers side by side, [B, T, n_aux * H]. None if none is captured.
+    margins: smallest lead, over all layers, of the chosen experts' scores over the others, for each
+        position of the logits. Infinite unless `record_margins` was called.
     """
 
     logits: Tensor
@@ -43,15 +43,20 @@ class TargetOutput:
 
 
 class KimiModel(nn.Module):
-    """Computes logits, final hidden states and, on request, the outputs of given decoder layers.
+    """The text model of a Kimi target.
 
-    An Eagle3 head reads the outputs of layers.
+    The model computes logits, final hidden states and the outputs of chosen decoder layers, which
+    an Eagle3 head reads.
     """
 
     def __init__(
         self, spec: ModelSpec, kv_dtype: torch.dtype | None = None, *, layers: int | None = None
     ) -> None:
-        """`layers=0` leaves the decoder layers out, for stream.py."""
+        """Builds the model with uninitialized weights.
+
+        kv_dtype: dtype of the cache. None: the model's dtype.
+        layers: number of decoder layers. None: all. stream.py uses 0.
+        """
         super().__init__()
         self.spec = spec
         self.kv_dtype = kv_dtype
@@ -73,11 +78,11 @@ class KimiModel(nn.Module):
         last_only: bool = False,
         length: int | None = None,
     ) -> TargetOutput:
-        """Runs tokens int64 [B, T].
+        """Runs the model over token ids int64 [B, T].
 
         start, cache, row, length: as in `batch_step`.
         aux_layers: 0-based layers whose outputs are captured, in ascending order.
-        last_only: logits of the last position alone.
+        last_only: whether only the last position needs logits.
         """
         step = batch_step(tokens, self.rope, self.dtype, start, cache, row, length)
         scored = slice(-1, None) if last_only else slice(None)
@@ -91,9 +96,13 @@ class KimiModel(nn.Module):
         aux_layers: tuple[int, ...],
         scored: Sequence[int],
     ) -> TargetOutput:
-        """Runs tokens int64 [1, T]: pieces of texts one after the other, each in its own cache row.
+        """Runs the model over pieces of several texts, one after the other in a single row.
 
-        A piece sees its own text only. `scored`: the positions that need logits.
+        Each text has its own row of the cache, and a piece attends to this row only.
+
+        tokens: token ids of all pieces, int64 [1, T].
+        aux_layers: 0-based layers whose outputs are captured, in ascending order.
+        scored: indices in T of the positions that need logits.
         """
         step = prompt_step(pieces, self.rope, self.dtype, cache, tokens.device)
         positions = torch.tensor(scored).to(tokens.device, non_blocking=True)
@@ -106,7 +115,10 @@ class KimiModel(nn.Module):
         aux_layers: tuple[int, ...],
         scored: slice | Tensor,
     ) -> TargetOutput:
-        """Runs tokens int64 [B, T]. `scored`: the positions that need logits."""
+        """Runs the model over token ids int64 [B, T].
+
+        scored: slice or indices in T of the positions that need logits.
+        """
         x = self.embed(tokens)
         margins = x.new_full(tokens.shape, math.inf)
         captured = []
@@ -124,16 +136,13 @@ class KimiModel(nn.Module):
         return TargetOutput(logits, hidden, aux, margins[:, scored])
 
     def new_cache(self, rows: int, max_len: int) -> State:
-        """A cache for `rows` sequences of up to `max_len` tokens.
-
-        Its dtype is `kv_dtype` if that is given, else the model's.
-        """
+        """Makes an empty cache for `rows` sequences of up to `max_len` tokens."""
         width = self.spec.kv_lora_rank + self.spec.qk_rope_head_dim
         dtype = self.kv_dtype or self.dtype
         return LatentCache(len(self.layers), rows, max_len, width, dtype, self.embed.weight.device)
 
     def record_margins(self) -> None:
-        """Switches the margins of outputs on."""
+        """Makes later calls compute the `margins` of `TargetOutput`."""
         for module in self.modules():
             if isinstance(module, Router):
                 module.recording = True
@@ -144,9 +153,9 @@ class KimiModel(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each after a norm and added to its input.
+    """A decoder layer: attention, then MLP, each after a norm and added to its input.
 
-    The MLP of later layers is a mixture of experts.
+    The MLP of a layer from `first_k_dense_replace` on is a mixture of experts.
     """
 
     def __init__(self, spec: ModelSpec, index: int) -> None:
@@ -158,7 +167,7 @@ class DecoderLayer(nn.Module):
         self.mlp: nn.Module = MLP(spec.hidden_size, spec.intermediate_size) if dense else MoE(spec)
 
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
-        """x [B, T, H] -> [B, T, H]."""
+        """Computes the layer's output [B, T, H] for x [B, T, H]."""
         x = x + self.self_attn(self.input_layernorm(x), step)
         output: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return output

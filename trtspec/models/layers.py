@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Module):
-    """y = x W^T without bias, W stored [out, in]."""
+    """A linear layer without bias: y = x W^T, with W stored as [out, in]."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -17,11 +17,12 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Computes x W^T, [..., out], for x [..., in]."""
         return F.linear(x, self.weight)
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension."""
+    """A root-mean-square norm over the last dimension: x / rms(x) * weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -33,9 +34,9 @@ class RMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)).
+    """A SwiGLU MLP: down(silu(gate(x)) * up(x)).
 
-    gate_proj and up_proj read the same input and are one matrix here.
+    gate_proj and up_proj share one weight matrix, because they read the same input.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
@@ -44,16 +45,17 @@ class MLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., H] -> [..., H]."""
+        """Computes the MLP's output [..., H] for x [..., H]."""
         gate, up = self.gate_up_proj(x).chunk(2, -1)
         output: Tensor = self.down_proj(F.silu(gate) * up)
         return output
 
 
 def embedding(vocab_size: int, hidden_size: int) -> nn.Embedding:
+    """Makes an embedding table, without values if the default device is meta."""
     if torch.empty(0).is_meta:
-        # torch's random values for a meta tensor would import torch._dynamo: over a second of every
-        # start.
+        # Random values for a meta tensor would make torch import torch._dynamo, which takes more
+        # than a second at every start.
         weight = torch.empty(vocab_size, hidden_size)
         meta: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False)
         return meta

@@ -24,21 +24,26 @@ from trtspec.models.layers import Linear, RMSNorm
 from trtspec.models.rope import yarn_mscale
 from trtspec.specs import HeadSpec, ModelSpec
 
-# The published DeepSeek-V3 / Kimi definition gives its two latent norms this epsilon, not
-# config.rms_norm_eps.
+# Epsilon of the two latent norms in the published DeepSeek-V3 and Kimi code, which do not use
+# config.rms_norm_eps for them.
 LATENT_NORM_EPS = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """Latent attention of one layer.
+    """Multi-head latent attention of one layer, computed in the latent space.
 
-    q_a_proj and kv_a_proj_with_mqa read the same input and are one matrix here, `qkv_a_proj`.
+    q_a_proj and kv_a_proj_with_mqa share one weight matrix, `qkv_a_proj`, because they read the
+    same input. Shapes: N heads, C kv_lora_rank, R rope dimensions of a head, S cached positions.
     """
 
     def __init__(
         self, spec: ModelSpec | HeadSpec, input_size: int, norm_eps: float = LATENT_NORM_EPS
     ) -> None:
-        """`input_size` may exceed hidden_size: a head reads embedding and state side by side."""
+        """Builds the projections with uninitialized weights.
+
+        input_size: width of the input. A head's is twice the hidden size (embedding and state).
+        norm_eps: epsilon of the two latent norms.
+        """
         super().__init__()
         heads = spec.num_attention_heads
         self.heads = heads
@@ -55,11 +60,12 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = Linear(self.kv_lora_rank, heads * (self.nope_dim + self.v_dim))
         self.o_proj = Linear(heads * self.v_dim, spec.hidden_size)
         self.scale = (self.nope_dim + self.rope_dim) ** -0.5
+        # DeepSeek-V3 applies YaRN's attention temperature to queries and keys, so it is squared.
         if spec.rope.is_yarn and spec.rope.mscale_all_dim:
             self.scale *= yarn_mscale(spec.rope.factor, spec.rope.mscale_all_dim) ** 2
 
     def forward(self, x: Tensor, step: AttentionStep) -> Tensor:
-        """x [B, T, input] -> [B, T, H]."""
+        """Computes the attention's output [B, T, H] for x [B, T, input]."""
         q_lora, kv_lora, k_rope = self.qkv_a_proj(x).split(self.a_sizes, -1)
         c_q = self.q_a_layernorm(q_lora)
         q = self.q_b_proj(c_q).unflatten(-1, (self.heads, -1))
@@ -77,9 +83,10 @@ class LatentAttention(nn.Module):
         return output
 
     def attention(self, queries: Tensor, entries: Tensor, mask: CausalMask) -> Tensor:
-        """Multi-query attention over cached entries.
+        """Computes multi-query attention over entries of the cache, [B, T, N, C].
 
-        queries [B, T, N, C + R], entries [B, S, C + R] -> [B, T, N, C].
+        queries: latent queries and rotated rope queries, [B, T, N, C + R].
+        entries: latents and rotated rope keys, [B, S, C + R].
         """
         flat = queries.flatten(1, 2)
         scores = torch.baddbmm(mask.by_head(self.heads), flat, entries.mT, alpha=self.scale)
@@ -89,7 +96,7 @@ class LatentAttention(nn.Module):
         return by_token
 
     def up_projections(self) -> tuple[Tensor, Tensor]:
-        """W_UK [N, nope, C] and W_UV [N, v, C], the rows of kv_b_proj by head."""
+        """Returns W_UK [N, nope, C] and W_UV [N, v, C], which are the rows of kv_b_proj by head."""
         by_head = self.kv_b_proj.weight.unflatten(0, (self.heads, -1))
         w_uk, w_uv = by_head.split((self.nope_dim, self.v_dim), 1)
         return w_uk, w_uv

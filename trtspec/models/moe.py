@@ -21,7 +21,7 @@ from trtspec.specs import ModelSpec
 
 
 class MoE(nn.Module):
-    """The router, the routed experts, and the shared experts as one wider MLP."""
+    """A mixture of experts: router, routed experts, and the shared experts as one wider MLP."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class MoE(nn.Module):
         self.shared_experts: nn.Module = MLP(spec.hidden_size, shared_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., H] -> [..., H]."""
+        """Computes the mixture's output [..., H] for x [..., H]."""
         flat = x.flatten(0, -2)
         ids, weights = self.gate(flat)
         output: Tensor = self.experts(flat, ids, weights) + self.shared_experts(flat)
@@ -39,14 +39,14 @@ class MoE(nn.Module):
 
 
 class Router(nn.Module):
-    """Chooses experts by scores in float32 at least.
+    """The router of a mixture of experts. Scores are computed in float32 or wider.
 
-    Every Kimi has one group of experts, and weights that sum to 1 times the factor. `target_config`
-    refuses other values.
+    Every Kimi has one group of experts, and weights that sum to `factor`. `target_config` refuses
+    other values.
     """
 
-    recording = False  # of `margin`; see KimiModel.record_margins
-    # of the last call, [tokens]: the lead of the last chosen expert over the best other one
+    recording = False  # whether `margin` is computed (see KimiModel.record_margins)
+    # Lead of the lowest chosen score over the best other score in the last call, [tokens].
     margin: Tensor
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -58,14 +58,17 @@ class Router(nn.Module):
         self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [tokens, H] -> expert ids int64 and weights float32 or wider, both [tokens, k]."""
+        """Chooses k experts for each token of x [tokens, H].
+
+        Returns the ids of the experts (int64) and their weights (float32 or wider), [tokens, k].
+        """
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.weight.to(wide))
         scores = logits.sigmoid()
         choice = scores + self.e_score_correction_bias
         ids = choice.topk(self.top_k, dim=-1, sorted=False).indices
         weights = scores.gather(-1, ids)
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # no division by zero
         if self.recording:
             best = choice.topk(self.top_k + 1).values
             self.margin = best[:, -2] - best[:, -1]
@@ -73,7 +76,11 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts of a layer: gate_up [E, 2I, H] (gate rows first) and down [E, H, I]."""
+    """The routed experts of a layer, each a SwiGLU MLP.
+
+    gate_up: gate rows, then up rows of each expert, [E, 2I, H].
+    down: down projections of each expert, [E, H, I].
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -84,11 +91,16 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(count, hidden, inner))
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x [tokens, H], ids and weights [tokens, k] -> weighted sum over experts [tokens, H]."""
+        """Computes the weighted sum [tokens, H] of the chosen experts' outputs.
+
+        x: inputs, [tokens, H].
+        ids: ids of the experts of each token, int64 [tokens, k].
+        weights: weights of these experts, [tokens, k].
+        """
         return dispatch(x, ids, weights, len(self.down), self.one_expert)
 
     def one_expert(self, expert: int, x: Tensor) -> Tensor:
-        """SwiGLU of one expert over its tokens [n, H] -> [n, H]."""
+        """Computes the output [n, H] of one expert for its tokens x [n, H]."""
         gate, up = F.linear(x, self.gate_up[expert]).chunk(2, -1)
         return F.linear(F.silu(gate) * up, self.down[expert])
 
@@ -98,8 +110,13 @@ def dispatch(
 ) -> Tensor:
     """Groups tokens by expert, runs each expert once on its tokens, and adds the weighted results.
 
-    Reads the sizes of the groups back from the device, once per layer. Sums are in the order of
-    `ids`, on every device.
+    Returns [tokens, H]. The sizes of the groups are read from the device, so a GPU is waited for.
+
+    x: inputs, [tokens, H].
+    ids: ids of the experts of each token, int64 [tokens, k].
+    weights: weights of these experts, [tokens, k].
+    count: number of experts.
+    one_expert: function that computes an expert's output [n, H] for its tokens [n, H].
     """
     expert_ids, order = ids.flatten().sort(stable=True)  # pairs of token and expert, [tokens * k]
     numbers = torch.arange(count, device=ids.device)
@@ -108,6 +125,8 @@ def dispatch(
     outputs = torch.cat(
         [one_expert(expert, group) for expert, group in enumerate(groups) if len(group)]
     )
+    # The outputs go back from the order of the experts to the order of `ids`. So a token's sum has
+    # the same order on every device.
     indices = torch.arange(len(order), device=order.device)
     inverse = torch.empty_like(order).scatter_(0, order, indices)
     by_token: Tensor = outputs[inverse].unflatten(0, weights.shape)  # [tokens, k, H]

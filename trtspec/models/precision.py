@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-# Names in torch.cpu.get_capabilities(): AVX-512 BF16 or AMX on x86, the bf16 or SVE bf16 extension
-# on Arm.
+# Keys of torch.cpu.get_capabilities() for bfloat16 products: AVX-512 BF16 and AMX on x86, the bf16
+# and SVE bf16 extensions on Arm.
 NATIVE_BF16 = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 
 
 def has_native_bf16(device: str | torch.device = "cpu") -> bool:
     """Whether `device` multiplies bfloat16 matrices in hardware.
 
-    A CPU without such instructions (AVX2 only, say) still computes bfloat16, but through a generic
-    kernel. On one, a product of 256 x 2048 weights took 1.5 times float32's time for one token, 9
-    times for 64 and 12 times for 384.
+    A CPU without such instructions computes bfloat16 by a generic kernel. On an AVX2 CPU, products
+    with 256 x 2048 weights took longer than in float32: 1.5 times for 1 token, 9 times for 64
+    tokens, 12 times for 384 tokens.
     """
     device_type = torch.device(device).type
     if device_type == "cpu":
@@ -28,10 +28,10 @@ def has_native_bf16(device: str | torch.device = "cpu") -> bool:
 
 
 def default_dtype(device: str | torch.device = "cpu") -> torch.dtype:
-    """bfloat16 if `device` has it natively, else float32."""
+    """Returns bfloat16 if `device` multiplies it in hardware, else float32."""
     return torch.bfloat16 if has_native_bf16(device) else torch.float32
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name without its module: `float32` for torch.float32."""
+    """Returns the name of a dtype without its module: `float32` for torch.float32."""
     return str(dtype).removeprefix("torch.")

@@ -1,9 +1,9 @@
 """The memory of a model's layers: each row keeps one text.
 
-A forward changes no memory that cannot be overwritten. It appends its entries, and `commit` says
+A forward pass only appends entries, which later passes may overwrite. After the pass `commit` says
 how many of its tokens became text. Rejected drafts, failed passes, snapshots and reuse need no
-other rule, for any type of memory. Here is the memory of latent attention, a cache of latents by
-position.
+other rule, for any type of memory. `LatentCache` is the memory of latent attention, a cache of
+latents by position.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class TextPiece(NamedTuple):
-    """Tokens `begin` to `end` of the text in row `row`."""
+    """The tokens of one text that a call computes: positions `begin` to `end` - 1 of row `row`."""
 
     row: int
     begin: int
@@ -24,12 +24,12 @@ class TextPiece(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Tokens of a call that read the same rows.
+    """The tokens of a call that read the same rows of the memory.
 
-    tokens: slice of the call's width.
+    tokens: slice of the call's tokens.
     rows: slice of the memory's rows.
-    start: position of the first token, int64 [rows] or one for all. None without a cache.
-    end: the end of the longest row, after these tokens.
+    start: position of the first token, int64 [rows], or an int for all rows. None without a cache.
+    end: length of the longest row with these tokens.
     """
 
     tokens: slice
@@ -39,47 +39,60 @@ class Span(NamedTuple):
 
 
 class State(Protocol):
-    """Memory of some layers for a number of rows of up to `max_len` tokens.
+    """The memory of a model's layers for several texts, one in each row.
 
-    A row's valid length is the position at which the next call begins. At 0 the row is empty.
+    The length of a row is the position at which the next call begins. At position 0 the row is
+    empty.
+
+    max_len: maximum number of tokens of a row.
     """
 
     max_len: int
 
     def append(self, layer: int, slots: Any, entries: Any) -> None:
-        """Takes a layer's entries for the tokens of a call."""
+        """Stores the entries of a layer for the tokens of a call.
+
+        slots: index of each token in the memory, row * max_len + position.
+        """
 
     def seen(self, layer: int, span: Span) -> Any:
-        """Returns a layer's memory of the rows of a span."""
+        """Returns the memory of a layer for the rows of a span."""
 
     def commit(self, counts: Tensor | Sequence[int]) -> None:
-        """Makes the first `counts` tokens of each row's last call text, and drops the others."""
+        """Accepts the first tokens of each row's last call as text, and drops its other tokens.
+
+        counts: number of accepted tokens of each row.
+        """
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copies the memory of a row of `length` tokens over another row."""
+        """Copies the first `length` tokens of row `source` to row `target`."""
 
     def snapshot(self, row: int, begin: int, end: int) -> Any:
-        """A copy from which `restore` resumes after token `end`.
+        """Copies the memory of a row at position `end`, for `restore`.
 
-        None if the row has moved too far past `end`. begin: the end of the snapshot before.
+        None if the row has moved too far past `end`.
+
+        begin: end of the snapshot before. The first snapshot of a text may begin at -1.
         """
 
     def restore(self, row: int, snapshots: Sequence[Any], length: int) -> int:
-        """Fills a row from the snapshots of a text, with at most `length` tokens.
+        """Fills a row from consecutive snapshots of a text, with at most `length` tokens.
 
-        Returns the number of tokens.
+        Returns the new number of tokens of the row.
         """
 
     def bytes(self, tokens: int) -> int:
-        """Size of a snapshot of `tokens` tokens."""
+        """Size of a snapshot of `tokens` tokens, in bytes."""
 
 
 class LatentCache:
-    """Entries by position, [layers, rows, max_len, width].
+    """A cache with one entry per layer and position, [layers, rows, max_len, width].
 
-    For MLA the width is kv_lora_rank + qk_rope_head_dim. The entry of a rejected draft is
-    overwritten before it can be seen, so there is nothing to commit. `dtype=torch.float8_e4m3fn`
-    keeps the entries as the scale-free FP8 cast.
+    The entry of a rejected draft is overwritten before it can be seen, so there is nothing to
+    commit.
+
+    width: elements of an entry. For MLA: kv_lora_rank + qk_rope_head_dim.
+    dtype: dtype of the entries. torch.float8_e4m3fn casts the entries to FP8 without a scale.
     """
 
     def __init__(
@@ -93,36 +106,47 @@ class LatentCache:
     ) -> None:
         self.max_len = max_len
         self.data = torch.zeros(layers, rows, max_len, width, dtype=dtype, device=device)
-        self.raw = self.data.view(torch.uint8)  # torch indexes no FP8 type
+        self.raw = self.data.view(torch.uint8)  # torch cannot index FP8 tensors
         self.entries = self.data.flatten(1, 2).unbind(0)
 
     def append(self, layer: int, slots: Tensor, entries: Tensor) -> None:
-        """`slots` int64 [B * T]: row * max_len + position of each entry of [B, T, width]."""
+        """Writes the entries [B, T, width] of a call to one layer.
+
+        slots: index of each entry, row * max_len + position, int64 [B * T].
+        """
         stored = entries.flatten(0, 1)
         target = self.entries[layer]
         if target.dtype == torch.float8_e4m3fn:
-            # The cast saturates in the engines but gives NaN in torch.
+            # Values beyond FP8's range become the largest value in the engines, but NaN in torch.
             stored = stored.clamp(-448, 448).to(target.dtype).view(torch.uint8)
             target = target.view(torch.uint8)
         target.index_copy_(0, slots, stored)
 
     def seen(self, layer: int, span: Span) -> Tensor:
-        """The entries of a span's rows, [rows, end, width]."""
+        """Returns the entries of a span's rows in one layer, [rows, end, width]."""
         return self.data[layer, span.rows, : span.end]
 
     def commit(self, counts: Tensor | Sequence[int]) -> None:
-        pass
+        """Does nothing, because the entries of rejected drafts are overwritten later."""
 
     def move(self, source: int, target: int, length: int) -> None:
+        """Copies the first `length` entries of row `source` to row `target`."""
         self.data[:, target, :length].copy_(self.data[:, source, :length])
 
     def snapshot(self, row: int, begin: int, end: int) -> Tensor:
+        """Copies the entries of a row at the positions `begin` to `end` - 1.
+
+        `begin` may be -1, which means 0.
+        """
         return self.raw[:, row, max(0, begin) : end].clone()
 
     def restore(self, row: int, snapshots: Sequence[Tensor], length: int) -> int:
+        """Fills a row with the first `length` entries of the snapshots. Returns their number."""
+        # An empty tensor comes first, because torch cannot concatenate an empty list.
         entries = torch.cat((self.raw[:, row, :0], *snapshots), 1)[:, :length]
         self.raw[:, row, : entries.shape[1]] = entries
         return entries.shape[1]
 
     def bytes(self, tokens: int) -> int:
+        """Size of a snapshot of `tokens` tokens, in bytes."""
         return tokens * self.raw[:, 0, 0].numel()

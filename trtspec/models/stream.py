@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO, NotRequired, TypedDict
 
@@ -32,23 +33,23 @@ from trtspec.models.weights import Activation, install, layer_layout, layout
 from trtspec.report import create, file_sha256, fsync, writing
 
 OUTER_WEIGHTS = ("embed.weight", "norm.weight", "lm_head.weight")
-# Decoding one layer ahead takes the memory of two layers of weights, of the tensors in work, and as
-# much again for everything else.
+# Free memory, in layers, from which the next layer is decoded ahead: two layers of weights, the
+# tensors that are being decoded, and as much again for everything else.
 PREFETCH_MEMORY_LAYERS = 4
-FORWARD_TOKENS = 2048  # per forward of the target: large enough for full matrix multiplications
+FORWARD_TOKENS = 2048  # tokens of a forward pass, enough for efficient matrix multiplications
 
 
 class LayerStream:
-    """The layers of a checkpoint in any published format, loaded on demand, run over batches.
+    """A target whose decoder layers are loaded one at a time and run over batches.
 
-    With `load_ahead` the next layer is decoded while one computes. It is on if
-    PREFETCH_MEMORY_LAYERS fit into the free memory. Raises TrtspecError for a checkpoint in which
-    `trtspec inspect` finds an error.
+    The checkpoint may be in any published format. The next layer is decoded while one computes if
+    PREFETCH_MEMORY_LAYERS layers fit into the free memory (attribute `load_ahead`). Raises
+    TrtspecError if `trtspec inspect` finds an error in the checkpoint.
 
     Args:
-        dtype: the compute type.
-        activation: how NVFP4 linears compute. "decoded": as plain weights.
-        threads: how many decode the parts of a layer side by side.
+        dtype: compute dtype.
+        activation: computation of NVFP4 linears. "decoded" computes them as plain linears.
+        threads: number of threads that decode the tensors of a layer.
     """
 
     def __init__(
@@ -72,10 +73,12 @@ class LayerStream:
         last_layer_bytes = self.layer_bytes(self.num_layers - 1)
         self.load_ahead = free_bytes > PREFETCH_MEMORY_LAYERS * last_layer_bytes
         self._rope = RotaryEmbedding(self.spec.rope, self.spec.qk_rope_head_dim, interleaved=True)
+        # Shape of the last batch, and its attention step.
         self._step: tuple[torch.Size, AttentionStep] | None = None
 
     @property
     def num_layers(self) -> int:
+        """Number of decoder layers of the target."""
         return self.spec.num_hidden_layers
 
     def close(self) -> None:
@@ -88,14 +91,14 @@ class LayerStream:
         self.close()
 
     def layer_bytes(self, index: int) -> int:
-        """Bytes of decoder layer `index` in the compute type."""
+        """Size of decoder layer `index` in the compute dtype, in bytes."""
         with torch.device("meta"):
             layer = DecoderLayer(self.spec, index)
         elements = sum(parameter.numel() for parameter in layer.parameters())
         return elements * self.dtype.itemsize
 
     def load(self, index: int) -> DecoderLayer:
-        """Decoder layer `index` with its weights, on the CPU."""
+        """Loads decoder layer `index` with its weights, on the CPU."""
         with torch.device("meta"):
             layer = DecoderLayer(self.spec, index)
         with ThreadPoolExecutor(self.threads) as pool:
@@ -111,9 +114,11 @@ class LayerStream:
         return layer.eval().requires_grad_(False)
 
     def model_without_layers(self, *parameters: str) -> KimiModel:
-        """Embeddings, final norm and lm_head on the device. `spec` is the whole model's.
+        """Loads the model without decoder layers: embedding, final norm and lm_head on the device.
 
-        With `parameters`: these alone on the device, the others on the meta device.
+        Args:
+            parameters: names of OUTER_WEIGHTS that are loaded. The others stay on the meta device.
+                Empty: all are loaded.
         """
         with torch.device("meta"):
             model = KimiModel(self.spec, layers=0)
@@ -131,9 +136,9 @@ class LayerStream:
 
     @torch.inference_mode()
     def embed(self, batches: Sequence[Tensor], states: States) -> None:
-        """Puts the embeddings of all batches (int64 [B, T]) into `states`.
+        """Writes the embeddings of all batches (token ids, int64 [B, T]) to `states`.
 
-        The table is held for this call only.
+        The embedding table is in memory during this call only.
         """
         embed = self.model_without_layers("embed.weight").embed
         states.begin(0)
@@ -151,12 +156,16 @@ class LayerStream:
         on_output: Callable[[int, int, Tensor], None] = lambda _, __, ___: None,
         after_layer: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Takes `states` (inputs of layer `first`) through all further layers, one at a time.
+        """Runs layer `first` and all later layers over the batches, one layer after the other.
+
+        `states` holds the inputs of layer `first`. The outputs of each layer replace its inputs.
 
         Args:
-            on_layer: called with (index, layer) before the first batch.
-            on_output: called with (index, batch, x), each layer output [B, T, H] on the device.
-            after_layer: called with (index) after the last batch.
+            batches: token ids of each batch, int64 [B, T].
+            on_layer: function that gets the index and the module of a layer before the first batch.
+            on_output: function that gets the layer's index, the batch's number and the output
+                [B, T, H] on the device.
+            after_layer: function that gets the layer's index after the last batch.
         """
         with ThreadPoolExecutor(1, thread_name_prefix="next-layer") as ahead:
             pending: Future[DecoderLayer] | None = None
@@ -176,14 +185,15 @@ class LayerStream:
                         states.put(number, output)
                         on_output(index, number, output)
                     states.seal()
-                # The layer is freed before another one is loaded.
+                # The memory of the layer must be free before another layer is loaded.
                 del layer
                 after_layer(index)
 
     def attention_step(self, tokens: Tensor) -> AttentionStep:
-        """Positions and mask of a plain causal forward over tokens [B, T].
+        """Builds positions and mask of a plain causal forward pass over tokens [B, T].
 
-        The step of the last shape is kept, for runs of equal batches.
+        The step depends on the shape only. The last step is kept, because consecutive batches often
+        have equal shapes.
         """
         if self._step is None or self._step[0] != tokens.shape:
             step = batch_step(tokens.to(self.device), self._rope, self.dtype)
@@ -200,11 +210,17 @@ class StatesRecord(TypedDict):
 
 
 class States:
-    """The hidden states [B, T, H] of all batches between two layers.
+    """Storage for the hidden states [B, T, H] of all batches between two layers.
 
-    One generation is read while the next one is written. The states stay in memory if all of them
-    fit `budget` bytes, else in a file of `directory`. `durable` keeps every finished generation as
-    a file too, so that a killed run can `restore` it.
+    A generation is the states of all batches after one layer. One generation is read while the next
+    is written.
+
+    Args:
+        batches: token ids of each batch, int64 [B, T].
+        width: hidden size H.
+        budget: maximum number of bytes in memory. Larger states are in a file of `directory`.
+        durable: whether every finished generation is also a file, so that a killed run can
+            `restore` it.
     """
 
     def __init__(
@@ -222,7 +238,8 @@ class States:
         self.directory = directory
         self.durable = durable
         sizes = [math.prod(shape) * dtype.itemsize for shape in self.shapes]
-        self.offsets: list[int] = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
+        # Offset of each batch in a file, in bytes, and the size of the file.
+        self.offsets: list[int] = list(accumulate(sizes, initial=0))
         self.in_memory = self.bytes <= budget
         self.on_disk = durable or not self.in_memory
         if self.on_disk and directory is None:
@@ -232,18 +249,20 @@ class States:
         self._source: BinaryIO | None = None
         self._target: BinaryIO | None = None
         self._sha256 = hashlib.sha256()
-        self.record: StatesRecord = {}
+        self.record: StatesRecord = {}  # facts about the newest file, for `restore`
 
     @property
     def bytes(self) -> int:
+        """Size of one generation in bytes."""
         return self.offsets[-1]
 
     def path(self, generation: int) -> Path:
+        """Path of the file of a generation."""
         assert self.directory is not None
         return self.directory / f"states-{generation:03d}.bin"
 
     def begin(self, generation: int) -> None:
-        """Starts to write a generation, while the one before it is read."""
+        """Starts to write a generation. The generation before it can still be read."""
         if self.on_disk:
             path = self.path(generation).with_suffix(".partial")
             with writing(path):
@@ -253,7 +272,7 @@ class States:
         self._generation = generation
 
     def put(self, number: int, states: Tensor) -> None:
-        """Writes batch `number` of the new generation. Batches come in order."""
+        """Writes the states of batch `number` of the new generation. Batches must come in order."""
         states = states.detach().to("cpu", self.dtype)
         if self.in_memory:
             self._memory[number] = states
@@ -264,17 +283,17 @@ class States:
                 self._target.write(raw)
 
     def get(self, number: int) -> Tensor:
-        """Batch `number` of the finished generation, on the CPU."""
+        """Reads the states of batch `number` of the finished generation, to the CPU."""
         if self.in_memory:
             return self._memory[number]
         assert self._source is not None
         return self._read(self._source, number)
 
     def seal(self) -> None:
-        """Makes the written generation the one that is read. `restore` takes its `record`.
+        """Finishes the written generation, so that `get` reads this generation.
 
-        A durable file is fsynced and stays until `drop_older`. Without `durable` the older file is
-        removed at once.
+        Sets `record` for `restore` if the generation is a file. A durable file is fsynced, and
+        older files stay until `drop_older`. Without `durable` older files are removed.
         """
         if self._target is None:
             return
@@ -299,7 +318,13 @@ class States:
             self.drop_older()
 
     def restore(self, record: StatesRecord) -> bool:
-        """Reads from a sealed generation. False if its file does not match the record."""
+        """Continues from a finished generation of an earlier run.
+
+        Returns False if the generation's file is missing or does not match the record.
+
+        Args:
+            record: value of `record` after the generation was finished.
+        """
         generation = record["generation"]
         path = self.path(generation)
         if not path.is_file():
@@ -316,17 +341,17 @@ class States:
         return True
 
     def drop_older(self) -> None:
-        """Removes the files of all generations but the newest sealed one."""
+        """Removes the files of all generations except the newest finished generation."""
         if self.directory is not None:
             for path in self.directory.glob("states-*"):
                 if path != self.path(self._generation):
                     path.unlink()
 
     def close(self) -> None:
-        """Closes the files and leaves them in place."""
+        """Closes the files without removing them."""
         for file in (self._source, self._target):
             if file is not None:
-                # `put` has reported bytes that could not be written.
+                # `put` has already raised an error about bytes that could not be written.
                 with suppress(OSError):
                     file.close()
         self._source = self._target = None
@@ -338,20 +363,24 @@ class States:
         self.close()
 
     def _read(self, file: BinaryIO, number: int) -> Tensor:
+        """Reads the states of batch `number` from a generation's file."""
         begin = self.offsets[number]
         end = self.offsets[number + 1]
         raw = torch.empty(end - begin, dtype=torch.uint8)
         file.seek(begin)
         if file.readinto(raw.numpy().data) < len(raw):  # type: ignore[attr-defined]
-            message = f"{self.directory}: the states end early"
+            message = f"{self.directory}: a file of hidden states is too short"
             raise TrtspecError(message, "run again with `restart`")
         return raw.view(self.dtype).view(self.shapes[number])
 
 
 def similar_length(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Yields batches of indices of `lengths`, short ones first.
+    """Yields batches of sequences of similar length, as indices of `lengths`, short ones first.
 
-    A batch has at most FORWARD_TOKENS padded tokens.
+    A batch has at most FORWARD_TOKENS tokens with its padding, or a single sequence.
+
+    Args:
+        lengths: number of tokens of each sequence.
     """
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
@@ -364,7 +393,7 @@ def similar_length(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 def padded(sequences: Sequence[Sequence[int]]) -> Tensor:
-    """The sequences as int64 [B, longest], zeros on the right."""
+    """Returns the sequences as one tensor, int64 [B, longest], padded with zeros on the right."""
     tokens = torch.zeros(len(sequences), max(map(len, sequences)), dtype=torch.int64)
     for row, sequence in enumerate(sequences):
         tokens[row, : len(sequence)] = torch.tensor(sequence)

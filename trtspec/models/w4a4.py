@@ -16,7 +16,10 @@ from trtspec.quant import nvfp4
 
 
 class NVFP4Linear(nn.Module):
-    """y = x W^T with W in NVFP4. With `activation="weight-only"` x stays as it is."""
+    """A linear layer y = x W^T with W in NVFP4.
+
+    activation: "w4a4" quantizes x to NVFP4, too. "weight-only" does not quantize x.
+    """
 
     values: Tensor  # E2M1 value times FP8 block scale, [out, in]
     scale_2: Tensor  # float32 scalar
@@ -33,6 +36,7 @@ class NVFP4Linear(nn.Module):
         self.out_features, self.in_features = self.values.shape
 
     def forward(self, x: Tensor) -> Tensor:
+        """Computes x W^T in the dtype of x, with one multiplication by the per-tensor scales."""
         values = x
         scale = self.scale_2
         if self.activation == "w4a4":
@@ -44,7 +48,7 @@ class NVFP4Linear(nn.Module):
 
 
 class NVFP4Experts(nn.Module):
-    """Routed experts in NVFP4. Each expert is a pair of NVFP4 products with its own scales."""
+    """Routed experts in NVFP4. The linears of each expert have their own scales."""
 
     def __init__(self, gate_up: Iterable[nn.Module], down: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -52,10 +56,11 @@ class NVFP4Experts(nn.Module):
         self.down = nn.ModuleList(down)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Computes as `Experts.forward` does."""
+        """Computes the same as `Experts.forward`, [tokens, H]."""
         return dispatch(x, ids, weights, len(self.down), self.one_expert)
 
     def one_expert(self, expert: int, x: Tensor) -> Tensor:
+        """Computes the output [n, H] of one expert for its tokens x [n, H]."""
         gate, up = self.gate_up[expert](x).chunk(2, -1)
         output: Tensor = self.down[expert](F.silu(gate) * up)
         return output

@@ -1,4 +1,4 @@
-"""From a Kimi checkpoint of any published format to a `KimiModel`: names and loading of weights."""
+"""Loads the weights of a Kimi checkpoint, in any published format, into a `KimiModel`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +25,8 @@ from trtspec.models.w4a4 import NVFP4Experts, NVFP4Linear
 from trtspec.quant import nvfp4
 from trtspec.specs import ModelSpec
 
-# how NVFP4 weights are computed; decoded: as plain ones
+# Computation of NVFP4 linears: with 4-bit weights and activations, with 4-bit weights only, or with
+# weights that are decoded to plain ones.
 Activation = Literal["w4a4", "weight-only", "decoded"]
 
 
@@ -35,11 +37,13 @@ def load_target(
     device: str = "cpu",
     activation: Activation = "w4a4",
 ) -> KimiModel:
-    """Builds the model of a checkpoint in any format.
+    """Loads the target from a checkpoint of any published format.
 
-    bf16, int4 and fp8-block weights are decoded, and nvfp4 weights computed as NVFP4. `dtype` is
-    the compute type. Latents are kept as FP8 if the checkpoint asks for it. Raises TrtspecError for
-    a checkpoint in which `trtspec inspect` finds an error.
+    bf16, int4 and fp8-block weights are decoded. The cache is FP8 if the checkpoint's config
+    demands it. Raises TrtspecError if `trtspec inspect` finds an error in the checkpoint.
+
+    dtype: compute dtype.
+    activation: computation of NVFP4 linears.
     """
     target = require_target(path)
     spec = target.spec
@@ -68,10 +72,15 @@ def install(
     activation: Activation = "w4a4",
     pool: Executor | None = None,
 ) -> None:
-    """Decodes a parameter of `module`, tensor by tensor, in the threads of `pool` if there is one.
+    """Decodes a parameter tensor by tensor, and puts it into `module`.
 
-    NVFP4 weights become modules that compute with `activation`, unless it is "decoded". Memory
-    holds the parameter and the tensors in work.
+    Memory holds the parameter, and the tensors that are being decoded. An NVFP4 weight replaces its
+    linear by a module that computes with `activation`, unless `activation` is "decoded".
+
+    module: model or decoder layer, on the meta device or loaded.
+    mapping: name of the parameter, and its tensors in the checkpoint.
+    dtype: compute dtype.
+    pool: threads that decode the tensors. None: the calling thread.
     """
     if activation != "decoded" and is_nvfp4(tensors.checkpoint, mapping.names[0]):
         linear = partial(
@@ -80,16 +89,18 @@ def install(
         _install_nvfp4(module, mapping, linear)
         return
     owner, _, leaf = mapping.parameter.rpartition(".")
-    plain = module.get_submodule(owner)
+    owner_module = module.get_submodule(owner)
     # The router computes in float32.
     stored_dtype = torch.float32 if owner.endswith("mlp.gate") else dtype
-    value = torch.empty(getattr(plain, leaf).shape, dtype=stored_dtype)
+    value = torch.empty(getattr(owner_module, leaf).shape, dtype=stored_dtype)
+    # The rows of all experts follow each other.
     rows = value.flatten(0, 1) if value.dim() == 3 else value
     decode = partial(_decode_into, tensors=tensors)
     run = pool.map if pool else map
+    # The loop waits for the threads, and raises their errors.
     for _ in run(decode, rows.split(mapping.rows), mapping.names):
         pass
-    setattr(plain, leaf, nn.Parameter(value.to(device), requires_grad=False))
+    setattr(owner_module, leaf, nn.Parameter(value.to(device), requires_grad=False))
 
 
 def _install_nvfp4(
@@ -97,7 +108,12 @@ def _install_nvfp4(
     mapping: ParameterMapping,
     linear: Callable[[Sequence[str]], NVFP4Linear],
 ) -> None:
-    """Replaces the parameter's owner by an NVFP4 module. Experts come as gate_up, then as down."""
+    """Replaces the module that owns the parameter by an NVFP4 module.
+
+    Experts come in two calls: gate_up makes their module, and down completes it.
+
+    linear: function that makes an NVFP4 linear from the names of its weights.
+    """
     owner, _, leaf = mapping.parameter.rpartition(".")
     if not owner.endswith(".experts"):
         module.set_submodule(owner, linear(mapping.names))
@@ -110,6 +126,7 @@ def _install_nvfp4(
 
 
 def _decode_into(target: torch.Tensor, name: str, tensors: LazyTensors) -> None:
+    """Decodes the weight `name` into the rows `target`."""
     from trtspec.quant.decode import decoded
 
     target.copy_(decoded(tensors, name).reshape(target.shape))
@@ -117,8 +134,11 @@ def _decode_into(target: torch.Tensor, name: str, tensors: LazyTensors) -> None:
 
 @dataclass(frozen=True)
 class ParameterMapping:
-    """One parameter, and the checkpoint tensors whose rows in order are its value.
+    """A parameter of the model, and the checkpoint tensors that make it up, row after row.
 
+    parameter: name of the parameter in the model or the decoder layer.
+    role: role of the parameter in the family's table.
+    names: names of the tensors in the checkpoint.
     rows: number of rows of each tensor.
     """
 
@@ -129,7 +149,7 @@ class ParameterMapping:
 
 
 def layout(spec: ModelSpec) -> Iterator[ParameterMapping]:
-    """Yields every parameter of `KimiModel(spec)` with its names in a published checkpoint."""
+    """Yields every parameter of `KimiModel(spec)` with its tensors in a published checkpoint."""
     yield from _mappings(spec.family.ends(spec), spec.family.prefix)
     for index in range(spec.num_hidden_layers):
         for mapping in layer_layout(spec, index):
@@ -137,40 +157,50 @@ def layout(spec: ModelSpec) -> Iterator[ParameterMapping]:
 
 
 def layer_layout(spec: ModelSpec, index: int) -> Iterator[ParameterMapping]:
-    """Every parameter of decoder layer `index`, named as in `DecoderLayer`: no `layers.N.`."""
+    """Yields every parameter of decoder layer `index`, under its name in `DecoderLayer`."""
     return _mappings(spec.family.layer(spec, index), spec.family.stem(index))
 
 
 def _mappings(parts: Iterable[Part], stem: str) -> Iterator[ParameterMapping]:
-    """Yields the parameters. Parts of one parameter follow each other, expert after expert."""
-    members: dict[str, list[Part]] = {}
+    """Yields the parameters that `parts` describe, and their tensors.
+
+    A parameter may have several parts (gate and up). If each expert has a copy of the parts, the
+    tensors are in the order of the experts.
+
+    stem: prefix of the tensors' names.
+    """
+    parts_of: dict[str, list[Part]] = {}
     for part in parts:
-        members.setdefault(part.parameter, []).append(part)
-    for parameter, group in members.items():
-        numbered = [(part, number) for number in range(group[0].copies) for part in group]
-        names = (stem + part.name.format(number) for part, number in numbered)
-        rows = [part.shape[0] for part, _ in numbered]
-        yield ParameterMapping(parameter, group[0].role, tuple(names), rows)
+        parts_of.setdefault(part.parameter, []).append(part)
+    for parameter, group in parts_of.items():
+        first = group[0]
+        numbered = list(product(range(first.copies), group))
+        names = (stem + part.name.format(number) for number, part in numbered)
+        rows = [part.shape[0] for _, part in numbered]
+        yield ParameterMapping(parameter, first.role, tuple(names), rows)
 
 
 def nvfp4_linear(
     names: Sequence[str], tensors: LazyTensors, activation: str, dtype: torch.dtype, device: str
 ) -> NVFP4Linear:
-    """One NVFP4 linear from one weight, or from gate and up stacked.
+    """Makes an NVFP4 linear from one weight, or from several weights stacked (gate and up).
 
-    Raises TrtspecError if stacked weights do not share both tensor scales.
+    Raises TrtspecError if stacked weights differ in one of their two per-tensor scales.
+
+    names: names of the weights in the checkpoint.
     """
     stems = [name.removesuffix("weight") for name in names]
     scales = [(tensors[f"{stem}weight_scale_2"], tensors[f"{stem}input_scale"]) for stem in stems]
     scale_2, input_scale = scales[0]
     for stem, (stem_scale_2, stem_input_scale) in zip(stems, scales, strict=True):
-        is_shared = torch.equal(stem_scale_2, scale_2)
-        if not (is_shared and torch.equal(stem_input_scale, input_scale)):
+        has_same_scale_2 = torch.equal(stem_scale_2, scale_2)
+        if not (has_same_scale_2 and torch.equal(stem_input_scale, input_scale)):
             message = f"{stem}weight_scale_2 or input_scale differs from that of {stems[0]}; "
             message += "fused kernels share one scale"
             remedy = "requantize the checkpoint: trtspec quantize SRC -o OUT"
             raise TrtspecError(message, remedy)
     packed = torch.cat([tensors[f"{stem}weight"] for stem in stems])
+    # The FP8 scales are joined as bytes, which every version of torch can concatenate.
     block_scales = [tensors[f"{stem}weight_scale"].view(torch.uint8) for stem in stems]
     scale = torch.cat(block_scales).view(torch.float8_e4m3fn)
     weight = nvfp4.NVFP4Tensor(packed, scale, scale_2)

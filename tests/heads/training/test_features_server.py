@@ -181,7 +181,7 @@ def refused(planes: torch.Tensor) -> None:
         (lambda planes: planes[..., :-1], "captured .* wanted"),
         (lambda planes: None, "in 5 attempts .no states for it"),
         (refused, "in 5 attempts .timed out"),
-        (missing, "brings no states .KeyError: 'kv_transfer_params'"),
+        (missing, "has no states .KeyError: 'kv_transfer_params'"),
     ],
 )
 def test_what_a_server_may_send_is_refused_by_name(target, plan, monkeypatch, change, says):
@@ -208,7 +208,7 @@ def test_states_of_another_model_or_layer_are_refused(tmp_path, target_dir, targ
             check_first_layers(target_dir, sample, wrong, layers, torch.float32)
     other = load_target(make_target(tmp_path / "other", layers=8, seed=7), dtype=torch.float32)
     foreign = compute_features(other, [sample], layers).states(0)[1]
-    with pytest.raises(TrtspecError, match="are of no early layer"):
+    with pytest.raises(TrtspecError, match="match no early layer"):
         check_first_layers(target_dir, sample, foreign, layers, torch.float32)
 
 

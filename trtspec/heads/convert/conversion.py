@@ -54,8 +54,10 @@ class Options:
     """Options of a conversion.
 
     Args:
-        to: a name of trtspec.checkpoint.heads.dialects.OPTIONS.
-        from_: such a name, or None to detect the dialect of the source.
+        to: name of the destination's dialect, a key of trtspec.checkpoint.heads.dialects.OPTIONS.
+        from_: name of the source's dialect, a key of OPTIONS. None: the dialect is detected.
+        embed_tokens: choice of the embedding that is written (see `plan_tensors`).
+        rope_theta: rope base that replaces the source's. None: the source's is kept.
     """
 
     to: str
@@ -73,11 +75,15 @@ def convert_head(
     target: Resolved | None = None,
     bar: ProgressBar = ProgressBar(),
 ) -> HeadConversion:
-    """Converts a head. Writes nothing in a dry run, or if the problems have errors.
+    """Converts a head to another dialect, and writes it to `output`.
 
-    A dry run makes every check of a run, and reads every value of every tensor. Raises CheckFailed
-    if the source is not an Eagle3 head. Raises UsageError if the output is in the way, TrtspecError
-    if the disk has no room for it.
+    Nothing is written in a dry run, or if the problems of the result have errors. A dry run makes
+    every check of a conversion, and reads every value of every tensor. Raises CheckFailed if the
+    source is not an Eagle3 head. Raises UsageError if `output` is the source or is in use. Raises
+    TrtspecError if the disk is too small.
+
+    Args:
+        target: target of the head. None: checks that need the target are left out.
     """
     start = time.monotonic()
     checkpoint = source.checkpoint
@@ -90,13 +96,14 @@ def convert_head(
     licences = carried_names(path, "LICENSE*")
     names = frozenset((*HEAD_FILES, *licences))
     directory = OutputDirectory(output, "convert", names, size=0)
-    # A killed conversion starts over.
+    # A killed conversion starts over, because it keeps no state to resume from.
     output_options = OutputOptions(options.dry_run, restart=True, force=options.force)
     directory.check(output_options)
     refusal = no_eagle3_head(checkpoint.config, checkpoint.tensors)
     if refusal is not None:
         raise CheckFailed(f"{source.name}: {refusal.message}", refusal.remedy, refusal.code)
     planned, entries = _plan(checkpoint, output, options, target)
+    # The size of the output is known only now, so the free disk is checked a second time.
     directory = replace(directory, size=planned.bytes_out)
     refused = has_errors(planned.problems)
     if not refused:
@@ -107,36 +114,47 @@ def convert_head(
     with directory.claim({}, output_options):
         tensors = write_tensors(output / "model.safetensors", entries, bar)
         carry_files(path, output, licences)
-        origin = {
-            "head": source.name,
-            "dialect": conversion.source_dialect,
-            "config": checkpoint.config,
-            "provenance": recorded(path) or None,
-            "target": target.name if target else None,
-            **commit_record(path),
-        }
-        chosen = {
-            "to": options.to,
-            "from": options.from_,
-            "embed_tokens": options.embed_tokens,
-            "rope_theta": options.rope_theta,
-        }
-        result = conversion.to_json()
-        record = provenance(
-            "convert",
-            origin,
-            chosen,
-            dialect=conversion.head.dialect,
-            tensors=tensors,
-            repairs=result["repairs"],
-        )
+        record = _provenance(conversion, source, target, options, tensors)
         write_json(output / "provenance.json", record)
-        write_atomic(output / "README.md", conversion_card(conversion.head, result, record))
-        # The last file: a directory without it is not a head.
+        card = conversion_card(conversion.head, conversion.to_json(), record)
+        write_atomic(output / "README.md", card)
+        # config.json comes last, because a directory without it is not a head.
         write_json(output / "config.json", conversion.config)
         directory.finish()
     seconds = round(time.monotonic() - start, 3)
     return replace(conversion, seconds=seconds, peak_rss_bytes=peak_rss())
+
+
+def _provenance(
+    conversion: HeadConversion,
+    source: Resolved,
+    target: Resolved | None,
+    options: Options,
+    tensors: dict[str, dict[str, Any]],
+) -> dict[str, Any]:
+    """Returns the provenance record of a written head.
+
+    Args:
+        tensors: source and digest of each tensor (see `write_tensors`).
+    """
+    checkpoint = source.checkpoint
+    origin = {
+        "head": source.name,
+        "dialect": conversion.source_dialect,
+        "config": checkpoint.config,
+        "provenance": recorded(checkpoint.path) or None,
+        "target": target.name if target else None,
+        **commit_record(checkpoint.path),
+    }
+    chosen = {
+        "to": options.to,
+        "from": options.from_,
+        "embed_tokens": options.embed_tokens,
+        "rope_theta": options.rope_theta,
+    }
+    repairs = [problem.to_dict() for problem in conversion.repairs]
+    dialect = conversion.head.dialect
+    return provenance("convert", origin, chosen, dialect=dialect, tensors=tensors, repairs=repairs)
 
 
 @dataclass(frozen=True)
@@ -144,11 +162,21 @@ class HeadConversion:
     """The result of a conversion or of a dry run.
 
     Args:
-        output: None if nothing was written: in a dry run, and if the problems have errors.
+        output: directory of the written head. None in a dry run, and if the problems have errors.
+        to: name of the destination's dialect.
+        problems: errors, warnings and notes about the conversion.
         repairs: errors and warnings of the source that the written head no longer has.
-        head: the record of the head as it is written.
-        capture: layer outputs that TensorRT-LLM needs in its configuration.
-        serve: engine -> command.
+        source_dialect: name of the source's dialect.
+        head: specification of the head as it is written.
+        config: contents of the written config.json. Empty if the problems have errors.
+        tensors: number of tensors.
+        parameters: number of parameters, without the vocabulary maps.
+        bytes_out: size of all tensors in bytes.
+        capture: layer outputs that TensorRT-LLM needs in its configuration. None if its default is
+            right or the layers are unknown.
+        target_default_layers: layer outputs that engines capture by default for the target. None
+            without a target.
+        serve: command that serves the written head, by engine.
     """
 
     output: Path | None
@@ -169,7 +197,7 @@ class HeadConversion:
     peak_rss_bytes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The keys of `trtspec convert --json`, but for `problems`."""
+        """Returns the fields of the output of `trtspec convert --json`, except `problems`."""
         facts: dict[str, Any] = {}
         if self.config:
             facts = head_facts(self.head, self.config)
@@ -198,15 +226,18 @@ class HeadConversion:
 def _plan(
     checkpoint: Checkpoint, output: Path, options: Options, target: Resolved | None
 ) -> tuple[HeadConversion, dict[str, OutputTensor]]:
-    """(the conversion with every reason against it, where the bytes of each tensor come from)."""
+    """Plans a conversion without writing anything.
+
+    Returns the conversion with all problems, and the tensors by their names in the destination.
+    """
     stated_dialect = OPTIONS[options.from_] if options.from_ else None
     source_spec, source_problems = read_head(checkpoint, stated_dialect)
     dialect = OPTIONS[options.to]
-    model = None
+    target_spec = None
     default_layers = None
     if target is not None:
-        model = target.target_spec()
-        default_layers = list(model.default_aux_layers)
+        target_spec = target.target_spec()
+        default_layers = list(target_spec.default_aux_layers)
     problems = _unrepaired(checkpoint, source_spec, source_problems, options)
     repairs = [
         problem
@@ -217,15 +248,16 @@ def _plan(
     if options.rope_theta is not None:
         rope = replace(spec.rope, theta=options.rope_theta)
         spec = replace(spec, rope=rope)
-    if model is not None:
+    if target_spec is not None:
+        # A source without layer ids is taken to capture the target's three default layers.
         if spec.aux_layers is None and spec.num_aux == 3:
-            spec = replace(spec, aux_layers=model.default_aux_layers)
-        problems += errors_in(pair_problems(spec, model))
-    shared_weights = _shared_weights(target, model)
-    problems += refusals(spec, dialect, model)
+            spec = replace(spec, aux_layers=target_spec.default_aux_layers)
+        problems += errors_in(pair_problems(spec, target_spec))
+    shared_weights = _shared_weights(target, target_spec)
+    problems += refusals(spec, dialect, target_spec)
     refused = has_errors(problems)
     if refused:
-        shared_weights = None  # the headers alone refuse it, so no weight is read
+        shared_weights = None  # an error in the headers is enough, so no weight is read
     entries, tensor_problems = plan_tensors(
         checkpoint, spec, dialect, shared_weights, options.embed_tokens
     )
@@ -236,13 +268,9 @@ def _plan(
     if not has_errors(problems):
         problems += cautions(spec, dialect)
         spec = with_ownership(spec, dialect, entries)
-        verifier = Verifier()
-        if target:
-            architectures = target.config().get("architectures") or ()
-            verifier = Verifier(target.name, tuple(architectures))
-        shared = shared_config(checkpoint.config, spec, entries["fc.weight"].dtype)
-        config = write_config(dialect.config, shared, spec, dialect.ids(spec.aux_layers), verifier)
+        config = _config(checkpoint, spec, dialect, entries, target)
     parameters, size = sizes(entries)
+    # TensorRT-LLM captures the target's default layers unless its configuration names others.
     capture = None
     if spec.aux_layers is not None and sorted(spec.aux_layers) != default_layers:
         capture = list(spec.aux_layers)
@@ -266,15 +294,35 @@ def _plan(
     return conversion, entries
 
 
+def _config(
+    source: Checkpoint,
+    spec: HeadSpec,
+    dialect: Dialect,
+    entries: dict[str, OutputTensor],
+    target: Resolved | None,
+) -> dict[str, Any]:
+    """Returns the contents of config.json of the written head."""
+    # Some dialects have the target's name and architectures in their config.
+    verifier = Verifier()
+    if target:
+        architectures = target.config().get("architectures") or ()
+        verifier = Verifier(target.name, tuple(architectures))
+    shared = shared_config(source.config, spec, entries["fc.weight"].dtype)
+    layer_ids = dialect.ids(spec.aux_layers)
+    return write_config(dialect.config, shared, spec, layer_ids, verifier)
+
+
 def _unrepaired(
     checkpoint: Checkpoint, spec: HeadSpec, problems: list[Problem], options: Options
 ) -> list[Problem]:
-    """The problems of the source that rewriting does not fix."""
+    """Returns the problems of the source that the conversion does not fix."""
     repaired = REPAIRED_CODES | DESTINATION_CODES
     if options.rope_theta is not None:
+        # The option decides between two rope bases that contradict each other.
         base_twice = ("TS-HEAD-ROPE-TWICE", ROPE_BASE)
         problems = [problem for problem in problems if (problem.code, problem.where) != base_twice]
     tensors = canonical_names(checkpoint.tensors)
+    # A missing d2t is rebuilt from t2d, if t2d has as many tokens as the draft vocabulary.
     if "d2t" not in tensors and "t2d" in tensors:
         targets = vocabulary_targets(checkpoint, tensors)
         if targets is not None and len(targets) == spec.draft_vocab_size:
@@ -282,19 +330,19 @@ def _unrepaired(
     return [problem for problem in problems if problem.code not in repaired]
 
 
-# Problems of the source that conversion itself fixes.
+# Codes of problems of the source that every conversion fixes.
 REPAIRED_CODES = {
     "TS-HEAD-MODEL-PREFIX", "TS-HEAD-CONFIG", "TS-HEAD-ROPE-THETA", "TS-HEAD-T2D-VALUES",
     # Neither an `auto_map` nor a Python file of the source is written.
     "TS-HEAD-CODE", "TS-CODE-REFERENCE", "TS-CODE-REPOSITORY", "TS-CODE-ABSENT", "TS-CODE-LINK",
     "TS-NAME-NOT-PLAIN",
 }  # fmt: skip
-# Problems that matter to some destinations only.
+# Codes of problems that matter only to some destinations. `refusals` judges them by dialect.
 DESTINATION_CODES = {"TS-HEAD-NORM-RESIDUAL", "TS-HEAD-ROPE-MLA"}
 
 
 def _shared_weights(target: Resolved | None, model: ModelSpec | None) -> SharedWeights | None:
-    """None if the target's weights are not on this machine."""
+    """Opens the target's own embedding and lm_head. None if its weights are not on this machine."""
     if target is None or model is None or target.weights is None:
         return None
     return SharedWeights(sound(target.target).checkpoint, model)
@@ -306,7 +354,13 @@ def _value_problems(
     shared_weights: SharedWeights | None,
     everything: bool,
 ) -> list[Problem]:
-    """Problems of the values that are copied from the head. `everything`: not only of a sample."""
+    """Finds problems in the values of the tensors that are copied from the head.
+
+    Compares the head's embedding with the target's too, if the embedding is copied.
+
+    Args:
+        everything: whether all values are read. Otherwise a sample of each tensor is read.
+    """
     copied = {}
     for name, entry in entries.items():
         if entry.info and entry.checkpoint is checkpoint:
@@ -323,19 +377,21 @@ def _value_problems(
 def features(spec: HeadSpec) -> list[str]:
     """Names of the properties of this head that a dialect must be able to express."""
     mla = spec.is_mla
+    fc_norm = spec.fc_norm
+    norm_before_fc = spec.norm_before_fc
     yarn = spec.rope.is_yarn
     layers = spec.aux_layers or ()
-    needs: dict[str, bool] = {
+    needed_by_feature: dict[str, bool] = {
         "mla": mla,
         "mla without yarn": mla and not yarn,
         "pruned mla": mla and spec.is_pruned,
         "yarn": yarn,
-        "fc_norm": spec.fc_norm,
+        "fc_norm": fc_norm,
         "norm_output": spec.norm_output,
-        "norm_output alone": spec.norm_output and not spec.fc_norm,
-        "norm_before_fc": spec.norm_before_fc,
-        "norm_before_fc with mla": spec.norm_before_fc and mla,
-        "two norms before fc": spec.norm_before_fc and spec.fc_norm,
+        "norm_output alone": spec.norm_output and not fc_norm,
+        "norm_before_fc": norm_before_fc,
+        "norm_before_fc with mla": norm_before_fc and mla,
+        "two norms before fc": norm_before_fc and fc_norm,
         "norm_before_residual": spec.norm_before_residual,
         "number of states": spec.num_aux != 3,
         "final state": -1 in layers,
@@ -343,39 +399,40 @@ def features(spec: HeadSpec) -> list[str]:
         "head size": not mla and spec.head_dim * spec.num_attention_heads != spec.hidden_size,
         "other width": spec.target_hidden_size != spec.hidden_size,
     }
-    return [name for name, needed in needs.items() if needed]
+    return [name for name, needed in needed_by_feature.items() if needed]
 
 
-# A dialect without "mla" needs no second error for these.
+# Features of MLA heads only. A dialect without "mla" gets an error for "mla" and none for these.
 MLA_FEATURES = ("mla without yarn", "norm_before_fc with mla", "pruned mla")
 
 
 def refusals(spec: HeadSpec, dialect: Dialect, target: ModelSpec | None) -> list[Problem]:
-    """Returns one error per property that `dialect` cannot express.
+    """Returns one error for each property of the head that `dialect` cannot express.
 
-    The remedy names the dialects that can.
+    The remedy names the dialects that can express all properties. Also returns an error if
+    `dialect` stores no layer ids and the head's layers may not be its default.
     """
     needed = features(spec)
-    capable = [row.option for row in DIALECTS.values() if row.expresses.issuperset(needed)]
+    capable = [other.option for other in DIALECTS.values() if other.expresses.issuperset(needed)]
     remedy = f"convert to {' or '.join(capable)}" if capable else "serve the head as it is"
     if "mla" not in dialect.expresses:
         needed = [name for name in needed if name not in MLA_FEATURES]
-    rows = DIALECT_TABLE["features"]
+    reasons = DIALECT_TABLE["features"]
     problems = []
     for name in needed:
         if name not in dialect.expresses:
-            row = rows[name]
-            message = f"{dialect.title} {row['reason']}"
-            problems.append(Problem(row["code"], "error", row["where"], message, remedy))
+            entry = reasons[name]
+            message = f"{dialect.title} {entry['reason']}"
+            problems.append(Problem(entry["code"], "error", entry["where"], message, remedy))
+    # An engine whose checkpoints hold no layer ids captures the target's default layers.
     default = None
     if target is not None:
         default = target.default_aux_layers
     if dialect.stores_ids or spec.aux_layers in (None, default):
         return problems
-    # A project whose checkpoints hold no ids captures the default layers.
     layers = list(spec.aux_layers or ())
     if default is None:
-        message = f"{dialect.title} stores no layer ids; whether {layers} are its own is not known"
+        message = f"{dialect.title} stores no layer ids, and may capture other layers than {layers}"
         remedy = "pass `target`, so that its default layers are known"
     else:
         message = f"{dialect.title} always captures {list(default)}, not {layers}"
@@ -384,12 +441,12 @@ def refusals(spec: HeadSpec, dialect: Dialect, target: ModelSpec | None) -> list
 
 
 def cautions(spec: HeadSpec, dialect: Dialect) -> list[Problem]:
-    """Notes on properties that only some versions of the destination support."""
+    """Returns notes and warnings about properties that only some versions of an engine support."""
     problems = []
     if spec.eagle == "3.1":
         message = (
             f"EAGLE-3.1 needs {dialect.eagle31}; "
-            "an older one computes another function and accepts little"
+            "an older version computes another function and accepts few drafts"
         )
         problems.append(Problem("TS-CONVERT-VERSION", "info", "fc_norm, norm_output", message))
     for feature in features(spec):
@@ -398,12 +455,13 @@ def cautions(spec: HeadSpec, dialect: Dialect) -> list[Problem]:
             problems.append(Problem("TS-CONVERT-VERSION", "info", feature, message))
     if dialect.mha_needs and not spec.is_mla:
         message = f"{dialect.title} needs {dialect.mha_needs}"
-        remedy = "install transformers below 5 there, or train the head on elsewhere"
+        remedy = "install transformers below 5 with it, or continue training elsewhere"
         problems.append(Problem("TS-CONVERT-VERSION", "warning", "rope_theta", message, remedy))
+    # Some trainers have a fixed YaRN base in their code.
     theta = spec.rope.theta
     if spec.is_mla and dialect.fixed_rope_base:
         trainer, base = dialect.fixed_rope_base
         if theta != base:
-            message = f"{trainer} would train this head on with YaRN base {base:g}, not {theta:g}"
+            message = f"{trainer} would continue training with YaRN base {base:g}, not {theta:g}"
             problems.append(Problem("TS-CONVERT-THETA", "warning", "rope_theta", message))
     return problems

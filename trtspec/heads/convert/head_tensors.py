@@ -34,6 +34,7 @@ from trtspec.errors import CheckFailed, Problem
 from trtspec.report import ProgressBar
 from trtspec.specs import HeadSpec, ModelSpec
 
+# Choice of the embedding to write: as the dialect's own writer does, or the target's.
 Choice = Literal["auto", "target"]
 LM_HEAD = "lm_head.weight"
 EMBED = "embed_tokens.weight"
@@ -42,16 +43,18 @@ WEIGHTS_REMEDY = "pass `target` DIR with the target's weights"
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """The target's own embedding and lm_head, which a head may use.
+    """The target's embedding and lm_head, which a head may use in place of its own.
 
-    `checkpoint`: the target's weights, on this machine.
+    Args:
+        checkpoint: checkpoint of the target, with weights on this machine.
     """
 
     checkpoint: Checkpoint
     spec: ModelSpec
 
     def tensor(self, name: str) -> OutputTensor | None:
-        """`embed_tokens.weight` or `lm_head.weight` of the text model. None if it is missing."""
+        """Finds the target's tensor EMBED or LM_HEAD. None if the target has no such tensor."""
+        # The names of lm_head and embedding are `lm_head.weight` and `model.embed_tokens.weight`.
         inner = "model." if name == EMBED else ""
         info = self.checkpoint.tensors.get(f"{self.spec.family.prefix}{inner}{name}")
         return OutputTensor.copied(self.checkpoint, info) if info else None
@@ -59,7 +62,14 @@ class SharedWeights:
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """One tensor of the output: tensor `info` of `checkpoint`, or the rebuilt map `values`."""
+    """A tensor of the converted head, with the source of its bytes.
+
+    The bytes are copied from tensor `info` of `checkpoint`, or are the rebuilt `values`.
+
+    Args:
+        dtype: dtype in safetensors' spelling.
+        values: values of a rebuilt vocabulary map. None for a copied tensor.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -69,11 +79,12 @@ class OutputTensor:
 
     @staticmethod
     def copied(checkpoint: Checkpoint, info: TensorInfo) -> OutputTensor:
+        """Describes a tensor that is copied unchanged from a checkpoint."""
         return OutputTensor(info.dtype, info.shape, checkpoint, info)
 
     @staticmethod
     def from_array(array: np.ndarray) -> OutputTensor:
-        """Keeps a bool or int64 array as the tensor's values."""
+        """Describes a tensor whose values are a bool or int64 array."""
         values = torch.from_numpy(np.ascontiguousarray(array))
         dtype = "BOOL" if values.dtype == torch.bool else "I64"
         return OutputTensor(dtype, tuple(values.shape), values=values)
@@ -86,7 +97,15 @@ def plan_tensors(
     shared_weights: SharedWeights | None,
     embed: Choice,
 ) -> tuple[dict[str, OutputTensor], list[Problem]]:
-    """(name in the destination -> tensor, every reason why the plan cannot be carried out)."""
+    """Plans the tensors of the converted head.
+
+    Returns the tensors by their names in the destination, and the problems that were found.
+
+    Args:
+        spec: specification of the source head.
+        shared_weights: weights of the target. None if the weights are not on this machine.
+        embed: choice of the embedding to write.
+    """
     tensors = canonical_names(source.tensors)
     names = tensor_names(spec)
     entries: dict[str, OutputTensor] = {}
@@ -97,6 +116,7 @@ def plan_tensors(
                 renamed = dialect.prefix + name.removeprefix("layer.")
             entries[renamed] = OutputTensor.copied(source, tensors[name])
     known = {*names, *OPTIONAL}
+    # inv_freq is a buffer of early exports that every loader skips.
     unknown = [
         name for name in tensors if name not in known and not name.endswith("rotary_emb.inv_freq")
     ]
@@ -126,9 +146,13 @@ def plan_tensors(
 def _lm_head(
     spec: HeadSpec, dialect: Dialect, stored: OutputTensor | None, shared: OutputTensor | None
 ) -> tuple[OutputTensor | None, list[Problem]]:
-    """(lm_head to write, problems): the head's own, or the target's if the dialect needs one.
+    """Chooses the lm_head to write: the head's own, or the target's if the dialect needs one.
 
-    `stored` is the head's own tensor, `shared` the target's.
+    Returns the tensor (None: no lm_head is written) and the problems.
+
+    Args:
+        stored: lm_head of the source head. None if the head has no lm_head.
+        shared: lm_head of the target. None if the target's weights are not on this machine.
     """
     code = "TS-CONVERT-LM-HEAD"
     if stored is not None or not dialect.needs_lm_head:
@@ -141,7 +165,7 @@ def _lm_head(
     if shared is None:
         message = (
             f"{dialect.title} needs an lm_head, "
-            "and the target's weights to borrow it from are not here"
+            "and the target's weights, which have one, are not on this machine"
         )
         return None, [Problem(code, "error", LM_HEAD, message, WEIGHTS_REMEDY)]
     return shared, _misfit(shared, spec, LM_HEAD, code)
@@ -154,16 +178,20 @@ def _embedding(
     shared: OutputTensor | None,
     choice: Choice,
 ) -> tuple[OutputTensor | None, list[Problem]]:
-    """(embedding to write, problems). `stored` is the head's own tensor, `shared` the target's.
+    """Chooses the embedding to write: the head's own, the target's, or no embedding (None).
 
-    `choice` auto writes the tensor that the dialect's own writer would. It never loses an embedding
-    that differs from the target's.
+    Returns the tensor and the problems. The choice `auto` writes the tensor that the dialect's own
+    writer would write, and never loses an embedding that differs from the target's.
+
+    Args:
+        stored: embedding of the source head. None if the head has no embedding.
+        shared: embedding of the target. None if the target's weights are not on this machine.
     """
     code = "TS-CONVERT-EMBED"
     has_target_width = spec.target_hidden_size == spec.hidden_size
     if choice == "target" or (stored is None and dialect.embed_tokens and shared is not None):
         if shared is None:
-            message = "the target's weights to borrow the embedding from are not here"
+            message = "the target's weights, which have the embedding, are not on this machine"
             return stored, [Problem(code, "error", EMBED, message, WEIGHTS_REMEDY)]
         return shared, _misfit(shared, spec, EMBED, code)
     if stored is None:
@@ -175,7 +203,7 @@ def _embedding(
         )
         remedy = "pass `target` DIR to write the target's"
         return None, [Problem(code, "info", EMBED, message, remedy)]
-    # Every reader needs the head's own embedding if the target's has another width.
+    # If the target's embedding has another width, every engine needs the head's own.
     if not has_target_width or dialect.uses_embedding:
         return stored, []
     if shared is None:
@@ -186,6 +214,7 @@ def _embedding(
         remedy = "pass `target` DIR to compare them"
         return stored, [Problem(code, "warning", EMBED, message, remedy)]
     assert stored.checkpoint and stored.info and shared.checkpoint and shared.info
+    # An equal copy is left out, because this dialect drafts with the target's embedding.
     if same_bytes(stored.checkpoint, stored.info, shared.checkpoint, shared.info):
         return None, []
     message = (
@@ -196,7 +225,7 @@ def _embedding(
 
 
 def _misfit(shared: OutputTensor, spec: HeadSpec, name: str, code: str) -> list[Problem]:
-    """An error if the target's tensor has another shape than the head needs, or is not floats."""
+    """Returns an error if the target's tensor `name` has a shape or a dtype that does not fit."""
     needed = (spec.vocab_size, spec.hidden_size)
     if shared.shape == needed and shared.dtype in FLOATS:
         return []
@@ -208,9 +237,12 @@ def _misfit(shared: OutputTensor, spec: HeadSpec, name: str, code: str) -> list[
 
 
 def vocabulary_targets(source: Checkpoint, tensors: dict[str, TensorInfo]) -> np.ndarray | None:
-    """Target id of each draft id, int64 [Vd], from d2t, or from t2d if d2t is absent.
+    """Reads the target id of each draft id, int64 [Vd], from d2t, or from t2d if d2t is absent.
 
-    None if both are absent, or if one has an invalid dtype.
+    None if both maps are absent, or if a map has an invalid dtype.
+
+    Args:
+        tensors: tensors of `source` by their canonical names.
     """
     for name, dtypes in MAP_DTYPES.items():
         if name in tensors and tensors[name].dtype not in dtypes:
@@ -226,9 +258,9 @@ def vocabulary_targets(source: Checkpoint, tensors: dict[str, TensorInfo]) -> np
 def _maps(
     source: Checkpoint, tensors: dict[str, TensorInfo], spec: HeadSpec, dialect: Dialect
 ) -> dict[str, OutputTensor]:
-    """Makes d2t int64 [Vd] and t2d bool [V] as the dialect wants them.
+    """Builds the vocabulary maps that the dialect needs: d2t int64 [Vd] and t2d bool [V].
 
-    t2d follows from d2t. The map of an unpruned vocabulary is the identity.
+    An unpruned head gets maps, from each token to itself, only if the dialect always has maps.
     """
     targets = None
     if spec.is_pruned:
@@ -247,7 +279,7 @@ def _maps(
 
 
 def sizes(entries: dict[str, OutputTensor]) -> tuple[int, int]:
-    """(parameters without vocabulary maps, bytes of all tensors)."""
+    """Counts the parameters without the vocabulary maps, and the bytes of all tensors."""
     parameters = 0
     size = 0
     for name, entry in entries.items():
@@ -259,7 +291,7 @@ def sizes(entries: dict[str, OutputTensor]) -> tuple[int, int]:
 
 
 def with_ownership(spec: HeadSpec, dialect: Dialect, entries: dict[str, OutputTensor]) -> HeadSpec:
-    """The record of the written head: its dialect, its prefix, and which tensors it holds."""
+    """Returns the specification of the written head: its dialect, and the tensors that it holds."""
     return replace(
         spec,
         dialect=dialect.name,
@@ -273,9 +305,10 @@ def with_ownership(spec: HeadSpec, dialect: Dialect, entries: dict[str, OutputTe
 def write_tensors(
     path: Path, entries: dict[str, OutputTensor], bar: ProgressBar
 ) -> dict[str, dict[str, Any]]:
-    """Writes model.safetensors. Raises CheckFailed for NaN and infinity among the floats.
+    """Writes model.safetensors, and checks all floats while it copies them.
 
-    Returns the source of each tensor and the SHA-256 of its bytes.
+    Returns, by tensor name, the `source` (name in the source's checkpoint, None for a rebuilt map)
+    and the `sha256` of the bytes. Raises CheckFailed if a float is NaN or infinite.
     """
     layout = {name: (entry.dtype, entry.shape) for name, entry in sorted(entries.items())}
     written = 0  # bytes
@@ -283,7 +316,7 @@ def write_tensors(
     with ShardFile(path, layout, {"format": "pt"}) as shard, _readers(entries) as readers:
         for name, entry in entries.items():
             digest = hashlib.sha256()
-            bad = 0
+            bad = 0  # number of NaN and infinite values
             for chunk in _chunks(entry, readers):
                 digest.update(chunk)
                 if entry.dtype in FLOATS:
@@ -303,14 +336,14 @@ def write_tensors(
 
 @contextmanager
 def _readers(entries: dict[str, OutputTensor]) -> Iterator[dict[Path, ShardReader]]:
-    """Opens a reader for each directory that tensors are copied from."""
+    """Opens a reader for each checkpoint that tensors are copied from. Yields readers by path."""
     paths = {entry.checkpoint.path for entry in entries.values() if entry.checkpoint is not None}
     with ExitStack() as stack:
         yield {path: stack.enter_context(ShardReader(path)) for path in paths}
 
 
 def _chunks(entry: OutputTensor, readers: dict[Path, ShardReader]) -> Iterator[memoryview]:
-    """The bytes of a tensor in chunks. Each chunk is overwritten by the next."""
+    """Yields the bytes of a tensor in chunks. The next chunk overwrites the buffer of a chunk."""
     if entry.checkpoint is None or entry.info is None:
         assert entry.values is not None
         return iter([entry.values.reshape(-1).view(torch.uint8).numpy().data])

@@ -23,34 +23,40 @@ from trtspec.heads.training.training_record import (
 )
 from trtspec.report import OutputOptions, refuse_overwrite
 
-WORK_NAME = PlainName(".trtspec")  # the state of a run, and states of a streamed target
-BEST = PlainName("best")  # the head with the lowest held-out loss
+# Folder of the saved state of a run, and of the hidden states of a streamed target.
+WORK_NAME = PlainName(".trtspec")
+BEST = PlainName("best")  # folder of the head with the lowest held-out loss
 CURVE_NAME = PlainName("training.jsonl")
 
 
 def is_finished(output: Path) -> bool:
-    """Whether `output` holds a finished head, or one that no unfinished run wrote."""
+    """Whether `output` holds a head, and no unfinished run."""
     if not (output / "config.json").is_file():
         return False
     path = output / "provenance.json"
     if not path.is_file():
-        # A resumed run removes it before it writes its head again.
+        # A resumed run removes provenance.json before it writes its head again. A head without a
+        # record and without a work folder comes from elsewhere.
         return not (output / WORK_NAME).is_dir()
     training = read_object(path).get("training", {})
     return bool(training.get("finished", True))
 
 
 def run_directory(output: Path, size: int = 0) -> OutputDirectory:
-    """The files and folders that a run writes into `output`, at most `size` bytes."""
+    """Describes the files and folders that a training run writes into `output`.
+
+    `size`: maximum number of bytes that the run writes.
+    """
     names = frozenset((CURVE_NAME, *HEAD_FILES))
     folders = frozenset((WORK_NAME, BEST))
     return OutputDirectory(output, "train", names, size, folders=folders)
 
 
 def run_options(output: Path, output_options: OutputOptions) -> OutputOptions:
-    """The options for a run into `output`: a finished run restarts only with `force`.
+    """Returns the output options, with `restart` set as a finished run in `output` needs it.
 
-    Without `force` it can be extended. Raises UsageError for `restart` alone.
+    A finished run starts over with `force`. Without `force` the run can only be extended. Raises
+    UsageError if the run is finished and `restart` comes without `force`.
     """
     if not is_finished(output):
         return output_options
@@ -62,14 +68,17 @@ def run_options(output: Path, output_options: OutputOptions) -> OutputOptions:
 
 @dataclass
 class CurvePoint:
-    """One step of the curve.
+    """Figures of one optimizer step.
 
     Args:
-        accuracy: top-1 agreement with the target, by training-time-test step.
+        total: number of optimizer steps of the whole run.
+        accuracy: fraction of positions at which the head's best token is the target's best, for
+            each training-time-test step.
         grad_norm: norm of the gradient before clipping.
-        tokens: tokens of this step's batches.
-        tokens_per_second: mean since this process started.
-        held_out: the evaluation after this step. None if none was due.
+        tokens: number of tokens in the batches of this optimizer step.
+        seconds: duration of this optimizer step.
+        tokens_per_second: mean training speed since this process started.
+        held_out: evaluation on held-out samples after this step. None if no evaluation was due.
     """
 
     step: int
@@ -84,7 +93,10 @@ class CurvePoint:
     held_out: Evaluation | None = None
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of training.jsonl. They hold nothing that depends on the machine."""
+        """Returns the lines of training.jsonl for this step: figures, and an evaluation if any.
+
+        Times are left out, because another run of the same command must write the same bytes.
+        """
         names = ("step", "loss", "accuracy", "tokens", "lr", "grad_norm")
         rows = [{name: getattr(self, name) for name in names}]
         if self.held_out:
@@ -93,9 +105,12 @@ class CurvePoint:
 
 
 class Curve:
-    """The file of the curve. `position`: its length in the saved state, in bytes.
+    """The open file of the learning curve, training.jsonl.
 
-    Opening drops the rows after the saved state from which the run resumes.
+    Opening the file drops the lines after the saved state from which the run resumes.
+
+    Args:
+        position: length of the file at the saved state, in bytes.
     """
 
     def __init__(self, path: Path, position: int) -> None:
@@ -105,9 +120,11 @@ class Curve:
 
     @property
     def position(self) -> int:
+        """Length of the file in bytes."""
         return self._file.seek(0, os.SEEK_END)
 
     def add(self, point: CurvePoint) -> None:
+        """Appends the lines of an optimizer step."""
         lines = [json.dumps(row).encode() + b"\n" for row in point.rows()]
         self._file.write(b"".join(lines))
         self._file.flush()
@@ -118,23 +135,28 @@ class Curve:
 
 
 def rows_of(path: Path) -> list[CurveRow]:
-    """The rows of training.jsonl. [] if there is no such file."""
+    """Reads the lines of training.jsonl. Returns [] if the file does not exist."""
     if not path.is_file():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def summary(curve: Path) -> CurveSummary:
-    """Means over the last twentieth of the curve, the tokens of all steps, and held-out points."""
+    """Summarizes training.jsonl for the provenance record.
+
+    Returns `tokens_seen`, and the mean `loss` and `accuracy` of the last twentieth of the optimizer
+    steps. Adds the last evaluation and all of them (`curve`) if there are held-out samples.
+    """
     rows = rows_of(curve)
     steps = [row for row in rows if "loss" in row]
     held_out: list[EvaluationAtStep] = [
         {"step": row["step"], **row["held_out"]} for row in rows if "held_out" in row
     ]
+    # The loss of a single step is noisy.
     count = max(1, len(steps) // 20)
     last = steps[-count:]
     averaged = len(last)
-    by_step = zip(*(row["accuracy"] for row in last), strict=True)
+    by_step = zip(*(row["accuracy"] for row in last), strict=True)  # by training-time-test step
     result: CurveSummary = {
         "tokens_seen": sum(row["tokens"] for row in steps),
         "loss": sum(row["loss"] for row in last) / averaged,

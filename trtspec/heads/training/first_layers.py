@@ -17,21 +17,27 @@ from trtspec.heads.training.samples import Sample
 from trtspec.models.stream import LayerStream
 from trtspec.report import say
 
-MAX_TOKENS = 32  # of the sample; a token costs little beside decoding a layer's weights
-MAX_LAYER = 4  # a head whose first captured layer is this or later is not checked
-# Share of the norm. Quantized and plain weights of one model differ by less, other models by more.
+MAX_TOKENS = 32  # tokens of the sample that are compared
+# States are not compared if the first captured layer is this layer or a later one, because all
+# layers before it would have to be decoded.
+MAX_LAYER = 4
+# Relative difference (fraction of the norm). The states of quantized and plain weights of one model
+# differ by less, the states of two models by more.
 MAX_DIFFERENCE = 0.2
 
 
 def check_first_layers(
     target_dir: Path, sample: Sample, aux: Tensor, layers: tuple[int, ...], dtype: torch.dtype
 ) -> float | None:
-    """The relative difference of the first captured layer from the target's own output.
+    """Compares an engine's states of one sample with the target's layer outputs, computed here.
 
-    None if it was not compared. Raises TrtspecError if another layer or another model fits better.
+    Returns the relative difference at the first captured layer, as a fraction of the output's norm.
+    None if that layer is too late to be computed here. Raises TrtspecError if the states match
+    another layer better, or no early layer.
 
     Args:
-        aux: [S, n_aux*H], the states of `sample` as a head gets them.
+        aux: states of `sample` from the engine, [S, n_aux*H].
+        layers: 0-based layers whose outputs `aux` should hold.
     """
     layer = min(layers)
     if layer >= MAX_LAYER:
@@ -39,8 +45,10 @@ def check_first_layers(
         return None
     count = min(MAX_TOKENS, len(sample.tokens))
     with LayerStream(target_dir, dtype=dtype) as stream:
+        # The layer after is compared too, because engines may number layers from 1.
         compared = min(layer + 2, stream.num_layers)
         outputs = first_outputs(stream, sample.tokens[:count], compared)
+        # `aux` begins with the lowest captured layer.
         captured = aux[:count, : stream.spec.hidden_size].float()
     differences = []
     for output in outputs:
@@ -50,7 +58,7 @@ def check_first_layers(
     smallest = differences[nearest]
     if smallest > MAX_DIFFERENCE:
         message = (
-            f"TS-FEATURES-OTHER the states of {sample.id} are of no early layer of "
+            f"TS-FEATURES-OTHER the states of {sample.id} match no early layer of "
             f"{target_dir.name}: the nearest differs by {smallest:.0%} of its norm"
         )
         raise TrtspecError(message, "serve this target, or dump its states")
@@ -67,7 +75,7 @@ def check_first_layers(
 
 
 def first_outputs(stream: LayerStream, tokens: tuple[int, ...], layers: int) -> list[Tensor]:
-    """Outputs [S, H] of the first layers for one sequence, float32."""
+    """Computes the outputs of the first `layers` layers for one sequence, float32 [S, H] each."""
     ids = torch.tensor([tokens])
     output = stream.model_without_layers("embed.weight").embed(ids)
     outputs = []

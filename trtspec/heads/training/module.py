@@ -52,16 +52,20 @@ from trtspec.heads.training.samples import Sample
 from trtspec.specs import HeadSpec, ModelSpec
 
 TTT_ATTENTION = "trtspec_ttt"
-MAX_SCORES = 2**26  # attention scores of a later step in memory; above it, some rows at a time
-# The target stub that ModelOpt turned into a dynamic module with `eagle_module`.
+# Attention scores of a later training-time-test step in memory. More are computed in parts.
+MAX_SCORES = 2**26
+MIN_QUERIES = 16  # minimum number of queries of a part
+# Type of the target stub after ModelOpt has given it the head, `eagle_module`.
 TrainingModule = Any
 
 
 class DraftLayer(nn.Module):
-    """y' = x + Attn(concat(LN(E), LN(x))), y = y' + MLP(LN(y')).
+    """The decoder layer of a head: y' = x + Attn(concat(LN(E), LN(x))), y = y' + MLP(LN(y')).
 
-    ModelOpt's hook does the norms and the concat. `parts`: transformers' classes of attention, MLP,
-    norm and rope.
+    E is the token embedding and x the hidden state. ModelOpt's hook on the layer applies the two
+    norms and the concat before Attn.
+
+    parts: classes of transformers for attention, MLP, norm and rope.
     """
 
     parts: ClassVar[tuple[Callable[..., Any], ...]]
@@ -73,7 +77,7 @@ class DraftLayer(nn.Module):
         self.mlp = mlp(config)
         self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
-        # No submodule: its buffers follow from the config and are never stored.
+        # In __dict__ the rope is no submodule, so its buffers are not part of the state dict.
         self.__dict__["rope"] = rope(config)
 
     def forward(
@@ -84,7 +88,10 @@ class DraftLayer(nn.Module):
         past_key_values: object | None = None,
         **_: object,
     ) -> Tensor:
-        """hidden_states [B, S, H] -> [B, S, H], the residual stream before the final norm."""
+        """Computes the residual stream [B, S, H] before the head's final norm.
+
+        Transformers' and ModelOpt's other keyword arguments have no effect.
+        """
         position_embeddings = self.__dict__["rope"](hidden_states.float(), position_ids)
         attended, _weights = self.self_attn(
             hidden_states=hidden_states,
@@ -98,10 +105,14 @@ class DraftLayer(nn.Module):
 
 
 class LlamaDraftLayer(DraftLayer):
+    """The decoder layer of an MHA head."""
+
     parts = (LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding)
 
 
 class MlaDraftLayer(DraftLayer):
+    """The decoder layer of an MLA head."""
+
     parts = (DeepseekV3Attention, DeepseekV3MLP, DeepseekV3RMSNorm, DeepseekV3RotaryEmbedding)
 
 
@@ -115,18 +126,21 @@ def ttt_attention(
     dropout: float = 0.0,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attention of training-time-test step k over the keys of steps 0..k, all of S rows.
+    """Computes the attention of training-time-test step k over the keys of the steps 0 to k.
 
-    The states move right by one row each step. At step k row q drafts for the context that ends at
-    row q-k, so it sees step-0 keys up to q-k. It sees row q-(k-i) alone of step i >= 1. So step 0
-    needs a full score matrix, and each later step a diagonal. Padding is on the right, where no
-    real row looks, so `attention_mask` is not needed. Returns [B, S, h, d] for transformers'
-    interface.
+    The states move to the next index of the sequence at each step. At step k the state at index q
+    drafts for the context that ends at index q-k. So this state attends to the keys of step 0 up to
+    index q-k. Of each step i >= 1 the state attends to a single key, at index q-(k-i). Step 0 needs
+    a full score matrix, and each later step a diagonal.
+
+    Padding is on the right, which causal attention never reads, so `attention_mask` is not used.
+    Returns [B, S, h, d], and None for the weights, as transformers' interface demands.
 
     Args:
-        query: [B, h, S, d].
-        key: k + 1 times [B, kv, S, d].
-        value: k + 1 times [B, kv, S, d].
+        query: queries of step k, [B, h, S, d].
+        key: keys of each step, k + 1 times [B, kv, S, d].
+        value: values of each step, k + 1 times [B, kv, S, d].
+        scaling: factor of the scores.
     """
     step = len(key) - 1
     groups = query.shape[1] // key[0].shape[1]
@@ -148,6 +162,7 @@ AttentionInterface.register(TTT_ATTENTION, ttt_attention)
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """Computes plain causal attention, [B, h, S, d of the values]."""
     # The fused kernel wants equal widths, and MLA's values are narrower than its keys.
     missing = query.shape[-1] - value.shape[-1]
     if missing > 0:
@@ -159,25 +174,29 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor
 
 
 def _later_step(query: Tensor, key: Tensor, value: Tensor, diagonals: list[Tensor]) -> Tensor:
-    """Attention of a step after the first. `key` and `value` are of step 0.
+    """Computes the attention of a training-time-test step after the first, [B, h, S, d].
 
-    Long sequences take some rows at a time, whose scores are computed again in the backward pass.
-    So memory grows with the length, not with its square.
+    A long sequence is computed a few queries at a time, and the backward pass computes their scores
+    again. So memory grows with the length, not with its square.
 
     Args:
-        diagonals: keys and values of step 1, then of step 2, .., moved so that each row finds its
-            own.
+        query: scaled queries [B, h, S, d].
+        key: keys of step 0, [B, h, S, d].
+        value: values of step 0, [B, h, S, d].
+        diagonals: keys and values of step 1, keys and values of step 2, and so on, [B, h, S, d].
+            Each tensor is shifted, so that the only key a query attends to is at the query's index.
     """
     batch, heads, rows, _ = query.shape
     scores_per_row = batch * heads * rows
     if scores_per_row * rows <= MAX_SCORES:
         return _some_rows(0, query, key, value, *diagonals)
-    count = max(16, MAX_SCORES // 4 // scores_per_row)
+    # A quarter of MAX_SCORES, because masks, softmax and backward pass make tensors of this size.
+    count = max(MIN_QUERIES, MAX_SCORES // 4 // scores_per_row)
     attended = []
     for begin in range(0, rows, count):
         end = begin + count
         span = slice(begin, end)
-        seen = slice(0, min(rows, end))  # a row sees no later row
+        seen = slice(0, min(rows, end))  # a query attends to no later key
         inputs = [query[:, :, span], key[:, :, seen], value[:, :, seen]]
         inputs += [tensor[:, :, span] for tensor in diagonals]
         attended.append(checkpoint(_some_rows, begin, *inputs, use_reentrant=False))
@@ -185,10 +204,17 @@ def _later_step(query: Tensor, key: Tensor, value: Tensor, diagonals: list[Tenso
 
 
 def _some_rows(begin: int, query: Tensor, key: Tensor, value: Tensor, *diagonals: Tensor) -> Tensor:
-    """Attention of the rows from `begin` on.
+    """Computes the attention of the queries whose first index in the sequence is `begin`.
 
-    They see `key` and `value` of step 0 causally, without the last steps' rows, and their own item
-    of `diagonals`.
+    With n later steps, the query at index q attends to the keys of step 0 up to index q - n. Of
+    each later step the query attends to a single key.
+
+    Args:
+        query: scaled queries, [B, h, rows, d].
+        key: keys of step 0 up to the last query's index, [B, h, columns, d].
+        value: values of step 0 up to the last query's index.
+        diagonals: keys and values of step 1, keys and values of step 2, and so on, shifted so that
+            each query's only key is at the query's index, [B, h, rows, d].
     """
     steps = len(diagonals) // 2
     row = torch.arange(begin, begin + query.shape[2], device=query.device)
@@ -197,6 +223,7 @@ def _some_rows(begin: int, query: Tensor, key: Tensor, value: Tensor, *diagonals
     scores = [(query @ key.transpose(2, 3)).masked_fill(is_later, -torch.inf)]
     for step, step_key in enumerate(diagonals[::2], 1):
         score = (query * step_key).sum(-1, keepdim=True)
+        # The first rows of a shifted key come from the end of the sequence.
         is_absent = row < steps - step
         scores.append(score.masked_fill(is_absent[:, None], -torch.inf))
     weights = torch.softmax(torch.cat(scores, -1), dim=-1).to(query.dtype)
@@ -208,19 +235,23 @@ def _some_rows(begin: int, query: Tensor, key: Tensor, value: Tensor, *diagonals
 
 
 class TargetStub(PreTrainedModel):
-    """A target whose states are already computed: embeddings and lm_head, no layers."""
+    """The target as ModelOpt needs it for training: embedding and lm_head, without layers.
+
+    The layers are not needed, because the target's states are computed before.
+    """
 
     def __init__(self, config: Any, embed: torch.Tensor, lm_head: torch.Tensor) -> None:
         super().__init__(config)
         self.model = nn.Module()
         self.model.layers = nn.ModuleList()
-        # ModelOpt makes the head in this dtype: master weights stay float32.
+        # ModelOpt creates the head in this dtype. Master weights must be float32.
         self.model.dtype = torch.float32
         self.embed_tokens = nn.Embedding.from_pretrained(embed)
         self.lm_head = nn.Linear(lm_head.shape[1], lm_head.shape[0], bias=False, device="meta")
         self.lm_head.weight = nn.Parameter(lm_head, requires_grad=False)
 
     def forward(self, *_: Any, **__: Any) -> Any:
+        """Raises TrtspecError, because the stub cannot compute states."""
         message = "the target's states must be computed before training"
         raise TrtspecError(message, "pass features for every batch")
 
@@ -233,15 +264,15 @@ def build(
     *,
     target_ids: torch.Tensor | None = None,
 ) -> TrainingModule:
-    """Returns ModelOpt's training module with a fresh float32 head on lm_head's device.
+    """Builds ModelOpt's training module with a new float32 head, on the device of `lm_head`.
 
-    The head's own lm_head starts as the target's rows, which the module keeps in `target_rows`
-    [Vd, H].
+    The head's own lm_head starts as a copy of the target's rows. The module keeps these rows in
+    `target_rows` [Vd, H].
 
     Args:
-        spec: the shape of the head.
-        embed: the target's [V, H], frozen.
-        lm_head: the target's [V, H], frozen.
+        spec: specification of the head.
+        embed: frozen embedding of the target, [V, H].
+        lm_head: frozen lm_head weight of the target, [V, H].
         target_ids: int64 [Vd], target id of each draft id, ascending. None: the whole vocabulary.
     """
     stub = TargetStub(_stub_config(spec, target), embed, lm_head)
@@ -252,7 +283,7 @@ def build(
         "eagle_export_rope_scaling": {},
         "eagle_architecture_config": _eagle_architecture(spec, target),
     }
-    # ModelOpt takes its decoder class from these two names. Its own for MLA downloads code.
+    # ModelOpt looks up its decoder class by these two names. Its own class for MLA downloads code.
     with (
         patch.object(hf_eagle, "LlamaDecoderLayer", LlamaDraftLayer),
         patch.object(hf_eagle, "_setup_kimi_k2_decoder", lambda: MlaDraftLayer),
@@ -267,6 +298,7 @@ def build(
 
 
 def _stub_config(spec: HeadSpec, target: ModelSpec) -> Any:
+    """Returns the transformers config of the target stub."""
     config_class = DeepseekV3Config if spec.is_mla else LlamaConfig
     return config_class(
         vocab_size=target.vocab_size,
@@ -281,6 +313,7 @@ def _stub_config(spec: HeadSpec, target: ModelSpec) -> Any:
 
 
 def _special_ids(target: ModelSpec) -> dict[str, Any]:
+    """Returns the target's special token ids under their keys in a transformers config."""
     return {
         "bos_token_id": target.bos_token_id,
         "eos_token_id": list(target.eos_token_ids) or None,
@@ -289,6 +322,7 @@ def _special_ids(target: ModelSpec) -> dict[str, Any]:
 
 
 def _eagle_architecture(spec: HeadSpec, target: ModelSpec) -> dict[str, Any]:
+    """Returns the head's config as ModelOpt reads it (`eagle_architecture_config`)."""
     return {
         **architecture_config(spec),
         **_special_ids(target),
@@ -303,14 +337,22 @@ def _eagle_architecture(spec: HeadSpec, target: ModelSpec) -> dict[str, Any]:
 
 
 def _silence() -> contextlib.redirect_stdout[io.StringIO]:
-    """Hides ModelOpt's messages, because stdout belongs to the command's data."""
+    """Discards ModelOpt's messages on stdout, which is reserved for the command's data."""
     return contextlib.redirect_stdout(io.StringIO())
 
 
 def _finish_head(
     head: Any, spec: HeadSpec, rows: torch.Tensor, target_ids: torch.Tensor | None
 ) -> None:
-    """Completes ModelOpt's head. `rows` [Vd, H]: the first weights of its lm_head."""
+    """Sets what ModelOpt's conversion leaves out: d2t, lm_head, norms of EAGLE-3.1, eps of MLA.
+
+    Raises TrtspecError if the head is pruned and `target_ids` does not have a target id for each
+    draft id.
+
+    Args:
+        head: ModelOpt's head, changed in place.
+        rows: initial weight of the head's lm_head, [Vd, H].
+    """
     size = spec.draft_vocab_size
     if spec.has_d2t:
         if target_ids is None or target_ids.shape != (size,):
@@ -318,12 +360,12 @@ def _finish_head(
         head.d2t.copy_(target_ids - torch.arange(size, device=target_ids.device))
     with torch.no_grad():
         head.lm_head.weight.copy_(rows)
-    # The layer has its own. ModelOpt would compute a second one for nothing.
+    # The decoder layer has its own rope. ModelOpt would compute another that is never read.
     head.rotary_emb = lambda *_: None
     attention = head.layers[0].self_attn
     eps = spec.rms_norm_eps
     if spec.is_mla:
-        # Servers use the config's eps here. The transformers module has a constant.
+        # These two norms have a constant eps in transformers, and the config's eps in servers.
         attention.q_a_layernorm.variance_epsilon = eps
         attention.kv_a_layernorm.variance_epsilon = eps
     if spec.fc_norm:
@@ -338,7 +380,7 @@ def _finish_head(
 
 
 def _norm_states(norms: nn.ModuleList, aux: torch.Tensor) -> torch.Tensor:
-    """Applies one norm to each captured state: aux [B, S, n*H] -> [B, S, n*H]."""
+    """Applies a norm of its own to each of the n captured states in aux [B, S, n*H]."""
     states = aux.chunk(len(norms), -1)
     pairs = zip(norms, states, strict=True)
     normed = [norm(state.float()).to(state.dtype) for norm, state in pairs]
@@ -348,12 +390,16 @@ def _norm_states(norms: nn.ModuleList, aux: torch.Tensor) -> torch.Tensor:
 def state_client(
     urls: tuple[str, ...], model: str, longest: int
 ) -> Callable[[Sample], torch.Tensor | None]:
-    """ModelOpt's client of a server that streams its states. Each thread needs its own.
+    """Makes ModelOpt's client of servers that stream hidden states. Each thread needs its own.
 
-    The returned function gives a sample's captured planes [S, layers + 1, H], or None if the server
-    dropped them. It raises httpx.HTTPError or OSError if the server is unreachable. It raises
-    RuntimeError if the server saw other tokens, or has slots for fewer than `longest`. Raises
-    MissingDependency without NIXL.
+    The returned function fetches the captured layer outputs of a sample, [S, layers + 1, H]. The
+    function returns None if the server dropped the outputs. The function raises httpx.HTTPError or
+    OSError if the server is unreachable, and RuntimeError if the server saw other tokens or its
+    slots are too small. Raises MissingDependency if NIXL is not installed.
+
+    Args:
+        model: name of the model on the servers.
+        longest: number of tokens of the longest sample.
     """
     try:
         import nixl._api  # noqa: F401
@@ -368,6 +414,7 @@ def state_client(
         dataset = streaming.EagleVllmStreamingDataset([{}], tokenizer=None, config=config)
 
     def fetch(sample: Sample) -> torch.Tensor | None:
+        # ModelOpt's client expects a loss mask. The mask of the training is made elsewhere.
         mask = torch.ones(len(sample.tokens), dtype=torch.int64)
         request = {"cid": sample.id, "token_ids": list(sample.tokens), "loss_mask": mask}
         answer = dataset._fetch(request)
@@ -379,9 +426,9 @@ def state_client(
 def head_tensors(
     model: TrainingModule, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, torch.Tensor]:
-    """The head in ModelOpt's exported layout, floats in `dtype`, on the CPU.
+    """Copies the head's tensors to the CPU in ModelOpt's exported layout, floats in `dtype`.
 
-    The layout has `layers.0.` names, and `d2t` if the vocabulary is pruned.
+    The layout has names with `layers.0.`, and `d2t` if the vocabulary is pruned.
     """
     tensors = {}
     for name, value in model.eagle_module.state_dict().items():

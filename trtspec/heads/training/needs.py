@@ -37,10 +37,10 @@ from trtspec.heads.training.training_plan import (
 from trtspec.planning.layout import refusals
 from trtspec.specs import GpuSpec, ModelSpec
 
-USABLE_SHARE = 0.9  # of a GPU's memory
-ENGINE_MEMORY = 1.15  # GPU memory that an engine needs, in sizes of the target's weights
+USABLE_SHARE = 0.9  # fraction of a GPU's memory
+ENGINE_MEMORY = 1.15  # GPU memory of an engine, as a multiple of the size of the target's weights
 OPTIMIZER_BYTES = 16  # per parameter: float32 weight, gradient and two moments
-# Hidden-sized bf16 activations that a head's layer keeps per token for its backward.
+# Number of hidden-sized bf16 activations that a head's layer keeps per token for the backward pass.
 LAYER_COPIES = 24
 OTHER_WAYS = (
     "pass `features` stream, a directory of dumps, or a server's URL: `dry_run` compares them"
@@ -56,10 +56,14 @@ def dry_run(
     recipe: TrainingRecipe,
     gpu: GpuSpec,
 ) -> dict[str, Any]:
-    """Sizes of a run, after every check that the run makes.
+    """Makes every check of a training run, and plans the run without training.
 
-    If the target is not on this machine, or the data is not made yet, `recipe` gives their sizes.
-    Raises TrtspecError or UsageError.
+    Returns the plan, the estimates of `needs`, and the settings of the run. Raises TrtspecError or
+    UsageError if the run would fail.
+
+    Args:
+        recipe: sizes of the data, used if the target or the data are not on this machine.
+        gpu: GPU type that the run is planned for.
     """
     resolved = resolve(target, weights=False)
     spec = resolved.target_spec()
@@ -76,6 +80,7 @@ def dry_run(
         result = plan.to_dict()
     seconds_left = None
     if run.deadline is not None:
+        # Rounded to ten seconds, because the deadline was set some time ago.
         seconds_left = round(run.deadline - time.monotonic(), -1)
     result |= {
         "measured": measured,
@@ -96,7 +101,10 @@ def dry_run(
 
 
 def stored_bytes(resolved: Resolved) -> int:
-    """Bytes of the target's weights: on this machine, else as published. 0 if unknown."""
+    """Size of the target's weights in bytes. 0 if unknown.
+
+    Measures the files on this machine. Without files, the published size is returned.
+    """
     size = 0
     if resolved.path:
         size = sum(path.stat().st_size for path in resolved.path.glob("*.safetensors"))
@@ -126,12 +134,16 @@ def needs(
     name: str,
     data: str,
 ) -> dict[str, Any]:
-    """Returns {gpu, epochs, storage, phases, ways, dump_commands, server_commands}.
+    """Estimates the GPUs, disk and memory that each way to get the target's states needs.
 
-    Each way has the least number of GPUs, the disk, and the peak memory of one GPU.
+    `ways` in the result has, for each way, the least number of GPUs, the bytes on disk, and the
+    peak bytes of one GPU. The other keys are `gpu`, `epochs`, `storage`, `phases`, `dump_commands`
+    and `server_commands`.
 
     Args:
-        stored: bytes of the target `name` as it is stored.
+        stored: size of the target's weights as stored, in bytes.
+        name: name of the target in commands.
+        data: name of the data in commands.
     """
     samples = plan.counted or len(plan.samples)
     tokens = plan.tokens
@@ -139,47 +151,36 @@ def needs(
     epochs = plan.steps * options.batch_size * options.accumulation / max(1, samples)
     memory = gpu.memory_bytes * USABLE_SHARE
     trainers, peak = _trainers(plan, target, options, memory)
-    # GPUs that hold the target: a power of two.
-    doublings = math.ceil(math.log2(max(stored / memory * ENGINE_MEMORY, 1e-9)))
+    # An engine's tensor parallelism is the smallest power of two of GPUs that hold the target. The
+    # size of the target may be 0 (unknown), which has no logarithm.
+    gpus_for_target = stored / memory * ENGINE_MEMORY
+    doublings = math.ceil(math.log2(max(gpus_for_target, 1e-9)))
     parallel = 2 ** max(0, doublings)
     layer = decoded_layer_bytes(target)
     refused = refusals(target, gpu=gpu, tp_size=parallel, ep_size=parallel)
     chunks = max(1, math.ceil(feature_bytes / CHUNK_BYTES))
-
-    def way(gpus: int, disk: float, peak_bytes: float, contents: str) -> WayNeeds:
-        """Facts of one way. `contents`: the objects that fill one GPU to `peak_bytes`."""
-        facts: WayNeeds = {
-            "possible": peak_bytes <= memory,
-            "gpus": gpus,
-            "disk_bytes": round(disk),
-            "peak_bytes": round(peak_bytes),
-        }
-        if peak_bytes > memory:
-            facts["why"] = (
-                f"one GPU would have to hold {contents}, and has {memory / 1e9:,.0f} GB to use"
-            )
-        return facts
-
-    online = way(trainers, 0, stored + peak, "target and head")
+    online = _way(trainers, 0, stored + peak, memory, "target and head")
     stream_disk = min(feature_bytes, 2 * CHUNK_BYTES)
     stream_contents = "two layers, or the head and one sequence"
-    stream = way(trainers, stream_disk, max(2 * layer, peak), stream_contents)
+    stream = _way(trainers, stream_disk, max(2 * layer, peak), memory, stream_contents)
     engine_peak = max(stored / parallel, peak)
     engine_contents = "its part of the target, or the head and one sequence"
-    dumps = way(max(parallel, trainers), feature_bytes, engine_peak, engine_contents)
-    server = way(parallel + trainers, 0, engine_peak, engine_contents)
+    # The engine and the training use the same GPUs, one after the other.
+    dumps_gpus = max(parallel, trainers)
+    dumps = _way(dumps_gpus, feature_bytes, engine_peak, memory, engine_contents)
+    server = _way(parallel + trainers, 0, engine_peak, memory, engine_contents)
     return {
         "gpu": gpu.name,
         "epochs": round(epochs, 3),
         "storage": {
             "target_bytes": stored,
-            # In bfloat16. Two if the next layer is decoded ahead.
+            # The second size applies if the next layer is decoded while one computes.
             "decoded_layer_bytes": [layer, 2 * layer],
             "state_bytes_per_token": feature_bytes // max(1, tokens),
             "tokens": tokens,
             "state_bytes": feature_bytes,
             "saved_state_bytes": 3 * 4 * plan.parameters,  # float32 weights and two moments
-            "head_bytes": 2 * plan.parameters,
+            "head_bytes": 2 * plan.parameters,  # bf16
         },
         "phases": {"training": {"least_gpus": trainers, "peak_bytes": round(peak)}},
         "ways": {
@@ -193,10 +194,33 @@ def needs(
     }
 
 
-def decoded_layer_bytes(target: ModelSpec) -> int:
-    """Bytes of the largest decoder layer in bfloat16.
+def _way(gpus: int, disk: float, peak_bytes: float, memory: float, contents: str) -> WayNeeds:
+    """Returns the sizes of one way to get the states, and `why` if one GPU is too small for it.
 
-    A streaming process holds it so, whatever format it is stored in.
+    Args:
+        gpus: least number of GPUs.
+        disk: bytes on disk.
+        peak_bytes: peak memory of one GPU.
+        memory: usable bytes of one GPU.
+        contents: objects that take the peak memory, for the message.
+    """
+    facts: WayNeeds = {
+        "possible": peak_bytes <= memory,
+        "gpus": gpus,
+        "disk_bytes": round(disk),
+        "peak_bytes": round(peak_bytes),
+    }
+    if peak_bytes > memory:
+        facts["why"] = (
+            f"one GPU would have to hold {contents}, and has {memory / 1e9:,.0f} GB to use"
+        )
+    return facts
+
+
+def decoded_layer_bytes(target: ModelSpec) -> int:
+    """Number of bytes of the largest decoder layer in bfloat16, the dtype of a streaming process.
+
+    Norms and other vectors are left out, because they are small.
     """
     sizes = []
     for index in range(target.num_hidden_layers):
@@ -210,9 +234,13 @@ def decoded_layer_bytes(target: ModelSpec) -> int:
 def _trainers(
     plan: TrainingPlan, target: ModelSpec, options: TrainOptions, memory: float
 ) -> tuple[int, float]:
-    """(processes, peak bytes of each).
+    """Finds the least number of training processes (one GPU each) whose share of a batch fits.
 
-    Doubles the processes until the share of a batch fits, or is one sequence.
+    Returns the number of processes, a power of two, and the peak bytes of each. The number stops to
+    grow at one sequence per process, even if that does not fit.
+
+    Args:
+        memory: usable bytes of one GPU.
     """
     processes = 1
     while True:
@@ -226,18 +254,19 @@ def _trainers(
 def training_bytes(
     plan: TrainingPlan, target: ModelSpec, options: TrainOptions, rows: int
 ) -> float:
-    """Peak bytes of one GPU that trains on `rows` sequences at a time.
+    """Peak memory in bytes of one GPU that trains on `rows` sequences at a time.
 
-    The GPU holds the optimizer, the target's outer weights, and the tensors of the backward pass:
-    the layer's activations of every token, and logits over the draft vocabulary for one chunk.
+    The GPU holds the head with its optimizer state, and the target's embedding and lm_head. For the
+    backward pass it holds activations of every token, and logits of one chunk of positions.
     """
     tokens = rows * options.seq_len
-    outer_weights = 2 * 2 * target.vocab_size * target.hidden_size
+    outer_weights = 2 * 2 * target.vocab_size * target.hidden_size  # embedding and lm_head, bf16
     vocabulary = plan.spec.draft_vocab_size
     chunk = min(tokens, chunk_positions(vocabulary, "cuda"))
     logits = LOGIT_BYTES * vocabulary * chunk
-    layer = 2 * LAYER_COPIES * options.ttt_steps * target.hidden_size
-    return OPTIMIZER_BYTES * plan.parameters + outer_weights + logits + tokens * layer
+    activations_per_token = 2 * LAYER_COPIES * options.ttt_steps * target.hidden_size  # bf16
+    activations = tokens * activations_per_token
+    return OPTIMIZER_BYTES * plan.parameters + outer_weights + logits + activations
 
 
 def dump_commands(
@@ -248,10 +277,14 @@ def dump_commands(
     parallel: int,
     refused: list[Problem],
 ) -> dict[str, str]:
-    """Commands that write the dumps, by engine.
+    """Commands that write hidden-state dumps, by engine.
 
-    They run ModelOpt's example scripts (examples/speculative_decoding/collect_hidden_states).
-    `refused`: why TensorRT-LLM does not run the target there. The reason then replaces its command.
+    The commands run ModelOpt's scripts in examples/speculative_decoding/collect_hidden_states.
+
+    Args:
+        parallel: tensor parallelism of the engine.
+        refused: reasons why TensorRT-LLM cannot run the target. The first reason replaces the
+            command as a shell comment.
     """
     layers = ",".join(map(str, plan.spec.aux_layers or ()))
     flags = (
@@ -273,12 +306,12 @@ def dump_commands(
 def server_commands(
     name: str, plan: TrainingPlan, target: ModelSpec, options: TrainOptions, parallel: int
 ) -> dict[str, str]:
-    """The command of a vLLM that serves states with ModelOpt's connector, installed beside it.
+    """Command of a vLLM server that sends hidden states with ModelOpt's connector, under `vllm`.
 
-    vLLM counts the layers before a state, not layer outputs from 0: its ids are ours plus one, and
-    its last id is the state after all layers. A prompt must be computed whole, without a cached
-    prefix, or its states are missing.
+    ModelOpt must be installed in vLLM's environment. Chunked prefill and prefix caching are off,
+    because the states of a prompt are complete only if the prompt is computed as a whole.
     """
+    # vLLM's id of a state is the number of layers before it. Ours counts layer outputs from 0.
     ids = [layer + 1 for layer in plan.spec.aux_layers or ()]
     ids.append(target.num_hidden_layers)
     speculative = {

@@ -23,17 +23,20 @@ from torch.nn.parallel import DistributedDataParallel
 from trtspec.errors import TrtspecError, UsageError
 
 TIME = "time"
-STOP_REASONS = (TIME, "SIGTERM", "SIGINT")  # before the last step
+STOP_REASONS = (TIME, "SIGTERM", "SIGINT")  # in the order in which they are reported
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The rank of this process in its group. `Ranks()`: a run of one process.
+    """The position of this process in a group of training processes.
+
+    `Ranks()` is a run of a single process.
 
     Args:
-        size: processes in the group.
-        local_rank: rank among the processes of this machine.
-        local_size: processes on this machine.
+        rank: number of this process in the group, counted from 0.
+        size: number of processes in the group.
+        local_rank: number of this process on its machine, counted from 0.
+        local_size: number of the group's processes on this machine.
     """
 
     rank: int = 0
@@ -43,22 +46,22 @@ class Ranks:
 
     @property
     def main(self) -> bool:
-        """The one process that writes files and talks."""
+        """Whether this process writes the files and messages of the group."""
         return self.rank == 0
 
     def device(self, device: str) -> str:
-        """The device of this process: `cuda` becomes its own GPU."""
+        """Returns the device of this process: for `cuda` in a group, the process's own GPU."""
         return f"cuda:{self.local_rank}" if device == "cuda" and self.size > 1 else device
 
     def share(self, items: Sequence[int]) -> list[int]:
-        """The items of a batch that this process computes.
+        """Returns the items of a batch that this process computes.
 
-        Empty for some processes if the batch is smaller than the group.
+        The list is empty in some processes if the batch has fewer items than the group processes.
         """
         return list(items[self.rank :: self.size])
 
     def sum(self, values: Tensor) -> Tensor:
-        """Adds up `values` over the processes, in place. No gradient flows through it."""
+        """Adds up `values` over all processes, in place and without gradients."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
@@ -76,7 +79,7 @@ class Ranks:
             dist.barrier()
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The module whose backward averages gradients over the processes."""
+        """Wraps `model` so that its backward pass averages the gradients over all processes."""
         if self.size == 1:
             return model
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -86,34 +89,42 @@ SINGLE_PROCESS = Ranks()
 
 
 def require_shared(directory: Path, ranks: Ranks, why: str) -> None:
-    """Raises TrtspecError if a process does not see the directory. `why`: its use of the directory.
+    """Creates the directory in the main process, and checks that all processes see it.
 
-    Creates the directory.
+    Raises TrtspecError if a process does not see a file that the main process makes.
+
+    Args:
+        why: use that each process makes of the directory, for the message.
     """
     if ranks.size == 1:
         return
-    mark = directory / f".shared-{int(ranks.agree(float(os.getpid())))}"
+    main_pid = ranks.agree(float(os.getpid()))
+    mark = directory / f".shared-{int(main_pid)}"
     if ranks.main:
         directory.mkdir(parents=True, exist_ok=True)
         mark.touch()
     ranks.wait()
     is_missing = torch.tensor([float(not mark.exists())])
-    blind = ranks.sum(is_missing).item()  # processes that do not see it
+    missing = ranks.sum(is_missing).item()  # number of processes without the file
     if ranks.main:
         mark.unlink(missing_ok=True)
-    if blind:
+    if missing:
         message = (
-            f"TS-FEATURES-SHARED {blind:.0f} of {ranks.size} processes do not see {directory}, "
+            f"TS-FEATURES-SHARED {missing:.0f} of {ranks.size} processes do not see {directory}, "
             f"and each {why}"
         )
         raise TrtspecError(message, "put it on storage that all nodes share")
 
 
 def ranks_from_env() -> Ranks:
-    """Reads the launcher's environment. Raises UsageError if a value is not a number."""
+    """Reads the ranks that the launcher (torchrun, accelerate) has put into the environment.
+
+    Missing variables mean a single process. Raises UsageError if a value is not a number.
+    """
     defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     try:
-        return Ranks(*(int(os.environ.get(name, value)) for name, value in defaults.items()))
+        numbers = [int(os.environ.get(name, value)) for name, value in defaults.items()]
+        return Ranks(*numbers)
     except ValueError as error:
         message = f"RANK, WORLD_SIZE or LOCAL_RANK is not a number ({error})"
         raise UsageError(message, "start with torchrun") from None
@@ -121,9 +132,9 @@ def ranks_from_env() -> Ranks:
 
 @contextmanager
 def process_group(device: str) -> Iterator[Ranks]:
-    """Joins the group for the length of a run.
+    """Joins the launcher's process group for the length of a run. Yields this process's ranks.
 
-    Tensors in host memory go over gloo, tensors on GPUs over nccl.
+    Gloo sends tensors in host memory, and NCCL sends tensors on GPUs.
     """
     ranks = ranks_from_env()
     if ranks.size == 1:
@@ -141,28 +152,36 @@ def process_group(device: str) -> Iterator[Ranks]:
 
 
 class Stop:
-    """Collects the reasons to stop. A second signal of the same number interrupts at once.
+    """Collector of the reasons to stop a run: signals, and the deadline.
 
-    `deadline`: of time.monotonic().
+    A second signal of the same number interrupts the process at once.
+
+    Args:
+        deadline: value of time.monotonic() at which the run must end. None: no time limit.
     """
 
     def __init__(self, deadline: float | None = None) -> None:
         self.deadline = deadline
-        self.reason: str | None = None  # the reason of the whole group, set by `asked`
+        self.reason: str | None = None  # reason of the whole group, set by `should_stop`
         self._own_reasons: set[str] = set()
 
     def hear(self, number: int, _: object) -> None:
-        """Handles a signal."""
+        """Records a signal as a reason to stop. A second signal of this number will interrupt."""
         self._own_reasons.add(signal.Signals(number).name)
         signal.signal(number, signal.default_int_handler)
 
-    def asked(self, ranks: Ranks, reserve: float) -> bool:
-        """Whether to stop now. `reserve`: seconds that another step with its saving would take."""
+    def should_stop(self, ranks: Ranks, reserve: float) -> bool:
+        """Whether all processes of the group should stop now, because one of them has a reason.
+
+        Args:
+            reserve: seconds that another optimizer step and its saving would take.
+        """
         if self.deadline is not None and time.monotonic() + reserve > self.deadline:
             self._own_reasons.add(TIME)
         own_flags = torch.tensor([float(reason in self._own_reasons) for reason in STOP_REASONS])
         flags = ranks.sum(own_flags).tolist()
         reasons = [reason for reason, flag in zip(STOP_REASONS, flags, strict=True) if flag]
+        # A process may have several reasons. The first of STOP_REASONS is reported.
         if reasons:
             self.reason = reasons[0]
         return self.reason is not None

@@ -25,20 +25,21 @@ from trtspec.errors import TrtspecError, UsageError
 from trtspec.heads.training.train_options import TrainOptions
 
 MAX_HELD_OUT = 64  # sequences per evaluation
-MAX_REFUSALS = 10  # messages kept per file
-# Samples are sorted by length within this many batches: little padding, much shuffling.
+MAX_REFUSALS = 10  # messages of refused rows kept per file
+# Samples are sorted by length within this many batches, for little padding in a random order.
 WINDOW_BATCHES = 16
-MIN_NAMES_TO_HOLD_OUT = 10  # conversations: from here on a positive share holds out at least one
+# Number of conversations from which a positive `held_out` share holds out at least one of them.
+MIN_NAMES_TO_HOLD_OUT = 10
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence.
+    """A token sequence to train on, from one rendering of a conversation.
 
     Args:
         answer: `answer[i]` is 1 if the target wrote token i, else 0.
-        prompt: tokens before the last answer.
-        repeated: tokens at the beginning that an earlier sample of the conversation has trained.
+        prompt: number of tokens before the last answer.
+        repeated: number of tokens at the beginning that an earlier sample of the conversation has.
         conversation: name of the conversation, which may have several samples.
     """
 
@@ -59,14 +60,16 @@ def read_samples(
     refused: list[TrtspecError] | None = None,
     names: set[str] | None = None,
 ) -> list[Sample]:
-    """Tokenizes all conversations of a source (see `read_conversations`), cut to `seq_len`.
+    """Reads and tokenizes the conversations of a source (see `read_conversations`).
 
     Raises UsageError naming the line if a row is not a conversation. Raises TrtspecError if no
     sample is left.
 
     Args:
-        refused: gets an error for each row that has nothing to learn.
-        names: names that are taken. Gets the new ones.
+        seq_len: maximum length of a sample in tokens. Longer samples are cut.
+        min_len: minimum length of a sample in tokens. Shorter samples are left out.
+        refused: list to which an error is appended for each conversation without a sample.
+        names: names of conversations that are in use. The new names are added.
     """
     if refused is None:
         refused = []
@@ -95,7 +98,7 @@ def read_samples(
 def samples_of(
     conversation: Conversation, tokenizer: KimiTokenizer, seq_len: int, min_len: int
 ) -> list[Sample]:
-    """The conversation's renderings, cut to `seq_len`.
+    """Renders a conversation as samples of at most `seq_len` tokens.
 
     Leaves out samples without an answer and samples of fewer than `min_len` tokens. Raises
     UsageError naming the row if no sample is left.
@@ -103,7 +106,7 @@ def samples_of(
     row = f"{CODE} {conversation.where}"
     answered = [rendering for rendering in render(conversation, tokenizer) if any(rendering.answer)]
     if not answered:
-        remedy = f"make answers: `trtspec synthesize {conversation.file} -o answers.jsonl`"
+        remedy = f"generate answers: `trtspec synthesize {conversation.file} -o answers.jsonl`"
         raise UsageError(f"{row} has no answer", remedy)
     samples = []
     for rendering in answered:
@@ -121,14 +124,17 @@ def samples_of(
             samples.append(sample)
     if not samples:
         first = answered[0]
-        size = f"of {len(first.tokens)} tokens, the first {first.prompt} its prompt"
+        size = f"has {len(first.tokens)} tokens, the first {first.prompt} in its prompt"
         message = f"{row} {size}: no answer within {min_len} to {seq_len} tokens"
         raise UsageError(message, "raise `seq_len`, or leave the row out")
     return samples
 
 
 def _unused_name(conversation: Conversation, names: set[str]) -> str:
-    """A name that no earlier conversation has, made of the row's id or line. Adds it to `names`."""
+    """Returns a unique name for a conversation, from its id or line number, and adds it to `names`.
+
+    A name that is in use gets the file's name as a prefix, and "+" signs if that is in use too.
+    """
     name = conversation.id or str(conversation.line)
     if name in names:
         name = f"{Path(conversation.file).stem}:{name}"
@@ -139,20 +145,21 @@ def _unused_name(conversation: Conversation, names: set[str]) -> str:
 
 
 def draft_vocabulary(samples: list[Sample], size: int, vocab_size: int) -> list[int]:
-    """The `size` token ids that the target wrote most often, ascending.
+    """Returns the `size` token ids that the target wrote most often, ascending.
 
-    Ties go to tokens that prompts have more often, then to low ids.
+    Of tokens that the target wrote equally often, the more frequent ones in all text come first,
+    then the lower ids.
     """
     written = _written(samples)
-    seen: Counter[int] = Counter()
+    in_text: Counter[int] = Counter()
     for sample in samples:
-        seen.update(sample.tokens)
-    ranked = sorted(range(vocab_size), key=lambda token: (-written[token], -seen[token], token))
+        in_text.update(sample.tokens)
+    ranked = sorted(range(vocab_size), key=lambda token: (-written[token], -in_text[token], token))
     return sorted(ranked[:size])
 
 
 def coverage(samples: list[Sample], ids: list[int]) -> float:
-    """Share of the target's written tokens that the draft vocabulary holds."""
+    """Fraction of the tokens written by the target that are in the draft vocabulary `ids`."""
     written = _written(samples)
     return sum(written[token] for token in set(ids)) / max(written.total(), 1)
 
@@ -168,13 +175,20 @@ def _written(samples: list[Sample]) -> Counter[int]:
 def split_held_out(
     conversations: list[str], share: float, seed: int
 ) -> tuple[list[int], list[int]]:
-    """(training indices, held-out indices). `conversations`: the conversation's name by sample.
+    """Splits the samples into training samples and held-out samples, by conversation.
 
-    Holds out the `share` of the conversations whose names hash lowest, at least one of ten, never
-    all. The choice does not depend on the order of the data.
+    Returns the indices of the training samples and of the held-out samples. Holds out the
+    conversations whose names hash lowest, so the choice does not depend on the order of the data.
+    At least one conversation is left for training.
+
+    Args:
+        conversations: name of the conversation of each sample.
+        share: fraction of the conversations to hold out. A positive share of
+            MIN_NAMES_TO_HOLD_OUT conversations or more holds out at least one.
     """
 
     def rank(name: str) -> bytes:
+        # The seed is hashed too, so that another seed holds out other conversations.
         return hashlib.sha256(f"{seed}:{name}".encode()).digest()
 
     names = sorted(dict.fromkeys(conversations), key=rank)
@@ -195,10 +209,14 @@ def split_held_out(
 def batches_of_epoch(
     lengths: list[int], indices: list[int], batch_size: int, seed: int, epoch: int
 ) -> list[list[int]]:
-    """The batches of one epoch, with every index once.
+    """Returns the batches of one epoch, as lists of sample indices. Each index occurs once.
 
-    Shuffles the indices, sorts them by length within windows, cuts them into batches, and shuffles
-    the batches.
+    Shuffles the indices, sorts them by length within windows of WINDOW_BATCHES batches, cuts them
+    into batches, and shuffles the batches.
+
+    Args:
+        lengths: number of tokens of each sample.
+        indices: indices of the samples to train on.
     """
     shuffler = random.Random(f"{seed}:{epoch}")
     order = list(indices)
@@ -215,12 +233,13 @@ def batches_of_epoch(
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The samples of each step, and the held-out samples.
+    """The samples of each optimizer step, and the held-out samples.
 
-    Both depend on the samples and the seed alone. A longer run begins like a shorter run.
+    The steps depend on the samples and the options only. A longer run begins with the steps of a
+    shorter run.
 
     Args:
-        lengths: tokens of each sample.
+        lengths: number of tokens of each sample.
         trained: indices of the samples that are trained on.
         held: indices of the held-out samples.
     """
@@ -231,7 +250,10 @@ class TrainingData:
     options: TrainOptions
 
     def epoch(self, number: int) -> list[list[list[int]]]:
-        """The steps of one epoch, each a list of batches. The last step may have fewer batches."""
+        """Returns the batches of each optimizer step of an epoch, as lists of sample indices.
+
+        The last step of an epoch may have fewer batches. `number` counts the epochs from 0.
+        """
         options = self.options
         batches = batches_of_epoch(
             self.lengths, self.trained, options.batch_size, options.seed, number
@@ -241,17 +263,22 @@ class TrainingData:
 
     @property
     def total(self) -> int:
-        """Steps of the whole run."""
+        """Number of optimizer steps of the whole run."""
         return steps_of(len(self.trained), self.options)
 
     def steps(self) -> Iterator[tuple[int, list[list[int]]]]:
-        """Yields (step from 1, its batches), epoch after epoch until `total`."""
-        windows = chain.from_iterable(map(self.epoch, count()))
-        yield from enumerate(islice(windows, self.total), 1)
+        """Yields the number (from 1) and the batches of each optimizer step of the run.
+
+        One epoch follows another until the run has `total` steps.
+        """
+        epochs = map(self.epoch, count())
+        endless_steps = chain.from_iterable(epochs)
+        yield from enumerate(islice(endless_steps, self.total), 1)
 
 
 def split_data(samples: list[Sample], options: TrainOptions) -> TrainingData:
-    """Holds out the `held_out` share. Every other sample comes once in an epoch."""
+    """Holds out the share `options.held_out` of the conversations, and trains on the others."""
+    # The samples of dumps have no conversation.
     names = [sample.conversation or sample.id for sample in samples]
     trained, held = split_held_out(names, options.held_out, options.seed)
     lengths = [len(sample.tokens) for sample in samples]
@@ -259,7 +286,7 @@ def split_data(samples: list[Sample], options: TrainOptions) -> TrainingData:
 
 
 def steps_of(samples: int, options: TrainOptions) -> int:
-    """Optimizer steps of a run over this many samples, each once in an epoch."""
+    """Number of optimizer steps of a run over this many training samples."""
     if options.steps:
         return options.steps
     batches = math.ceil(samples / options.batch_size)
@@ -267,10 +294,10 @@ def steps_of(samples: int, options: TrainOptions) -> int:
 
 
 def loss_mask(sample: Sample, answer_only: bool) -> list[int]:
-    """1 for each position whose distribution counts in the loss, else 0.
+    """Returns 1 for each position whose next-token distribution counts in the loss, else 0.
 
-    `answer_only`: the position before each token that the target wrote. Otherwise all positions
-    after the repeated tokens.
+    With `answer_only`, the position before each token that the target wrote counts. Otherwise all
+    positions after the repeated tokens count.
     """
     if answer_only:
         return [*sample.answer[1:], 0]
@@ -278,14 +305,15 @@ def loss_mask(sample: Sample, answer_only: bool) -> list[int]:
 
 
 def counted_positions(samples: Iterable[Sample], ttt_steps: int, answer_only: bool) -> list[int]:
-    """How many positions count at each training-time-test step.
+    """Number of positions that count in the loss at each training-time-test step.
 
-    At step k the rows from k on draft, each for the position after it.
+    At training-time-test step k (from 0) no draft exists for the positions 0 to k.
     """
     totals = [0] * ttt_steps
     for sample in samples:
         mask = loss_mask(sample, answer_only)
         counted = sum(mask)
+        # A sample shorter than `ttt_steps` counts in fewer steps, so zip may end early.
         for step, first in zip(range(ttt_steps), mask, strict=False):
             counted -= first
             totals[step] += counted
@@ -293,7 +321,7 @@ def counted_positions(samples: Iterable[Sample], ttt_steps: int, answer_only: bo
 
 
 class FileCounts(TypedDict):
-    """Rows of a data file. `refusals`: the first reasons."""
+    """Counts of a data file. `refusals`: first messages about refused conversations."""
 
     file: str
     conversations: int
@@ -305,9 +333,10 @@ class FileCounts(TypedDict):
 def read_files(
     files: Sequence[str], tokenizer: KimiTokenizer, options: TrainOptions
 ) -> tuple[list[Sample], list[FileCounts]]:
-    """(the samples of all files in order, the counts of each file).
+    """Reads the samples of several data files, without duplicates.
 
-    Keeps the first of conversations with the same training tokens.
+    Of samples with the same tokens the first is kept. Returns the samples of all files in order,
+    and the counts of each file.
     """
     seen: set[tuple[int, ...]] = set()
     names: set[str] = set()

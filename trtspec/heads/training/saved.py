@@ -1,6 +1,7 @@
 """The state of a run on disk, and the fingerprint that a resumed run must repeat.
 
-The state is one file with weights, moments and step. It appears whole.
+The state is one file with weights, moments and step. A kill while the file is written leaves the
+previous file.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from trtspec.heads.training.train_options import TrainingRun, TrainOptions
 from trtspec.report import file_sha256
 
 STATE_NAME = PlainName("state.safetensors")
-LENGTH_OPTIONS = ("epochs", "steps")  # may grow when a run is resumed
-MOMENTS = ("exp_avg", "exp_avg_sq")
+LENGTH_OPTIONS = ("epochs", "steps")  # options that may grow when a run is resumed
+MOMENTS = ("exp_avg", "exp_avg_sq")  # names of AdamW's moments in torch
 
 
 class Fingerprint(TypedDict):
@@ -42,7 +43,14 @@ class Fingerprint(TypedDict):
 
 @dataclass(frozen=True)
 class SavedRun:
-    """Facts of a run in its state file. `position`: see `Curve`."""
+    """Facts about a run that its state file holds.
+
+    Args:
+        step: number of optimizer steps that are done.
+        total: number of optimizer steps of the whole run.
+        position: length of training.jsonl at this step, in bytes.
+        fingerprint: options and digests of the inputs, which a resumed run must repeat.
+    """
 
     step: int
     total: int
@@ -51,9 +59,9 @@ class SavedRun:
 
 
 def saved_run(work: Path) -> SavedRun | None:
-    """Reads the state file. None if no state was saved yet.
+    """Reads the facts about a run from its state file in `work`. None if no state was saved yet.
 
-    Raises UsageError if another version of trtspec wrote it.
+    Raises UsageError if another version of trtspec wrote the file.
     """
     path = work / STATE_NAME
     if not path.is_file():
@@ -71,7 +79,8 @@ def saved_run(work: Path) -> SavedRun | None:
 def check_saved(saved: SavedRun, fingerprint: Fingerprint, total: int, output: Path) -> None:
     """Raises UsageError if a run of `total` steps cannot resume from `saved`.
 
-    The error names the changed options or inputs, or says that the run has had its steps.
+    A run cannot resume if options or inputs have changed, which the error names. A finished run
+    resumes only with a larger `total`. No run resumes if it has had more than `total` steps.
     """
     finished = is_finished(output)
     option = "`force`" if finished else "`restart`"
@@ -93,10 +102,14 @@ def save_state(
     optimizer: torch.optim.Optimizer,
     saved: SavedRun,
 ) -> None:
-    """Writes weights and moments into state.safetensors. After a kill it is the previous state."""
+    """Writes the weights, AdamW's moments and the facts about the run into state.safetensors.
+
+    A kill while the file is written leaves the previous state.
+    """
     tensors = {f"head.{name}": value.detach() for name, value in parameters.items()}
     for name, value in parameters.items():
         state = optimizer.state[value]
+        # AdamW has no moments of a parameter that never had a gradient.
         if state:
             for moment in MOMENTS:
                 tensors[f"{moment}.{name}"] = state[moment]
@@ -110,9 +123,11 @@ def load_state(
     fingerprint: Fingerprint,
     total: int,
 ) -> SavedRun:
-    """Loads the saved state into parameters and optimizer, also from another number of processes.
+    """Loads the saved state into the parameters and the optimizer.
 
-    Returns the saved run, at step 0 if no state was saved. Raises UsageError as `check_saved`.
+    A group of another number of processes may have saved the state. Returns the facts about the
+    saved run, with step 0 if no state was saved. Raises UsageError if this run cannot resume from
+    the state (see `check_saved`).
     """
     saved = saved_run(run.work)
     if saved is None:
@@ -129,7 +144,7 @@ def load_state(
 
 
 def run_fingerprint(run: TrainingRun, samples: list[Sample], options: TrainOptions) -> Fingerprint:
-    """The fingerprint of a run: its options without the run's length, and digests of its inputs."""
+    """Collects what a resumed run must repeat: options except LENGTH_OPTIONS, and input digests."""
     options_record = asdict(options)
     for name in LENGTH_OPTIONS:
         del options_record[name]

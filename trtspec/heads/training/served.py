@@ -25,18 +25,22 @@ from trtspec.heads.training.samples import Sample
 from trtspec.heads.training.states import Features
 from trtspec.specs import ModelSpec
 
+# Function that fetches the states of a sample. None if the server dropped them.
 Fetch = Callable[[Sample], Tensor | None]
-# Requests under way at once per process. Each takes a core, because NIXL polls without a pause.
+# Concurrent requests of a process. Each takes a CPU core, because NIXL polls without a pause.
 MAX_CONCURRENT = 2
 MAX_ATTEMPTS = 5
-RETRY_DELAY_S = 1.0  # before the second attempt, doubled before each further one
+RETRY_DELAY_S = 1.0  # pause before the second attempt, doubled before each further attempt
 
 
 def state_servers(urls: tuple[str, ...], longest: int) -> list[DetectedServer]:
     """Asks each server for its model and its limits.
 
-    Raises TrtspecError if a server does not answer, serves another model than the first, or does
-    not take `longest` tokens and one more, which the request asks for.
+    Raises TrtspecError if a server does not answer, serves another model than the first, or has a
+    context that is too short.
+
+    Args:
+        longest: number of tokens of the longest sample. A request also generates one token.
     """
     servers = []
     for url in urls:
@@ -66,12 +70,12 @@ def state_servers(urls: tuple[str, ...], longest: int) -> list[DetectedServer]:
 
 
 class ServedFeatures(Features):
-    """`Features` whose states are on a server until a step needs them.
+    """Hidden states from live servers. Threads fetch the states shortly before training needs them.
 
     Args:
-        norm: the target's final norm.
-        client: makes the function that fetches one sample's planes [S, n_aux + 1, H]. Each thread
-            calls it once.
+        norm: final norm of the target.
+        client: function that makes a thread's own fetch function. A fetch function returns the
+            layer outputs of one sample, [S, n_aux + 1, H], the last one before the final norm.
     """
 
     def __init__(
@@ -85,30 +89,37 @@ class ServedFeatures(Features):
         super().__init__(samples, spec.hidden_size, num_aux)
         self.norm = norm
         self._client = client
-        self._thread = threading.local()  # `fetch` of each thread
+        self._thread = threading.local()  # holds `fetch`, the function of each thread
         self._pending: dict[int, Future[tuple[Tensor, Tensor]]] = {}
         self._pool = ThreadPoolExecutor(MAX_CONCURRENT, "states")
 
     def expect(self, indices: list[int]) -> None:
-        """Begins to fetch the states that are not under way."""
+        """Begins to fetch the states of these samples, unless they are being fetched already."""
         for index in indices:
             if index not in self._pending:
+                # The thread needs the caller's context variables.
                 run = copy_context().run
                 sample = self.samples[index]
                 self._pending[index] = self._pool.submit(run, self._states, sample)
 
     def states(self, index: int) -> tuple[Tensor, Tensor]:
-        """Waits for the states. Raises TrtspecError if the server is gone or sends others."""
+        """Returns the states of sample `index` after waiting for the server.
+
+        Raises TrtspecError if the server gives no states, or states of another shape.
+        """
         self.expect([index])
         return self._pending.pop(index).result()
 
     def close(self) -> None:
-        """Ends the threads with their clients, whose own threads poll the network all the time."""
+        """Ends the threads and their clients, because the clients poll the network all the time."""
         self._pool.shutdown(cancel_futures=True)
 
     @torch.inference_mode()
     def _states(self, sample: Sample) -> tuple[Tensor, Tensor]:
-        """Fetches the states of one sample, and applies the target's final norm."""
+        """Fetches the states of one sample, checks them, and applies the target's final norm.
+
+        Raises TrtspecError if the shape is wrong or a value is not finite.
+        """
         count = len(sample.tokens)
         planes = self._fetched(sample)[:count]  # vLLM may add the token that the request asks for
         wanted = (count, self.num_aux + 1, self.hidden_size)
@@ -124,8 +135,8 @@ class ServedFeatures(Features):
                 f"TS-FEATURES-NAN the server sent NaN or infinity among the states of {sample.id}"
             )
             remedy = (
-                "look at the engine: an overflow in its dtype, "
-                "or a connector that misreads its cache"
+                "check the engine for an overflow in its dtype "
+                "and for a connector that misreads its cache"
             )
             raise TrtspecError(message, remedy)
         weight = next(self.norm.parameters())
@@ -135,7 +146,10 @@ class ServedFeatures(Features):
         return hidden, aux
 
     def _fetched(self, sample: Sample) -> Tensor:
-        """Fetches the planes, in at most MAX_ATTEMPTS attempts."""
+        """Fetches the layer outputs [S, n_aux + 1, H] of a sample, in up to MAX_ATTEMPTS attempts.
+
+        Raises TrtspecError if no attempt succeeds, or if an error shows that none can.
+        """
         if not hasattr(self._thread, "fetch"):
             self._thread.fetch = self._client()
         for attempt in range(MAX_ATTEMPTS):
@@ -147,13 +161,13 @@ class ServedFeatures(Features):
             except (httpx.HTTPError, OSError) as error:
                 reason = error
             except RuntimeError as error:
-                # The server saw other tokens, or its slots are too small. No attempt helps.
+                # The server saw other tokens, or its slots are too small. A retry cannot help.
                 message = f"TS-FEATURES-SERVER {error}"
                 raise TrtspecError(message, "start the server for this `seq_len`") from None
             except Exception as error:
                 # The client reads any JSON that a server sends, and NIXL has errors of its own.
                 message = (
-                    f"TS-FEATURES-SERVER the answer for {sample.id} brings no states "
+                    f"TS-FEATURES-SERVER the answer for {sample.id} has no states "
                     f"({type(error).__name__}: {error})"
                 )
                 remedy = (
@@ -166,5 +180,5 @@ class ServedFeatures(Features):
             f"TS-FEATURES-SERVER the server gave no states of {sample.id} "
             f"in {MAX_ATTEMPTS} attempts ({reason})"
         )
-        remedy = "look at its log, then run the same command again to resume"
+        remedy = "look at the server's log, then run the same command again to resume"
         raise TrtspecError(message, remedy)

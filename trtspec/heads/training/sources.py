@@ -28,47 +28,62 @@ def open_states(
     ranks: Ranks,
     journal: Journal | None = None,
 ) -> Features:
-    """The states of all samples, from the source that the plan names.
+    """Opens the hidden states of all samples, from the source that the plan names.
 
-    A stream computes the states, and a server sends them, while the head trains. Several processes
-    stream the states that one process would keep in memory: each computes a part, and none holds
-    all. Raises TrtspecError if the states are not the target's.
+    Raises TrtspecError if the states are not the target's.
 
     Args:
-        journal: holds the servers of earlier states.
+        journal: journal of the run, which names the servers of earlier states. A resumed run must
+            ask the same servers. None in processes other than the main process.
     """
-    source = plan.features
+    way = plan.features.way
+    samples = plan.samples
     layers = plan.spec.aux_layers or ()
-    if source.way == "memory" and ranks.size == 1:
+    if way == "memory" and ranks.size == 1:
         with progress_bar("states of the target", plan.tokens, "tokens") as bar:
-            return compute_features(model, plan.samples, layers, bar.advance)
-    if source.way in ("memory", "stream"):
+            return compute_features(model, samples, layers, bar.advance)
+    # Several processes stream even for "memory": each computes a share, and no process holds all.
+    if way in ("memory", "stream"):
         device = str(model.embed.weight.device)
         stream = open_stream(run.target_dir, model.dtype, device, ranks)
         digest = identity_digest(run.target_dir)
         return stream_features(stream, plan, options, run.work, digest, ranks=ranks)
-    lengths = [len(sample.tokens) for sample in plan.samples]
-    if source.way == "server":
-        longest = max(lengths)
-        servers = state_servers(source.urls, longest)
-        if journal is not None:
-            identities = {}
-            for number, server in enumerate(servers, 1):
-                identities[f"server {number}"] = server.identity
-            journal.answered_by(identities)
-        # ModelOpt takes many seconds to import, and a dry run does not need it.
-        from trtspec.heads.training.module import state_client
-
-        client = partial(state_client, source.urls, servers[0].model, longest)
-        client()  # raises if a dependency is missing, before the run begins
-        features: Features = ServedFeatures(
-            plan.samples, model.spec, plan.spec.num_aux, model.norm, client
-        )
+    lengths = [len(sample.tokens) for sample in samples]
+    if way == "server":
+        features: Features = _open_served(model, plan, max(lengths), journal)
     else:
         assert plan.dumped is not None
         features = plan.dumped
     if ranks.main:
+        # Dumps and servers may have captured another model or other layers.
         shortest = lengths.index(min(lengths))
         aux = features.states(shortest)[1]
-        check_first_layers(run.target_dir, plan.samples[shortest], aux, layers, model.dtype)
+        check_first_layers(run.target_dir, samples[shortest], aux, layers, model.dtype)
     return features
+
+
+def _open_served(
+    model: KimiModel, plan: TrainingPlan, longest: int, journal: Journal | None
+) -> ServedFeatures:
+    """Checks the servers that the plan names, and opens the hidden states that they send.
+
+    Raises TrtspecError if a server does not fit. Raises UsageError if the journal names other
+    servers.
+
+    Args:
+        longest: number of tokens of the longest sample.
+        journal: journal of the run, which records the servers. None: nothing is recorded.
+    """
+    urls = plan.features.urls
+    servers = state_servers(urls, longest)
+    if journal is not None:
+        identities = {}
+        for number, server in enumerate(servers, 1):
+            identities[f"server {number}"] = server.identity
+        journal.answered_by(identities)
+    # ModelOpt takes many seconds to import, and a dry run does not need it.
+    from trtspec.heads.training.module import state_client
+
+    client = partial(state_client, urls, servers[0].model, longest)
+    client()  # raises MissingDependency now, not in a thread of the running training
+    return ServedFeatures(plan.samples, model.spec, plan.spec.num_aux, model.norm, client)

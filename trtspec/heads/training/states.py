@@ -28,7 +28,11 @@ from trtspec.specs import ModelSpec
 
 
 class Features(ABC):
-    """The states of all samples. A subclass knows where they are."""
+    """The target's hidden states of all samples. Each subclass has its own source of the states.
+
+    Args:
+        num_aux: number of captured layer outputs per token.
+    """
 
     def __init__(self, samples: list[Sample], hidden_size: int, num_aux: int) -> None:
         self.samples = samples
@@ -37,25 +41,29 @@ class Features(ABC):
 
     @abstractmethod
     def states(self, index: int) -> tuple[Tensor, Tensor]:
-        """(hidden [S, H], aux [S, n_aux*H]) of sample `index`, bf16."""
+        """Returns the states of sample `index` in bf16.
+
+        The first tensor [S, H] is after the target's final norm. The second [S, n_aux*H] has the
+        captured layer outputs.
+        """
 
     def expect(self, indices: list[int]) -> None:  # noqa: B027 (most have nothing to fetch)
-        """Begins to fetch the states of these samples, which a step will need soon."""
+        """Begins to fetch the states of these samples, which training will need soon."""
 
     def close(self) -> None:  # noqa: B027
-        """Releases the connections that the states come through. Later calls of `states` fail."""
+        """Releases the connections to the source. Later calls of `states` fail."""
 
 
 @dataclass
 class TrainingBatch:
-    """Samples of one batch, padded on the right.
+    """Tokens and hidden states of one batch of samples, padded on the right.
 
     Args:
-        tokens: int64 [B, S].
-        hidden: bf16 [B, S, H].
-        aux: bf16 [B, S, n_aux*H].
-        positions: int64 [N], indices in the flattened batch, ascending: the positions that count
-            and have a row before them.
+        tokens: token ids, int64 [B, S].
+        hidden: states after the target's final norm, bf16 [B, S, H].
+        aux: captured layer outputs, bf16 [B, S, n_aux*H].
+        positions: int64 [N], ascending indices in the flattened batch of the positions that count
+            in the loss. The first position of a sample is left out, because no state drafts for it.
     """
 
     tokens: Tensor
@@ -67,10 +75,10 @@ class TrainingBatch:
 def collate(
     features: Features, indices: list[int], answer_only: bool, device: str = "cpu"
 ) -> TrainingBatch:
-    """Gathers the states of these samples. Nothing waits for the device.
+    """Builds the padded batch of the samples `indices` on `device`.
 
-    The positions that count are found on the host. The number of ones in a mask on a GPU would have
-    to be read back.
+    Finds the positions that count in the loss on the host, because a mask on a GPU would make the
+    host wait for their number.
     """
     length = max(len(features.samples[index].tokens) for index in indices)
     features.expect(indices)
@@ -90,22 +98,24 @@ def collate(
         begin = row * length
         positions += [begin + offset for offset in range(1, count) if mask[offset]]
     tensors = (tokens, hidden, aux, torch.tensor(positions, dtype=torch.int64))
-    return TrainingBatch(*(tensor.to(device, non_blocking=True) for tensor in tensors))
+    moved = [tensor.to(device, non_blocking=True) for tensor in tensors]
+    return TrainingBatch(*moved)
 
 
 class HeldFeatures(Features):
-    """States in memory, by sample."""
+    """Hidden states in memory, by sample index."""
 
     def __init__(self, samples: list[Sample], hidden_size: int, num_aux: int) -> None:
         super().__init__(samples, hidden_size, num_aux)
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def states(self, index: int) -> tuple[Tensor, Tensor]:
+        """Returns the final states and the captured layer outputs of sample `index`."""
         return self.held[index]
 
 
 def bytes_per_token(spec: ModelSpec, num_aux: int) -> int:
-    """Bytes of a token's states."""
+    """Number of bytes that the hidden states of a token take in bf16."""
     return (1 + num_aux) * spec.hidden_size * 2
 
 
@@ -117,7 +127,9 @@ def compute_features(
 ) -> HeldFeatures:
     """Runs the target once over every sample, in right-padded batches of similar length.
 
-    `advance` gets the number of tokens after each batch.
+    Args:
+        aux_layers: 0-based layers whose outputs are captured, in ascending order.
+        advance: function that gets the number of tokens of each finished batch.
     """
     features = HeldFeatures(samples, target.spec.hidden_size, len(aux_layers))
     device = target.embed.weight.device
@@ -139,11 +151,11 @@ def compute_features(
 def dumps_of(
     samples: list[Sample], directory: Path, spec: ModelSpec, num_aux: int
 ) -> DumpedFeatures:
-    """The dumps of exactly these samples, by conversation id.
+    """Finds and checks the hidden-state dump of each sample in `directory`.
 
-    The tokens of a dump may differ from the sample's (another template, a cut). Then the dump's
-    tokens are trained on, because the states belong to them. Raises TrtspecError if a dump is
-    missing or invalid.
+    A dump's file is named after the sample's id. A dump may have other tokens than its sample, from
+    another template or length limit. The dump's tokens replace the sample's in that case, because
+    the states belong to the dump's tokens. Raises TrtspecError if a dump is missing or invalid.
     """
     paths = [directory / f"{sample.id}.pt" for sample in samples]
     missing = [path.name for path in paths if not path.is_file()]
@@ -164,13 +176,14 @@ def dumps_of(
 
 
 def read_dump(path: Path, spec: ModelSpec, num_aux: int) -> tuple[Sample, dict[str, Tensor]]:
-    """(the dump's sample, its tensors, mapped from the file).
+    """Reads a hidden-state dump, and checks that the dump fits the target.
 
-    Raises TrtspecError if the file is not a dump, if its widths or tokens are not the target's, or
-    if its states have no final norm.
+    Returns the tokens as a sample, and the tensors mapped from the file. Raises TrtspecError if the
+    file is not a dump, has the widths or tokens of another target, or has states from before the
+    final norm.
     """
     try:
-        # weights_only: a dump runs no code
+        # With `weights_only` a dump from a stranger cannot run code.
         record = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
         tokens = tuple(record["input_ids"].flatten().tolist())
         hidden_shape = tuple(record["hidden_states"].shape)
@@ -180,7 +193,7 @@ def read_dump(path: Path, spec: ModelSpec, num_aux: int) -> tuple[Sample, dict[s
         if mask is not None:
             answer = tuple(mask.flatten().tolist())
     except Exception as error:  # torch.load raises many types for a damaged or foreign file
-        # The first line. The others advise to load without weights_only.
+        # Only torch's first line, because its other lines advise to load without weights_only.
         reason = str(error).partition("\n")[0]
         message = f"TS-FEATURES-DUMP {path}: not a dump ({reason[:200]})"
         raise TrtspecError(message, "dump the states again") from None
@@ -209,7 +222,11 @@ def read_dump(path: Path, spec: ModelSpec, num_aux: int) -> tuple[Sample, dict[s
 
 
 class DumpedFeatures(Features):
-    """`Features` whose states stay in their files. The states of sample i are in `paths[i]`."""
+    """Hidden states in the files of a dump directory.
+
+    Args:
+        paths: file of each sample.
+    """
 
     def __init__(
         self, samples: list[Sample], paths: list[Path], spec: ModelSpec, num_aux: int
@@ -220,7 +237,10 @@ class DumpedFeatures(Features):
         self._checked: set[int] = set()
 
     def states(self, index: int) -> tuple[Tensor, Tensor]:
-        """Reads the states from the file, whose content is checked the first time."""
+        """Reads the states of sample `index`, and checks the file's content at the first call.
+
+        Raises TrtspecError if the file is damaged or has NaN or infinity.
+        """
         path = self.paths[index]
         _, record = read_dump(path, self.spec, self.num_aux)
         count = len(self.samples[index].tokens)
@@ -233,9 +253,9 @@ class DumpedFeatures(Features):
 
 
 def check_content(path: Path, states: tuple[Tensor, ...]) -> None:
-    """Raises TrtspecError for changed bytes, and for NaN or infinity.
+    """Raises TrtspecError if bytes of a dump have changed, or if `states` hold NaN or infinity.
 
-    torch.save stores a CRC-32 of each tensor.
+    The check compares the CRC-32 that torch.save stores for each tensor.
     """
     try:
         with zipfile.ZipFile(path) as archive:

@@ -1,9 +1,9 @@
 """States of a target that runs one decoder layer at a time over a chunk of samples.
 
-The states of a chunk go to one file, which appears whole. A chunk is made when a step first needs
-one of its samples. Chunks follow the order in which the first epoch uses the samples, so training
-alternates: a chunk of states, a chunk of steps. If no sample is used twice, files that training has
-passed are removed.
+The states of a chunk go to one file, which is complete or missing. A chunk is computed when a step
+first needs one of its samples. Chunks follow the order in which the first epoch uses the samples,
+so training alternates: a chunk of states, a chunk of steps. If no sample is used twice, files that
+training has passed are removed.
 """
 
 from __future__ import annotations
@@ -38,20 +38,24 @@ from trtspec.models.stream import (
 from trtspec.report import remove_folder, say
 from trtspec.specs import ModelSpec
 
-CHUNK_BYTES = 256 * 2**30  # most disk that the states of a chunk take
-POLL_S = 0.2  # between looks for the files of other processes
-# Share of the free disk that a chunk takes. There are two chunks, and a new chunk's hidden states.
+MAX_LOAD_THREADS = 8  # threads of a process that decode a layer
+CHUNK_BYTES = 256 * 2**30  # maximum size of the states of a chunk on disk
+POLL_S = 0.2  # seconds between checks for the files of other processes
+# Maximum fraction of the free disk that a chunk takes. The disk holds two chunks, and the states
+# between two layers while the next chunk is computed.
 DISK_SHARE = 0.3
 
 
 def open_stream(
     target_dir: Path, dtype: torch.dtype, device: str, ranks: Ranks = SINGLE_PROCESS
 ) -> LayerStream:
-    """The target's layers for this process.
+    """Opens the target's layers for this process.
 
-    Raises TrtspecError if the decoded layers of this machine's processes do not fit its memory.
+    The processes of a machine share its memory and threads. Raises TrtspecError if one decoded
+    layer for each of them does not fit into memory.
     """
-    threads = min(8, max(1, torch.get_num_threads() // ranks.local_size))
+    threads_per_process = torch.get_num_threads() // ranks.local_size
+    threads = min(MAX_LOAD_THREADS, max(1, threads_per_process))
     stream = LayerStream(target_dir, dtype=dtype, device=device, threads=threads)
     layer = stream.layer_bytes(stream.num_layers - 1)
     share = machine.free_memory() / ranks.local_size
@@ -77,54 +81,69 @@ def stream_features(
     chunk_bytes: float | None = None,
     ranks: Ranks = SINGLE_PROCESS,
 ) -> StreamedFeatures:
-    """The features of a streamed run.
+    """Prepares the hidden states of a run whose target runs one layer at a time.
 
-    A single process computes nothing yet. Several compute the chunks that all need to the end.
-    Raises TrtspecError if the disk has no room, or if a process does not see the directory.
+    A single process computes its chunks later, when training needs them. Several processes compute
+    the chunks that stay on disk now. Raises TrtspecError if the disk is too small, or if a process
+    does not see the directory of the chunks.
 
     Args:
-        work: keeps the chunks if the plan names no directory, and is removed with them.
+        work: work folder of the run, which keeps the chunks if the plan names no directory. Its
+            chunks are removed at the end of the run.
         target: digest of the target's weights.
+        chunk_bytes: maximum size of a chunk. None: as much as CHUNK_BYTES and the free disk allow.
     """
     named = plan.features.directory
     directory = named or work / "features"
     layers = tuple(sorted(plan.spec.aux_layers or stream.spec.default_aux_layers))
     if chunk_bytes is None:
         chunk_bytes = min(CHUNK_BYTES, DISK_SHARE * machine.free_disk(directory))
-        chunk_bytes = ranks.agree(chunk_bytes)  # the disk fills while the others look
+        # Each process may have seen another free size, because the disk is in use.
+        chunk_bytes = ranks.agree(chunk_bytes)
     data = split_data(plan.samples, options)
     chunks, kept = chunks_in_order(plan.samples, data, stream.spec, len(layers), chunk_bytes)
+    # Every chunk stays if later epochs use its samples again.
     if ranks.main and kept == math.inf:
-        # Samples come again, so every chunk stays.
-        present = sum(path.stat().st_size for path in directory.glob("chunk-*"))
-        free = machine.free_disk(directory) + present
-        if plan.feature_bytes > free:
-            message = (
-                f"TS-FEATURES-DISK the states of {plan.tokens:,} tokens take "
-                f"{plan.feature_bytes:,} bytes, kept for later epochs, "
-                f"and the disk of {directory} has {free:,} free"
-            )
-            remedy = (
-                "pass `epochs` 1, which removes what it has passed, "
-                "or `features` stream:DIR on a larger disk"
-            )
-            raise TrtspecError(message, remedy)
+        _require_disk(directory, plan)
     require_shared(directory, ranks, "reads the states that the others compute")
+    # A file of states is used again only if all of these are equal.
     fingerprint = repr((target, layers, str(stream.dtype), stream.activation))
+    # All chunks stay in a directory that the user has named.
     order = ChunkOrder(chunks, math.inf if named else kept)
     features = StreamedFeatures(plan.samples, stream, layers, order, directory, ranks, fingerprint)
-    # Processes need the held-out and later epochs' samples in another order than the chunks have.
+    # All processes must compute a chunk together. They would need the chunks of held-out samples
+    # and of later epochs at different times, so these chunks are computed first.
     if ranks.size > 1:
         for number in range(int(min(kept, len(chunks)))):
             features.opened(number)
     return features
 
 
-class ChunkOrder(NamedTuple):
-    """Sample indices by chunk in the order of first use.
+def _require_disk(directory: Path, plan: TrainingPlan) -> None:
+    """Raises TrtspecError if the disk of `directory` cannot hold the states of all samples."""
+    # Chunks that are present already need no further room.
+    present = sum(path.stat().st_size for path in directory.glob("chunk-*"))
+    free = machine.free_disk(directory) + present
+    if plan.feature_bytes > free:
+        message = (
+            f"TS-FEATURES-DISK the states of {plan.tokens:,} tokens take "
+            f"{plan.feature_bytes:,} bytes, kept for later epochs, "
+            f"and the disk of {directory} has {free:,} free"
+        )
+        remedy = (
+            "pass `epochs` 1, which removes what it has passed, "
+            "or `features` stream:DIR on a larger disk"
+        )
+        raise TrtspecError(message, remedy)
 
-    `kept`: how many of the first chunks stay on disk after training has passed them. Infinity:
-    every chunk.
+
+class ChunkOrder(NamedTuple):
+    """Chunks of samples in the order of their first use.
+
+    Args:
+        chunks: sample indices of each chunk.
+        kept: number of first chunks that stay on disk after training has passed them. Infinity:
+            every chunk.
     """
 
     chunks: list[list[int]]
@@ -134,26 +153,31 @@ class ChunkOrder(NamedTuple):
 def chunks_in_order(
     samples: list[Sample], data: TrainingData, target: ModelSpec, num_aux: int, chunk_bytes: float
 ) -> ChunkOrder:
-    """The chunks of a run.
+    """Divides the samples into chunks of at most `chunk_bytes`, in the order of their first use.
 
-    The held-out samples of the evaluations come first, and their chunks stay to the end. Every
-    chunk stays if samples come again in later epochs. A batch lies in one chunk, so that processes
-    which share its rows need the same chunk. One chunk takes all samples if they fit.
+    All chunks are kept if later epochs use samples again. Held-out samples come first, and their
+    chunks are kept, because every evaluation needs them. The new samples of a batch are in one
+    chunk, because the processes that share a batch must need the same chunk.
+
+    Args:
+        num_aux: number of captured layer outputs per token.
     """
     lengths = [len(sample.tokens) for sample in samples]
     batches: list[list[int]] = []
     for _, window in data.steps():
         batches += window
     used = list(chain.from_iterable(batches))
-    comes_again = len(used) != len(set(used))
+    uses_samples_again = len(used) > len(set(used))
     size = bytes_per_token(target, num_aux)
     if sum(lengths) * size <= chunk_bytes:
-        return ChunkOrder([list(range(len(samples)))], math.inf if comes_again else 1)
+        single_chunk = list(range(len(samples)))
+        return ChunkOrder([single_chunk], math.inf if uses_samples_again else 1)
     evaluated = data.held[:MAX_HELD_OUT]
     chunks: list[list[int]] = [[]]
     chunk_size = 0  # bytes of the last chunk
     placed: set[int] = set()
-    for batch in [[index] for index in evaluated] + batches:
+    held_out_groups = [[index] for index in evaluated]
+    for batch in held_out_groups + batches:
         new = [index for index in batch if index not in placed]
         placed.update(new)
         new_size = sum(lengths[index] for index in new) * size
@@ -162,19 +186,21 @@ def chunks_in_order(
             chunk_size = 0
         chunks[-1] += new
         chunk_size += new_size
-    kept = sum(not set(chunk).isdisjoint(evaluated) for chunk in chunks)
-    return ChunkOrder(chunks, math.inf if comes_again else kept)
+    evaluated_chunks = [chunk for chunk in chunks if not set(chunk).isdisjoint(evaluated)]
+    return ChunkOrder(chunks, math.inf if uses_samples_again else len(evaluated_chunks))
 
 
 class StreamedFeatures(Features):
-    """`Features` whose states are in files of chunks. A chunk is computed when it is first needed.
+    """Hidden states in one file per chunk of samples, computed when a chunk is first needed.
 
-    A file has `<index>.hidden` and `<index>.<layer>` of each sample, bf16 [S, H]. Several processes
-    need a chunk at the same step. Each computes its share of the batches that one process would
-    compute, so the bits are the same. It writes a file of its share, and waits for the other files.
+    A file has the tensors `<index>.hidden` and `<index>.<layer>` of each sample, bf16 [S, H]. In a
+    group, each process computes a share of a chunk's batches, writes a file of this share, and
+    waits for the other files. A single process forms the same batches, so the states are equal bit
+    for bit.
 
     Args:
-        aux_layers: in ascending order.
+        aux_layers: 0-based layers whose outputs are captured, in ascending order.
+        fingerprint: text that identifies the target's weights, the layers and the dtype.
     """
 
     def __init__(
@@ -197,18 +223,19 @@ class StreamedFeatures(Features):
         self._chunk_of: dict[int, int] = {}
         for number, chunk in enumerate(self.chunks):
             self._chunk_of |= dict.fromkeys(chunk, number)
-        self._open: dict[int, dict[int, Any]] = {}
+        self._open: dict[int, dict[int, Any]] = {}  # chunk number -> sample index -> open file
 
     def states(self, index: int) -> tuple[Tensor, Tensor]:
-        """Reads the states of sample `index`. Computes the sample's chunk if it has no file."""
+        """Reads the states of sample `index`. Computes the sample's chunk if it has no file yet."""
         file = self.opened(self._chunk_of[index])[index]
         aux = [file.get_tensor(f"{index}.{layer}") for layer in self.aux_layers]
         return file.get_tensor(f"{index}.hidden"), torch.cat(aux, -1)
 
     def path(self, number: int) -> Path:
-        """File of a chunk.
+        """Path of a chunk's file, if a single process writes it.
 
-        Its name depends on target, layers, dtype and tokens, so that no other run's file is taken.
+        The name depends on target, layers, dtype and tokens, so that files of other runs are not
+        used by mistake.
         """
         tokens = [(index, self.samples[index].tokens) for index in sorted(self.chunks[number])]
         content = repr((self.fingerprint, tokens))
@@ -216,11 +243,15 @@ class StreamedFeatures(Features):
         return self.directory / f"chunk-{number:04d}-{digest[:16]}.safetensors"
 
     def files(self, number: int) -> list[Path]:
-        """The files of a chunk, from any number of processes. Empty while a file is missing."""
+        """Lists the files of a chunk, whatever number of processes wrote them.
+
+        The list is empty while a file is missing.
+        """
         path = self.path(number)
         if path.is_file():
             return [path]
         for first in path.parent.glob(f"{path.stem}.0-of-*.safetensors"):
+            # The number of processes is in the name: chunk-0001-<digest>.0-of-<count>.safetensors.
             count = int(first.suffixes[0].rpartition("-")[2])
             files = [_file_of(path, rank, count) for rank in range(count)]
             if all(file.is_file() for file in files):
@@ -228,7 +259,11 @@ class StreamedFeatures(Features):
         return []
 
     def opened(self, number: int) -> dict[int, Any]:
-        """The open file of each sample of a chunk. Raises TrtspecError if a file is damaged."""
+        """Opens the files of a chunk, and computes the chunk if it has no files.
+
+        Returns the open file of each sample, by sample index. Raises TrtspecError if a file is
+        damaged.
+        """
         if number not in self._open:
             if not self.files(number):
                 self._compute(number)
@@ -238,16 +273,19 @@ class StreamedFeatures(Features):
                     file = safe_open(path, "pt")
                 except (OSError, SafetensorError) as error:
                     message = f"TS-FEATURES-DUMP {path} is damaged ({error})"
-                    raise TrtspecError(message, "remove it: the run makes it again") from None
+                    raise TrtspecError(message, "remove it, and run the command again") from None
                 for name in file.keys():  # noqa: SIM118
                     self._open[number][int(name.partition(".")[0])] = file
         return self._open[number]
 
     def _compute(self, number: int) -> None:
-        """Writes this process's file of a chunk, and waits for the other processes'."""
+        """Writes this process's file of a chunk, and waits for the files of the other processes.
+
+        Removes the chunks that training has passed.
+        """
         ranks = self.ranks
         path = self.path(number)
-        # The chunk just before stays, for a run that resumes some steps back.
+        # The chunk just before stays, because a resumed run may begin some steps earlier.
         for passed in range(number - 1):
             if passed >= self.kept:
                 self._open.pop(passed, None)
@@ -266,15 +304,22 @@ class StreamedFeatures(Features):
             unfinished.unlink()
         if not own_path.is_file():
             self._write(own_path, sorted(self.chunks[number]))
-        while not self.files(number):  # the launcher ends every process when one dies
+        # The wait needs no limit, because the launcher ends every process if one dies.
+        while not self.files(number):
             time.sleep(POLL_S)
 
     def _write(self, path: Path, indices: list[int]) -> None:
-        """Writes the file of this process's share of the samples `indices`, whole or not at all."""
+        """Computes the states of this process's share of the samples, and writes them to `path`.
+
+        A kill leaves no file at `path`.
+        """
+        stream = self.stream
+        ranks = self.ranks
         lengths = {index: len(self.samples[index].tokens) for index in indices}
+        # Every process forms the same batches. Process r computes batch r, r + size, and so on.
         every_group = list(similar_length(list(lengths.values())))
         groups = []
-        for positions in every_group[self.ranks.rank :: self.ranks.size]:
+        for positions in every_group[ranks.rank :: ranks.size]:
             groups.append([indices[position] for position in positions])
         batches = [padded([self.samples[index].tokens for index in group]) for group in groups]
         layout: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -283,33 +328,36 @@ class StreamedFeatures(Features):
                 layout[f"{index}.{name}"] = ("BF16", (lengths[index], self.hidden_size))
 
         def keep(name: str, number: int, output: Tensor) -> None:
+            """Writes the rows of batch `number` without their padding."""
             for row, index in enumerate(groups[number]):
                 file.write(f"{index}.{name}", output[row, : lengths[index]].to(torch.bfloat16))
 
         def on_output(layer: int, number: int, output: Tensor) -> None:
+            """Keeps the outputs of captured layers."""
             if layer in self.aux_layers:
                 keep(str(layer), number, output)
 
-        budget = machine.free_memory() / 2 / self.ranks.local_size
-        states_name = PlainName(f"states-{self.ranks.rank}")
+        # Half of this process's share of the free memory. The layers need the rest.
+        budget = machine.free_memory() / 2 / ranks.local_size
+        states_name = PlainName(f"states-{ranks.rank}")
         states_path = self.directory / states_name
-        size = (self.hidden_size, self.stream.dtype)
+        size = (self.hidden_size, stream.dtype)
         try:
             with (
                 ShardFile(path, layout) as file,
                 States(batches, *size, budget=budget, directory=states_path) as states,
             ):
-                self.stream.embed(batches, states)
-                self.stream.run(batches, states, on_output=on_output)
-                norm = self.stream.model_without_layers("norm.weight").norm
+                stream.embed(batches, states)
+                stream.run(batches, states, on_output=on_output)
+                norm = stream.model_without_layers("norm.weight").norm
                 with torch.inference_mode():
                     for number in range(len(batches)):
-                        last = states.get(number).to(self.stream.device)
+                        last = states.get(number).to(stream.device)
                         keep("hidden", number, norm(last))
         finally:
             remove_folder(self.directory, states_name)
 
 
 def _file_of(path: Path, rank: int, count: int) -> Path:
-    """The file of the chunk `path` that process `rank` of `count` writes."""
+    """Path of the file that process `rank` of `count` writes for the chunk `path`."""
     return path if count == 1 else path.with_name(f"{path.stem}.{rank}-of-{count}.safetensors")

@@ -27,13 +27,14 @@ Schedule = Literal["cosine", "constant"]
 EagleVersion = Literal["3", "3.1"]
 Precision = Literal["auto", "bf16", "fp32"]
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # torch's name of each `precision`
-# Of a new MHA head. Eight split over 8 GPUs, and need an eighth of the KV cache of 64 heads.
+# Key-value heads of a new MHA head. Eight heads can be split over 8 GPUs, and need an eighth of the
+# KV cache of 64 heads.
 MAX_KV_HEADS = 8
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options that decide the loss curve. None: derived from the target or from the run."""
+    """Options that decide the loss curve. A None value is derived from the target or the run."""
 
     attention: Annotated[Attention, option("Attention of the head.", group="Head")] = "mla"
     eagle: Annotated[EagleVersion, option("EAGLE version.", group="Head")] = "3"
@@ -138,16 +139,19 @@ class TrainOptions:
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of the target's frozen weights and of a step. `precision` must not be `auto`."""
+        """Torch dtype of the target's frozen weights and of the matrix products.
+
+        `precision` must not be `auto`.
+        """
         import torch
 
         dtype: torch.dtype = getattr(torch, DTYPES[self.precision])
         return dtype
 
     def for_device(self, device: str) -> TrainOptions:
-        """The same options with `auto` precision replaced by the device's.
+        """Returns the options with `auto` precision replaced by the best precision of `device`.
 
-        Records and resumed runs name the precision.
+        The record of a run names the precision, so that a resumed run on another device keeps it.
         """
         from trtspec.models.precision import has_native_bf16
 
@@ -158,14 +162,16 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class FeatureSource:
-    """Where the target's states come from. `text`: the value of the option `features`.
+    """The source of the target's hidden states.
 
     way     source
-    memory  The target computes them beside the head.
+    memory  The whole target computes the states in memory before the head trains.
     stream  The target runs one decoder layer at a time over chunks of samples. The chunks are
-            kept in `directory`. None: in the output.
-    dumps   An engine wrote them to `directory`.
-    server  Live engines at `urls` send them while the head trains.
+            kept in `directory`, or in the output if `directory` is None.
+    dumps   An engine has written the states to `directory`.
+    server  Live engines at `urls` send the states while the head trains.
+
+    text: value of the option `features`.
     """
 
     text: str
@@ -175,17 +181,18 @@ class FeatureSource:
 
     @property
     def with_layers(self) -> bool:
-        """Whether the target's layers are loaded if they fit.
+        """Whether the target's decoder layers are loaded if they fit into memory.
 
-        With the layers, acceptance can be measured at the end.
+        Acceptance can be measured after training only if the layers are loaded.
         """
         return self.way in ("memory", "dumps")
 
 
 def feature_source(text: str) -> FeatureSource:
-    """Parses `features`: auto, memory, a directory, `stream`, `stream:DIR`, or URLs with commas.
+    """Parses the option `features`.
 
-    Raises UsageError for an invalid URL.
+    `text` is auto, memory, stream, stream:DIR, a directory of dumps, or URLs separated by commas.
+    Raises UsageError if a URL is invalid.
     """
     if text in ("auto", "memory"):
         return FeatureSource(text, "memory")
@@ -203,10 +210,10 @@ class TrainingRun:
     """Paths and settings of a run that do not change the loss curve, and the initial head.
 
     Args:
-        data: name of the data in the record.
-        init: the head to start from. None: a fresh head.
-        save_every: steps between saved states.
-        deadline: of time.monotonic().
+        data: name of the data in the provenance record.
+        init: directory of the head to start from. None: a fresh head.
+        save_every: number of optimizer steps between saved states.
+        deadline: value of time.monotonic() at which the run must end. None: no time limit.
     """
 
     target_dir: Path
@@ -225,6 +232,7 @@ class TrainingRun:
 
     @property
     def curve(self) -> Path:
+        """File of the learning curve."""
         return self.output / CURVE_NAME
 
 
@@ -232,7 +240,11 @@ class TrainingRun:
 class TrainingRecipe:
     """Keys of a config file that are not options of the command.
 
-    They describe data that --dry-run plans for before they exist. `mean_tokens`: per sample.
+    The keys describe the data, so that --dry-run can plan a run before the data exist.
+
+    Args:
+        samples: number of samples.
+        mean_tokens: mean number of tokens per sample.
     """
 
     samples: int | None = None
@@ -240,20 +252,12 @@ class TrainingRecipe:
 
 
 def new_head_spec(target: ModelSpec, options: TrainOptions) -> HeadSpec:
-    """Returns the record of a one-layer head of the target's width.
+    """Returns the specification of a new one-layer head, as wide as the target.
 
-    Raises UsageError if a size does not fit the target.
+    Raises UsageError if the capture layers or the draft vocabulary do not fit the target.
     """
     layers = options.aux_layers or target.default_aux_layers
-    layer_count = target.num_hidden_layers
-    unknown = [layer for layer in layers if not 0 <= layer < layer_count]
-    if unknown or list(layers) != sorted(set(layers)):
-        message = (
-            f"capture layers {list(layers)} are not ascending layer outputs of a target with "
-            f"{layer_count} layers"
-        )
-        remedy = f"use 0-based outputs, for example {list(target.default_aux_layers)}"
-        raise UsageError(message, remedy)
+    _check_layers(layers, target)
     vocab_size = target.vocab_size
     draft_vocab_size = options.draft_vocab_size or vocab_size
     if not 0 < draft_vocab_size <= vocab_size:
@@ -295,3 +299,16 @@ def new_head_spec(target: ModelSpec, options: TrainOptions) -> HeadSpec:
         norm_output=is_eagle31,
         has_d2t=draft_vocab_size != vocab_size,
     )
+
+
+def _check_layers(layers: tuple[int, ...], target: ModelSpec) -> None:
+    """Raises UsageError if the capture layers are not ascending layers of the target."""
+    layer_count = target.num_hidden_layers
+    unknown = [layer for layer in layers if not 0 <= layer < layer_count]
+    if unknown or list(layers) != sorted(set(layers)):
+        message = (
+            f"capture layers {list(layers)} are not ascending layer outputs of a target with "
+            f"{layer_count} layers"
+        )
+        remedy = f"use 0-based outputs, for example {list(target.default_aux_layers)}"
+        raise UsageError(message, remedy)

@@ -42,20 +42,28 @@ from trtspec.heads.training.train_options import (
 from trtspec.models.eagle3 import parameter_count
 from trtspec.specs import HeadSpec, ModelSpec
 
-MEMORY_SHARE = 0.5  # of the free memory that --features auto may fill with states
-# Tensors of an initial head that are not loaded: the target has its own, and t2d follows from d2t.
+MEMORY_SHARE = 0.5  # fraction of the free memory that --features auto may fill with states
+# Tensors of an initial head that are not loaded. The target has its own embedding, and t2d follows
+# from d2t.
 UNUSED_TENSORS = {"embed_tokens.weight", "t2d"}
 
 
 @dataclass
 class TrainingPlan:
-    """The head, the data and the sizes of a run.
+    """The head, the data and the sizes of a training run.
 
     Args:
-        files: counts of each data file.
-        held_out: samples. None in a plan made without the data.
-        counted: samples of a plan made without the data.
-        dumped: the states, if a directory holds them.
+        spec: specification of the head.
+        samples: samples of the data. Empty in a plan made without the data.
+        tokens: number of tokens in all samples.
+        steps: number of optimizer steps of the whole run.
+        parameters: number of trainable parameters.
+        feature_bytes: size of the hidden states of all samples, in bytes.
+        features: source of the hidden states.
+        files: counts of each data file (see `read_files`).
+        held_out: number of held-out samples. None in a plan made without the data.
+        counted: number of samples in a plan made without the data. None in other plans.
+        dumped: states from a directory of dumps. None for other sources.
     """
 
     spec: HeadSpec
@@ -72,23 +80,23 @@ class TrainingPlan:
 
     @property
     def warnings(self) -> list[str]:
-        """Why engines cannot load the head that is to be trained."""
+        """Reasons why engines cannot load the head that is to be trained, one for each engine."""
         reasons = [engine.cannot_load(self.spec) for engine in ENGINES.values()]
         return [reason for reason in reasons if reason]
 
     @property
     def output_bytes(self) -> int:
-        """Most bytes that a run has in its output.
+        """Maximum number of bytes that a run keeps in its output.
 
-        There are two saved states in float32 while one replaces the other. Heads are in bf16: the
-        best, its successor while it is written, and the last.
+        Two saved states (float32) exist while one replaces the other. Up to three heads (bf16)
+        exist: the last head, the best head, and a new best head while it is written.
         """
         state = 4 * (1 + len(MOMENTS)) * self.parameters
         head = 2 * self.parameters
         return 2 * state + 3 * head
 
     def lines(self) -> list[str]:
-        """The summary that `trtspec train` shows at its start, line by line."""
+        """Lines of the summary that `trtspec train` shows at its start."""
         lines = []
         for file in self.files:
             duplicates = file["duplicates"]
@@ -102,20 +110,22 @@ class TrainingPlan:
                     line += f", first: {file['refusals'][0]}"
                 lines.append(line)
         lines += [f"warning: {warning}" for warning in self.warnings]
+        spec = self.spec
         millions = self.parameters / 1e6
         lines.append(
-            f"Training an EAGLE-{self.spec.eagle} {self.spec.attention.upper()} head "
+            f"Training an EAGLE-{spec.eagle} {spec.attention.upper()} head "
             f"of {millions:.1f} M parameters on {self.tokens:,} tokens, {self.steps} steps"
         )
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan for `--json`."""
+        """Returns the fields of the plan in the output of `--json`."""
+        spec = self.spec
         return {
-            "attention": self.spec.attention,
-            "eagle": self.spec.eagle,
-            "aux_layers": list(self.spec.aux_layers or ()),
-            "draft_vocab_size": self.spec.draft_vocab_size,
+            "attention": spec.attention,
+            "eagle": spec.eagle,
+            "aux_layers": list(spec.aux_layers or ()),
+            "draft_vocab_size": spec.draft_vocab_size,
             "samples": len(self.samples) if self.counted is None else self.counted,
             "tokens": self.tokens,
             "steps": self.steps,
@@ -136,8 +146,8 @@ def make_plan(
 ) -> TrainingPlan:
     """Reads and tokenizes the data, and computes the sizes of the run.
 
-    Raises UsageError if the states do not fit the memory. Raises TrtspecError if the data have
-    nothing to learn, or if dumps are missing.
+    Raises UsageError if the states of `features` auto do not fit into memory. Raises TrtspecError
+    if no position of the data counts in the loss, or if dumps are missing.
     """
     spec = new_head_spec(target, options)
     samples, files = read_files(data, KimiTokenizer(target_dir), options)
@@ -180,7 +190,7 @@ def plan_without_data(
     data: str,
     features: FeatureSource,
 ) -> TrainingPlan:
-    """The plan of a run whose target or data are not on this machine, from the recipe's counts.
+    """Plans a run whose target or data are not on this machine, from the counts in `recipe`.
 
     The plan has no samples. Raises UsageError if the recipe lacks the counts.
     """
@@ -208,10 +218,11 @@ def plan_without_data(
 
 
 def check_run(run: TrainingRun, plan: TrainingPlan, options: TrainOptions) -> dict[str, Any]:
-    """Checks that the initial head fits, that the disk has room, and that the output can be used.
+    """Checks the initial head, the free disk, and whether the output can be used.
 
-    A run that the output holds must resume with these options. Raises TrtspecError or UsageError.
-    Returns the keys that a dry run adds to the plan.
+    Raises TrtspecError if the initial head does not fit or the disk is too small. Raises UsageError
+    if the output holds something else, or a run that cannot resume with these options. Returns
+    `steps_done` (optimizer steps of the saved run) and `free_memory_bytes`.
     """
     if run.init is not None:
         check_initial(run.init, plan.spec)
@@ -226,10 +237,10 @@ def check_run(run: TrainingRun, plan: TrainingPlan, options: TrainOptions) -> di
 
 
 def check_initial(head: Path, spec: HeadSpec) -> Checkpoint:
-    """Opens the initial head, and checks that its header has the tensors of a head like `spec`.
+    """Opens the initial head, and checks that it has the tensors of a head like `spec`.
 
-    Raises TrtspecError if `trtspec inspect` finds an error in it. Raises TrtspecError naming every
-    tensor if it does not fit.
+    Raises TrtspecError if `trtspec inspect` finds an error in the head. Raises TrtspecError naming
+    every wrong tensor if names or shapes differ.
     """
     checkpoint = Checkpoint.open(head)
     head_spec(checkpoint, values=True)
@@ -243,6 +254,7 @@ def check_initial(head: Path, spec: HeadSpec) -> Checkpoint:
     stored = {name: tuple(info.shape) for name, info in canonical_names(checkpoint.tensors).items()}
     faults = []
     for name in sorted((needed.keys() | stored.keys()) - UNUSED_TENSORS):
+        # The defaults are words of the message, for a tensor that only one side has.
         shape = stored.get(name, "missing")
         wanted = needed.get(name, "no such tensor")
         if stored.get(name) != needed.get(name):
@@ -257,7 +269,7 @@ def check_initial(head: Path, spec: HeadSpec) -> Checkpoint:
 
 
 def initial_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Tensors of an initial head under ModelOpt's names, floats in float32."""
+    """Reads the tensors of an initial head under ModelOpt's names, floats in float32."""
     stored = LazyTensors(checkpoint)
     tensors = {}
     for name in stored.names():

@@ -37,7 +37,7 @@ from trtspec.heads.training.curve import (
 from trtspec.heads.training.loop import Stepper, peak_learning_rate, train_head
 from trtspec.heads.training.ranks import SINGLE_PROCESS, Ranks, Stop, require_shared
 from trtspec.heads.training.samples import coverage, draft_vocabulary, split_data
-from trtspec.heads.training.saved import STATE_NAME, run_fingerprint
+from trtspec.heads.training.saved import STATE_NAME, Fingerprint, run_fingerprint
 from trtspec.heads.training.sources import open_states
 from trtspec.heads.training.train_options import TrainingRun, TrainOptions
 from trtspec.heads.training.training_plan import TrainingPlan, check_initial, initial_tensors
@@ -66,21 +66,24 @@ def run_training(
     on_step: Callable[[CurvePoint], None] = lambda _: None,
     ranks: Ranks = SINGLE_PROCESS,
 ) -> TrainingRecord:
-    """Trains, and writes the head to the run's output.
+    """Trains a head, and writes it to the output of the run.
 
-    A second call with the same arguments continues an interrupted run from its last saved state,
-    and a finished run with more epochs or steps. A run that was asked to stop, or whose time is up,
-    writes the head as it is then, and its record says so (`training.finished`). In a group of
-    processes all train and the main process writes. With streamed or served states the model may
-    lack its decoder layers.
+    A second call with the same arguments resumes an interrupted run from the last saved state. More
+    epochs or steps extend a finished run. If a signal or the deadline stops the run, the current
+    head is written, and the record has `training.finished` false. In a group of processes all
+    train, and the main process writes.
 
-    Returns the provenance record, with sample ids in `held_out`. It is empty in all processes but
-    the main one.
+    Returns the provenance record, with sample ids in `held_out`. The record is empty in processes
+    other than the main process.
+
+    Args:
+        model: target. With streamed or served states it may lack its decoder layers.
+        on_step: function that gets the figures of every optimizer step.
     """
     options = options.for_device(run.device)
     fingerprint = run_fingerprint(run, plan.samples, options)
     output_options = run_options(run.output, run.output_options)
-    ranks.wait()  # the main process removes nothing before all have checked the output
+    ranks.wait()  # the main process changes the output only after all have checked it
     directory = run_directory(run.output, plan.output_bytes)
     with directory.claim({}, output_options) if ranks.main else nullcontext() as journal:
         require_shared(run.work, ranks, "resumes from the state that the main one saved there")
@@ -88,16 +91,10 @@ def run_training(
         if run.init is not None:
             initial = check_initial(run.init, plan.spec)
             module.eagle_module.load_state_dict(initial_tensors(initial))
-        source = {
-            "data_sha256": fingerprint["data"],
-            "init_sha256": fingerprint["init"],
-            "target_config": fingerprint["target"],
-            **fingerprint["target_id"],
-            **target_record(Checkpoint.open(run.target_dir)),
-        }
+        source = _source_record(run.target_dir, fingerprint)
         writer = HeadWriter(run, plan, options, model.spec, module, ranks, source)
         stop = Stop(run.deadline)
-        # Python handles signals in the main thread alone.
+        # Python lets only the main thread install signal handlers.
         signals: tuple[signal.Signals, ...] = ()
         if threading.current_thread() is threading.main_thread():
             signals = (signal.SIGINT, signal.SIGTERM)
@@ -119,27 +116,43 @@ def run_training(
     return record
 
 
+def _source_record(target_dir: Path, fingerprint: Fingerprint) -> dict[str, Any]:
+    """Returns the facts about target, data and initial head that the provenance record keeps."""
+    return {
+        "data_sha256": fingerprint["data"],
+        "init_sha256": fingerprint["init"],
+        "target_config": fingerprint["target"],
+        **fingerprint["target_id"],
+        **target_record(Checkpoint.open(target_dir)),
+    }
+
+
 def _fresh_module(
     plan: TrainingPlan, model: KimiModel, options: TrainOptions
 ) -> train.TrainingModule:
-    """ModelOpt's module with initial weights that depend on the seed alone."""
+    """Builds ModelOpt's training module with random weights that depend on the seed alone."""
     torch.manual_seed(options.seed)
+    spec = plan.spec
     device = model.embed.weight.device
     target_ids = None
-    if plan.spec.has_d2t:
-        kept = draft_vocabulary(plan.samples, plan.spec.draft_vocab_size, model.spec.vocab_size)
+    if spec.has_d2t:
+        kept = draft_vocabulary(plan.samples, spec.draft_vocab_size, model.spec.vocab_size)
         target_ids = torch.tensor(kept, device=device)
     embed = model.embed.weight.to(device, options.dtype)
     lm_head = model.lm_head.weight.to(device, options.dtype)
-    return train.build(plan.spec, model.spec, embed, lm_head, target_ids=target_ids)
+    return train.build(spec, model.spec, embed, lm_head, target_ids=target_ids)
 
 
 @dataclass
 class HeadWriter:
-    """Writes the heads of one run: `best`, with the lowest held-out loss, and the last.
+    """Writes the heads of one run: `best`, with the lowest held-out loss, and the last head.
 
-    Every process calls it, and the main process writes. `source`: digests of the run's inputs for
-    provenance.json.
+    Every process calls the methods, and only the main process writes.
+
+    Args:
+        target: specification of the target.
+        module: training module that holds the head.
+        source: digests of the run's inputs for provenance.json.
     """
 
     run: TrainingRun
@@ -151,23 +164,26 @@ class HeadWriter:
     source: dict[str, Any]
 
     def write(self, output: Path, progress: TrainingProgress) -> TrainingRecord:
-        """Writes the head as it is now into `output`, its record last.
+        """Writes the current head into `output`, and its provenance record last.
 
-        `progress`: facts about the run for the record. Returns the record, which is empty in all
-        processes but the main one.
+        Returns the record, which is empty in processes other than the main process.
+
+        Args:
+            progress: facts about the run's progress, for the field `training` of the record.
         """
         if not self.ranks.main:
             return {}
         tensors = train.head_tensors(self.module)
         plan = self.plan
         spec = plan.spec
+        options = self.options
         run = self.run
         samples = plan.samples
-        data = split_data(samples, self.options)
+        data = split_data(samples, options)
         training = summary(run.curve) | {
             "samples": len(data.trained),
             "held_out": len(data.held),
-            "peak_lr": peak_learning_rate(self.options, spec.hidden_size),
+            "peak_lr": peak_learning_rate(options, spec.hidden_size),
             "processes": self.ranks.size,
         }
         if spec.has_d2t:
@@ -182,12 +198,12 @@ class HeadWriter:
         record: TrainingRecord = provenance(
             "train",
             source | self.source,
-            asdict(self.options),
+            asdict(options),
             parameters=plan.parameters,
             training=training | progress,
             held_out=[samples[index].id for index in data.held],
         )
-        # After a kill no head has the record of another head.
+        # The old record goes first, so that a kill never leaves it beside another head's weights.
         for name in (PROVENANCE_NAME, CARD_NAME):
             remove_file(output, name)
         write_head(output, tensors, spec, self.target)
@@ -195,7 +211,7 @@ class HeadWriter:
         return record
 
     def after(self, point: CurvePoint) -> None:
-        """Writes the heads that are due after this step."""
+        """Writes the best head after an optimizer step whose held-out loss is the lowest so far."""
         if not self.ranks.main:
             return
         held_out = point.held_out
@@ -203,7 +219,7 @@ class HeadWriter:
             self._write_whole(BEST, point)
 
     def _best_loss(self) -> float:
-        """Held-out loss in the record of `best`. Infinite if there is no such head."""
+        """Held-out loss in the record of the best head. Infinite if no best head was written."""
         path = self.run.output / BEST / PROVENANCE_NAME
         if not path.is_file():
             return math.inf
@@ -211,7 +227,10 @@ class HeadWriter:
         return float(training["held_out_figures"]["loss"])
 
     def _write_whole(self, name: PlainName, point: CurvePoint) -> None:
-        """Writes the head as it is now into a folder of the output, which appears whole."""
+        """Writes the current head into the folder `name` of the output.
+
+        A kill leaves either the previous folder, or the complete new folder, or no folder.
+        """
         output = self.run.output
         unfinished = PlainName(f".{name}.partial")
         unfinished_path = output / unfinished
@@ -233,16 +252,19 @@ class HeadWriter:
 def write_head(
     output: Path, tensors: dict[str, torch.Tensor], spec: HeadSpec, target: ModelSpec
 ) -> None:
-    """Writes the checkpoint, config.json last: a directory that has one holds a whole head."""
+    """Writes the checkpoint of a head.
+
+    config.json is written last, so a directory that has a config.json holds a whole head.
+    """
     output.mkdir(parents=True, exist_ok=True)
     write_shard(output / SINGLE_SHARD, tensors, {"format": "pt"})
     write_json(output / CONFIG_NAME, head_config(spec, target))
 
 
 def write_record(output: Path, spec: HeadSpec, provenance: TrainingRecord) -> None:
-    """Writes provenance.json and README.md beside the checkpoint.
+    """Writes provenance.json and README.md into the directory of the checkpoint.
 
-    They are written again when a measurement is added.
+    A later measurement calls this function again with its figures in `provenance`.
     """
     write_json(output / PROVENANCE_NAME, provenance)
     write_atomic(output / CARD_NAME, model_card(spec, provenance))
