@@ -377,7 +377,8 @@ def judge_part(
     if part.location and not command.engine and not part.text:
         return replace(judged, findings=[_moved(unread, part)])
     if command.engine == VLLM:
-        return _foreign(document) or _of_vllm(judged, part)
+        inline = _foreign(document) if part.text else None
+        return inline or _of_vllm(judged, part)
     if passed is None and command.engine:
         passed = command.words
     engine_verdict = None

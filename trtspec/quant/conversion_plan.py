@@ -73,7 +73,7 @@ class Conversion:
     scales: activation scales.
     weight_scales: rule for the block scales, a key of WEIGHT_SCALES.
     plans: plans of the output shards, in source order.
-    problems: problems of the source, none of which is an error.
+    problems: warnings about the source.
     """
 
     checkpoint: Checkpoint

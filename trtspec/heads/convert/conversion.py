@@ -154,7 +154,10 @@ def _provenance(
     }
     repairs = [problem.to_dict() for problem in conversion.repairs]
     dialect = conversion.head.dialect
-    return provenance("convert", origin, chosen, dialect=dialect, tensors=tensors, repairs=repairs)
+    record: dict[str, Any] = provenance(
+        "convert", origin, chosen, dialect=dialect, tensors=tensors, repairs=repairs
+    )
+    return record
 
 
 @dataclass(frozen=True)
