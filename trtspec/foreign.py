@@ -160,8 +160,10 @@ def what_is(text: str) -> str:
         return "a URL"
     if path.is_dir():
         return "a checkpoint" if (path / "config.json").exists() else "a directory"
+    if path.exists() and path.suffix in (".yml", ".yaml"):
+        return "an engine YAML"
     if path.exists():
-        return "an engine YAML" if path.suffix in (".yml", ".yaml") else "a file"
+        return "a file"
     if (DATA / text / "config.json").is_file():
         return "a checkpoint"
     return "a hub id" if parse_hub_id(text) else "not there"

@@ -61,7 +61,7 @@ def option(
 
     Args:
         flags: further spellings, or all spellings if one begins with `--`. By default the flag is
-            the field's name with dashes.
+            the name of the field with dashes.
         default: text that the help page shows for a default of None
         group: section of the help page
         more: keyword arguments of typer.Option

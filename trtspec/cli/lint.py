@@ -377,8 +377,10 @@ def judge_part(
     if part.location and not command.engine and not part.text:
         return replace(judged, findings=[_moved(unread, part)])
     if command.engine == VLLM:
-        inline = _foreign(document) if part.text else None
-        return inline or _of_vllm(judged, part)
+        foreign = None
+        if part.text:
+            foreign = _foreign(document)
+        return foreign or _of_vllm(judged, part)
     if passed is None and command.engine:
         passed = command.words
     engine_verdict = None
