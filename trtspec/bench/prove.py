@@ -179,7 +179,7 @@ class ProveSetup:
     gpu: name of the GPU for `plan`, None to leave `plan` out
     gpus: number of GPUs of each server
     samples: number of questions
-    port: port of the server with the head, whose next port has the server without the head
+    port: port of the server with the head. The server without the head uses the next port
     accept_unmeasured: names of rows of `check` that may be unmeasured
     serve_words: the user's own arguments of `trtspec serve`, for all servers
     card: whether the head's published figures are shown with the measured figures

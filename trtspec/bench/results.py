@@ -421,7 +421,7 @@ class BenchResults(EndpointResult):
 def level_label(concurrency: int, rate: float | None) -> str:
     """Returns the name of a level of load.
 
-    `rate`: new conversations per second. With a rate, the concurrency is not a setting.
+    `rate`: new conversations per second. With a rate, the label leaves the concurrency out.
     """
     return f"concurrency {concurrency}" if rate is None else f"{rate:g} requests/s"
 

@@ -261,7 +261,7 @@ class Ratio:
 def ratio(
     numerators: ArrayLike, denominators: ArrayLike, confidence: float = CONFIDENCE
 ) -> Ratio | None:
-    """Returns the sum of numerators over the sum of denominators, with its interval over units.
+    """Returns the sum of numerators over the sum of denominators, with its confidence interval.
 
     None if there are fewer than MIN_UNITS units, or if a sum is zero. `numerators` and
     `denominators` have an entry per unit. `confidence`: confidence level as a fraction.

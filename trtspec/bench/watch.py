@@ -356,7 +356,7 @@ class WatchCollector(Collector):
     watch: Watch
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the metrics of the last reading, for each request of Prometheus.
+        """Yields the metrics of the last reading. The Prometheus client calls it at each scrape.
 
         A figure that the server does not count is absent.
         """

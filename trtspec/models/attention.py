@@ -31,7 +31,7 @@ class CausalMask:
     def by_head(self, heads: int) -> Tensor:
         """Returns the mask for multi-query attention, which treats heads as further tokens.
 
-        The mask is [B, T * heads, S]. Later layers of the call get the same mask.
+        The mask is [B, T * heads, S]. The mask is kept, so later layers get the same tensor.
         """
         if heads not in self.repeated:
             self.repeated[heads] = self.blocked.repeat_interleave(heads, 1)

@@ -72,7 +72,8 @@ class State(Protocol):
 
         None if the row has moved too far past `end`.
 
-        begin: end of the snapshot before. The first snapshot of a text may begin at -1.
+        begin: position at the end of the previous snapshot. The first snapshot of a text may begin
+            at -1.
         """
 
     def restore(self, row: int, snapshots: Sequence[Any], length: int) -> int:

@@ -169,7 +169,8 @@ class Point:
 
 
 def plan_layout(layout: Layout, setting: Setting) -> LayoutPlan:
-    """Plans one layout. If its kernels were not measured, the plan only has its memory."""
+    """Plans one layout. If its kernels were not measured, the plan has memory figures and no
+    times."""
     model = setting.model
     workload = setting.workload
     gpu_memory = memory(model, setting.head, setting.gpu, layout, fraction=setting.fraction)

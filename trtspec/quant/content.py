@@ -77,7 +77,8 @@ class Content:
 
     @property
     def may_be_nan(self) -> bool:
-        """Whether a NaN or infinity is possible. Both are out of range in BF16 and F32."""
+        """Whether a value may be NaN or infinite. In BF16 and F32 both lie beyond the range of
+        finite values."""
         return self.out_of_range or self.info.dtype not in MANTISSA_BITS
 
     def add(self, chunk: Bytes) -> None:

@@ -80,7 +80,7 @@ def build(
     intent: Intent, target: ModelSpec, head: HeadSpec | None,
     config_path: str = ENGINE_FILE, cache: str | None = None,
 ) -> EngineConfig:  # fmt: skip
-    """Writes the engine file of an intent, and its command.
+    """Returns the text of the engine file for an intent, and the command that serves it.
 
     Raises CheckFailed with every problem if this GPU, layout or release cannot run the file, or is
     not known to run it. Raises UsageError for sizes that contradict each other.

@@ -403,7 +403,7 @@ def compute_capability(gpu: str) -> str:
 
 
 def dynamo_options() -> dict[str, str]:
-    """Options of trtllm-serve by the option of Dynamo's worker with the same meaning."""
+    """Maps each option of Dynamo's worker to the equivalent option of trtllm-serve."""
     options: dict[str, str] = read_beside("dynamo.yaml")["options"]
     return options
 

@@ -405,7 +405,7 @@ def _spliced(text: str, node: Node, written: str) -> str:
 
 
 def _line_end(text: str, offset: int) -> int:
-    """Offset of the line break behind `offset`, or of the end of the text."""
+    """Offset of the first line break at or after `offset`, or of the end of the text."""
     line = text[offset:].partition("\n")[0]
     return offset + len(line.removesuffix("\r"))
 

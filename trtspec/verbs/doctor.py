@@ -73,7 +73,7 @@ class DoctorReport(TypedDict):
 
 
 def examine() -> DoctorReport:
-    """Returns the report on this machine. Contains no secrets, such as the hub token."""
+    """Returns the report on this machine. The report contains no secret, such as the hub token."""
     from huggingface_hub import constants, get_token
 
     from trtspec.launch.preflight import read_gpus

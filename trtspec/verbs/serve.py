@@ -314,7 +314,7 @@ def _command(
 
 
 def reference_problems(options: ServeOptions) -> list[Problem]:
-    """Returns the problems of a start of the reference backend.
+    """Returns the problems of the port and of the pair that stop or weaken the reference backend.
 
     Fetches no weights, so only checkpoints on this machine are checked. Raises TrtspecError for a
     checkpoint that the backend would refuse.

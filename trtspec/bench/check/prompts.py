@@ -126,9 +126,9 @@ class Prompts:
         thinking: bool | None = None,
         **fields: Any,
     ) -> Exchange:
-        """Returns a streamed raw completion, whose prompt is our own template's token ids.
+        """Returns a streamed raw completion of the token ids that the chat template gives here.
 
-        `fields`: further request fields, which replace equal ones.
+        `fields`: further request fields, which replace fields of the same name.
         """
         prompt = self._prompt(messages, tools, thinking)
         body = {

@@ -210,7 +210,7 @@ DEFAULT = DIALECTS["modelopt"]
 
 
 def detect_dialect(config: dict[str, Any], names: set[str]) -> tuple[Dialect, bool]:
-    """Returns the dialect of a head, and whether a key that only one writer leaves shows it.
+    """Returns the dialect of a head, and whether a config key of one project only proves it.
 
     Args:
         config: config.json of the head.
@@ -250,9 +250,9 @@ def training_record(path: Path) -> dict[str, Any]:
 def dialect_of(checkpoint: Checkpoint, requested: Dialect | None = None) -> Dialect:
     """Returns the dialect of a head.
 
-    The dialect that `trtspec convert` recorded in provenance.json has priority if the tensor names
-    agree with it. The next is `requested`, and the last is the detected dialect. Raises UsageError
-    if `requested` contradicts the record or a key that only one writer leaves.
+    The record of `trtspec convert` in provenance.json decides if the tensor names agree with it.
+    Without such a record `requested` decides, and without both the detected dialect. Raises
+    UsageError if `requested` contradicts the record, or a config key that only one project writes.
 
     `requested`: dialect that the user states, because some dialects have the same names and keys
     and count layers differently. None if the user states none.

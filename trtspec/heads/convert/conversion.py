@@ -1,4 +1,4 @@
-"""Rewrites an Eagle3 head from one project's layout to another's, or names why that is impossible.
+"""Rewrites an Eagle3 head from one project's layout to another's, or says why not.
 
 The source is read into the canonical record (HeadSpec). Names, maps, config keys and layer ids are
 then written for the destination. Weights pass through unchanged, a chunk at a time, so memory does

@@ -204,7 +204,7 @@ def _later_step(query: Tensor, key: Tensor, value: Tensor, diagonals: list[Tenso
 
 
 def _some_rows(begin: int, query: Tensor, key: Tensor, value: Tensor, *diagonals: Tensor) -> Tensor:
-    """Computes the attention of the queries whose first index in the sequence is `begin`.
+    """Computes the attention of some queries, which start at index `begin` of the sequence.
 
     With n later steps, the query at index q attends to the keys of step 0 up to index q - n. Of
     each later step the query attends to a single key.

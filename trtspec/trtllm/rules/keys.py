@@ -87,7 +87,7 @@ def _validator(
         not_empty: whether an empty list or mapping is refused.
         allowed: texts that are taken, empty for any text.
         case_insensitive: whether the case of an allowed text is free.
-        strict: whether 8.0 is not an integer and a number not a text.
+        strict: whether 8.0 is refused as an integer, and a number as a text.
     """
     names = ("ge", "le", "gt", "lt")
     bounds = {name: limit for name, limit in zip(names, limits, strict=True) if limit is not None}

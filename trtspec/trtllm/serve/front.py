@@ -125,7 +125,8 @@ def plan_front(options: ServeOptions, *, launching: bool) -> ServerPlan:
 def read_front(text: str, path: Path) -> Front:
     """Reads the settings of a front's file. `path`: path of the file, for messages.
 
-    Raises UsageError if the text is not YAML, CheckFailed if its values do not describe a front.
+    Raises UsageError if the text is not YAML, and CheckFailed if its values do not describe a
+    front.
     """
     try:
         return Front.model_validate(load_text(text))
