@@ -104,7 +104,7 @@ def _invalid_value(message: str, context: Any, parameter: Any, see_help: str) ->
         if parameter.help:
             remedy = f"{parameter.opts[0]}: {parameter.help} {see_help.capitalize()}"
         return UsageError(f"{assignment} is {reason}", remedy)
-    meaning = f"write one of these: {parameter.help}"
+    meaning = f"write one of these. {parameter.opts[0]}: {parameter.help}"
     remedy = did_you_mean(value.strip("'"), re.findall("'(.+?)'", choices), meaning)
     return UsageError(f"{assignment} is not one of {choices}", remedy)
 
