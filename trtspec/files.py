@@ -87,10 +87,10 @@ def read_text(path: str | Path, most: int = MOST_JSON, remedy: str = "") -> str:
 
     Raises UsageError for a larger file or another encoding.
     """
-    return decoded(read_bytes(path, most, remedy), path, remedy)
+    return decoded(read_bytes(path, most, remedy), path)
 
 
-def decoded(data: bytes, path: str | Path, remedy: str = "") -> str:
+def decoded(data: bytes, path: str | Path) -> str:
     """Returns bytes as UTF-8 text, without a byte order mark.
 
     Raises UsageError that names `path` and the first line in another encoding.
@@ -156,9 +156,9 @@ def missing(path: str | Path, remedy: str) -> UsageError:
 
 
 def beside(path: str | Path) -> Path | None:
-    """Path in the same directory with the name that is most similar to the missing `path`'s.
+    """Path of the entry beside the missing `path` with the most similar name.
 
-    None if no name is similar, or if the directory does not exist.
+    None if no name is similar, the directory does not exist, or `path` is a link to a missing file.
     """
     name = Path(path).name
     directory = user_path(path).parent
@@ -185,7 +185,7 @@ def read_yaml_text(path: str | Path, remedy: str = YAML_REMEDY, most: int = MOST
     if sys.stdin is None:
         raise unreadable(STDIN, "standard input is closed", remedy)
     data = sys.stdin.buffer.read(most + 1)
-    return decoded(_limited(most, data, path, remedy), path, remedy)
+    return decoded(_limited(most, data, path, remedy), path)
 
 
 class _Loader(yaml.SafeLoader):
@@ -202,7 +202,7 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def load_file(path: str | Path, remedy: str = YAML_REMEDY) -> Any:
+def load_file(path: str | Path, remedy: str = "pass a YAML file, or `-` for stdin") -> Any:
     """Returns the parsed content of a YAML file of options, of at most MOST_OPTIONS bytes.
 
     Raises UsageError if the file cannot be read or is not valid YAML.

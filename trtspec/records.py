@@ -325,9 +325,10 @@ def checked(options: Record, mode: Mode | None = None) -> Record:
             rules += [(name, rule) for rule in fields[name].rules]
 
     def precedence(item: tuple[str, Modes | Needs | Excludes]) -> tuple[bool, bool, bool]:
-        """Sort key of a field's rule: mode rules, then rules for some values, then variables.
+        """Sort key of a rule: rules of modes first, and among them rules for some values first.
 
-        A variable that a rule resets must not cause an error by a later rule.
+        Among equals, environment variables come first. A variable that a rule resets must not
+        cause an error by a later rule.
         """
         name, rule = item
         return not isinstance(rule, Modes), rule.value == "*", origins.get(name) != "ENVIRONMENT"
@@ -649,7 +650,7 @@ def spellings(command: Any) -> list[str]:
 
 
 def parsed(parser: Any, text: str, name: str) -> Any:
-    """Returns the value that the class `parser` parses from text. str() of the value is the text.
+    """Returns the value that the class `parser` parses from text. str() of it parses to the same.
 
     parser: class with `parse`, `what` (noun for a valid text, in messages) and `example`.
     name: name of the option in messages.

@@ -1,20 +1,21 @@
 """Acceptance of drafts, and ratios with confidence intervals, as pure functions of counts.
 
 Servers and results report `steps` (verification steps), `drafted` and `accepted` tokens, and a
-histogram. Entry j of the histogram is the number of steps that accepted exactly j drafts. Every
-rate is computed in this module, because publications use the same names for different numbers:
+histogram. Entry j of the histogram is the number of steps that accepted exactly j drafts.
+Publications use the same names for different rates. The names have these meanings here:
 
-- acceptance length = 1 + accepted / steps over all answers (vLLM's "mean acceptance length")
-- per-question mean = tokens per iteration of each question, its turns pooled and each prefill
-  counted as an iteration, averaged over questions: "Average AL" of ModelOpt's specdec_bench, which
-  NVIDIA's cards print by category
-- cumulative acceptance at position k = share of steps that accepted at least k drafts (vLLM's
-  "per-position")
-- conditional acceptance at position k = the same share among the steps that accepted k - 1
+- Acceptance length: 1 + accepted / steps over all answers. vLLM's name is "mean acceptance length".
+- Per-question mean: tokens per iteration of a question, averaged over questions. The turns of a
+  question are pooled, and each prefill counts as an iteration. ModelOpt's specdec_bench calls this
+  mean "Average AL", and NVIDIA's cards print it by category.
+- Cumulative acceptance at position k: share of the steps that accepted at least k drafts. vLLM's
+  name is "per-position".
+- Conditional acceptance at position k: the same share among the steps that accepted at least k - 1.
 
-Confidence intervals are over questions, which are sampled independently. Intervals of speed-ups are
-over rounds and launches. An interval is computed for the logarithm of a ratio of sums. It uses a
-linearised variance (Cochran, Sampling Techniques, 3rd ed., chapter 6) and Student's t.
+Confidence intervals of acceptance are over questions, which are sampled independently. Intervals of
+speed-ups are over rounds if there are at least MIN_ROUNDS, and otherwise over questions. They also
+cover the difference between launches. An interval is computed for the logarithm of a ratio, from
+standard errors and Student's t. The standard error of a ratio of sums is found by the jackknife.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class AcceptanceSummary:
     acceptance_length: tokens per verification step
     acceptance_length_interval: ends of the 95 % confidence interval of the acceptance length
     cumulative: share of steps that accepted at least k drafts, for each k from 1
-    conditional: share of the steps with k - 1 accepted drafts that accepted draft k, for each k
+    conditional: share of the steps with at least k - 1 accepted drafts that accepted draft k
     per_question_mean: tokens per iteration, averaged over questions
     surplus: accepted drafts after the end of answers, which `accepted` does not include
     """
@@ -251,8 +252,8 @@ class Ratio:
     def within(self, least: float, most: float) -> Ratio:
         """Returns the ratio with its interval cut to the possible values.
 
-        `least` and `most`: smallest and largest possible value. The interval always contains the
-        ratio itself if `most` is smaller.
+        `least` and `most`: smallest and largest possible value. If `most` is smaller than the
+        ratio, the interval ends at the ratio.
         """
         high = min(self.high, max(most, self.value))
         return replace(self, low=max(self.low, least), high=high)
@@ -426,7 +427,7 @@ def _interval(value: float, confidence: float, *errors: tuple[float, int]) -> Ra
     """Returns a ratio with its confidence interval.
 
     `errors`: independent standard errors of the ratio's logarithm, each with its degrees of
-    freedom. The first error is that over units.
+    freedom. The first error is the error over units.
     """
     probability = (1 + confidence) / 2
     # Each error has the quantile of its own degrees of freedom, so the interval is valid whichever

@@ -264,12 +264,12 @@ def read_baseline(path: Path) -> Baseline:
         remedy = "run trtspec inspect HEAD --against TARGET, then measure again"
         raise UsageError(message, remedy)
     turns = [turn for turn in run.turns_detail if turn.category == category]
-    # If the server counts all answers together, the variance is unknown. It is assumed to be that
-    # of a geometric distribution, times the effect of whole answers.
+    # If the server counts all answers together, the variance is unknown. A geometric distribution
+    # is assumed, and its variance is multiplied by the effect of whole answers.
     variance = DESIGN_EFFECT * mean * (1 + mean)
     if len(turns) >= 2:
-        # The variance is that of the ratio estimator with answers as clusters (Cochran, Sampling
-        # Techniques, 3rd ed., chapter 6).
+        # variance of the ratio estimator with answers as clusters (Cochran, Sampling Techniques,
+        # 3rd ed., chapter 6)
         squares = sum((turn.accepted - mean * turn.steps) ** 2 for turn in turns)
         variance = squares / steps * len(turns) / (len(turns) - 1)
     return Baseline(category, steps, mean, variance)

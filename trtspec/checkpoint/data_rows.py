@@ -106,7 +106,7 @@ def _array_rows(path: Path) -> Iterator[DataRow]:
         reason = f"it has more than {MAX_ARRAY_BYTES:,} bytes"
         raise files.unreadable(path, reason, "write one JSON object per line: .jsonl")
     try:
-        text = files.decoded(data, path, "save it as UTF-8 text")
+        text = files.decoded(data, path)
         items = files.parse_json(text)
     except ValueError as error:
         raise UsageError(f"{CODE} {path} is not JSON: {error}", "repair the file") from None

@@ -93,7 +93,7 @@ class LazyCommand(TyperCommand):
     ) -> Any:
         """Parses the arguments with the imported command.
 
-        Writes a note for each environment variable that no option of the command reads.
+        Writes a note for each environment variable with the command's prefix that no option reads.
         """
         command = self.load()
         for message in unknown_variables(command, os.environ):
@@ -210,7 +210,10 @@ def _open_missing_streams() -> None:
 
 
 def _missing_module(module: str) -> TrtspecError:
-    """Returns the error for a missing module. Its remedy is the smallest extra with the module."""
+    """Returns the error for a missing module. Its remedy installs the smallest extra with it.
+
+    If no extra has the module, the remedy installs trtspec again.
+    """
     from trtspec.verbs.doctor import package_state
 
     package = module.partition(".")[0].replace("_", "-")

@@ -132,7 +132,8 @@ def build_config(options: BuildConfigOptions) -> Result:
 def _vllm(options: BuildConfigOptions) -> Result:
     """Returns the configuration file of vLLM for the pair. Writes the file if `output` is given.
 
-    Raises CheckFailed if `trtspec serve --backend vllm` would refuse the pair.
+    Raises CheckFailed if `trtspec serve --backend vllm` would refuse the pair, and UsageError for
+    several nodes or an existing output.
     """
     from trtspec.errors import CheckFailed, UsageError, errors_in
     from trtspec.launch.serve_options import ServeOptions
@@ -160,7 +161,7 @@ def _vllm(options: BuildConfigOptions) -> Result:
 def _next_lines(options: BuildConfigOptions) -> list[str]:
     """Returns the line with the next command, after the file is written.
 
-    [] if the file is not for one engine or for the Helm chart.
+    [] unless `output` is a file of Helm values, or the YAML of one engine without a role.
     """
     if options.format == "helm-values" and options.output:
         return [

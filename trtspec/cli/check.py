@@ -79,7 +79,7 @@ def check(options: CheckOptions) -> Result:
 
 
 def _lines(verdict: CheckVerdict) -> Iterator[str]:
-    """Yields the line of each row, and the row's first MAX_FAULTS faults."""
+    """Yields the line of each row. For a row with faults, also the first faults and the count."""
     for row in verdict.rows:
         mark = "?" if row in verdict.missing else MARKS[row.status]
         yield f"{mark:5} {row.name:11} {row.seen:4} of {row.of:<4} {as_typed(row.why)}".rstrip()

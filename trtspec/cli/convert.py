@@ -56,7 +56,7 @@ def convert(options: ConvertOptions) -> Result:
     from trtspec.checkpoint.hub import resolve
     from trtspec.heads.convert.conversion import Options, convert_head
 
-    # without weights, because only config.json is needed, for values that the head's config lacks
+    # weights=False downloads no weights; weights that are on this machine are used
     target = None
     if options.target is not None:
         target = resolve(options.target, weights=False)

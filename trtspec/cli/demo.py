@@ -219,7 +219,7 @@ class Demo:
         self.run("build-config", *pair, "--tp-size", "4", "-o", file)
         lint = self.run("lint", file, "--target", *pair)
         serve = ("--config", file, "--host", "0.0.0.0", "--trust-remote-code", "--dry-run")
-        # status 3: this machine lacks the GPUs or the engine
+        # status 3: this machine may lack the GPUs or the engine
         self.run("serve", *pair, *serve, allowed=(0, 3))
         self.say(f"    TensorRT-LLM {lint['version']} takes the file: {file}")
 

@@ -56,7 +56,10 @@ def tables(report: DoctorReport) -> list[Table]:
 
 
 def lines(report: DoctorReport, problems: list[Problem]) -> list[str]:
-    """Returns each install command with the names of the commands that need it."""
+    """Returns each install command with the names of the commands that need it.
+
+    The last line says so if there are no problems.
+    """
     output = [""]
     commands: dict[str, list[str]] = {}
     for name, state in report["commands"].items():

@@ -99,7 +99,7 @@ class Judged:
 
     name: path of the file.
     document: parsed file, after the corrections of --fix. None if the file could not be read.
-    version: TensorRT-LLM version that the file was checked for. None for other files.
+    version: TensorRT-LLM version that the file was checked for. None for a file of another tool.
     reason: reason for the choice of the version.
     findings: problems that remain.
     corrected: problems that --fix has solved.
@@ -176,10 +176,10 @@ def lint(options: LintOptions) -> Result:
 
 
 def _files_of(name: str) -> list[str]:
-    """Returns the path itself if `name` is a file. For a directory, returns the files to check.
+    """Returns the files to check: the path `name` itself, unless it is a directory.
 
-    These are the files below the directory with engine settings. Raises UsageError if no file has
-    engine settings.
+    In a directory, these are the files with engine settings, and the files that cannot be read, at
+    any depth. Raises UsageError if there are none.
     """
     from trtspec.trtllm.carriers import carried
     from trtspec.trtllm.document import Document
@@ -242,7 +242,7 @@ def lint_configuration(
         gpu=gpu,
     )
     foreign = _foreign(document)
-    if foreign is not None:
+    if foreign is not None and foreign.reason == BY_VLLM:
         checked(lint_options, OF_VLLM)
     judged = foreign or judge_part(document, Carried(""), list(options) or None, lint_options)
     values = {"version": judged.version, "version_reason": judged.reason}
@@ -397,7 +397,7 @@ def judge_part(
         passed=passed,
         here=options.installed,
     )
-    # the variables in the carrying file, or of this process for an engine file by itself
+    # the variables in the file that contains the part, or of this process for an engine file
     environ = part.environ if part.location else os.environ
     role = part.role or role_in(Path(document.name).stem)
     deployment = deployment.served_on(options.gpu, environ, role)
@@ -502,9 +502,9 @@ def _of_vllm(judged: Judged, part: Carried) -> Judged:
 
 
 def _foreign(document: Document) -> Judged | None:
-    """Returns the result for a file of vLLM, or for a file that is not an engine file.
+    """Returns the result for a file of vLLM, an empty file, or a file that is not an engine file.
 
-    None for other files.
+    None for a file that may be TensorRT-LLM's.
     """
     from trtspec.launch.serve_options import VLLM
     from trtspec.trtllm.carriers import is_foreign

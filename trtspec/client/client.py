@@ -38,7 +38,7 @@ OWNED = {
     "n": "leave it out: one answer is read of each request",
     "best_of": "leave it out: one answer is read of each request",
 }
-MAX_CALL_INDEX = 127  # larger indices come from faulty servers, and are joined to this call
+MAX_CALL_INDEX = 127  # only faulty servers send larger indices; such calls are joined to this one
 MAX_EVENT_BYTES = 64 * 2**20
 SILENCE_S = 600.0  # longest time without a byte from the server, if no limit is given
 # uvicorn, in front of vLLM, SGLang and trtllm-serve, closes a connection after 5 idle seconds. A
@@ -232,8 +232,6 @@ async def first_model(
             return dict(entries[name or first])
     except RequestFailed as failure:
         message = f"{where} answered {failure.message}" if failure.status else failure.message
-        if "HTTPS" in message:
-            remedy = "write http:// in place of https://"
         if failure.status == 404:
             message = f"{where} answered 404: this is not an OpenAI-compatible server"
         raise RequestFailed(message, REMEDIES.get(failure.status, remedy), failure.status) from None
@@ -315,7 +313,7 @@ def remedy_for(error: str, otherwise: str) -> str:
 def describe(error: Exception) -> str:
     """Returns a message for an exception of httpx or of reading a response."""
     if isinstance(error, httpx.ConnectError) and "SSL" in str(error):
-        return "it does not speak HTTPS"
+        return "it does not speak HTTPS; write http:// in place of https://"
     if isinstance(error, httpx.ConnectError):
         return "nothing accepts connections there"
     name = type(error).__name__
@@ -468,8 +466,8 @@ def absorb(answer: Answer, event: dict[str, Any], now: float) -> None:
 def _absorb_content(answer: Answer, choice: dict[str, Any], now: float, prompt_ids: Any) -> None:
     """Adds the text, reasoning, tool calls and token ids of a choice to an answer.
 
-    `prompt_ids`: token ids of the prompt, which some servers send in the event and others in the
-    choice. Raises ValueError if a token id or the index of a call is not a number.
+    `prompt_ids`: token ids of the prompt in the event, None if it has none. Some servers send them
+    in the choice. Raises ValueError if a token id or the index of a call is not a number.
     """
     delta = choice.get("delta") or {}
     # a raw completion has its text in the choice itself

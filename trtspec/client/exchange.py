@@ -46,7 +46,7 @@ class Exchange:
 
     key: name of the request, equal for requests that ask for the same output
     kind: probe that the request serves, one of bench/check/kinds.py
-    run: way in which the request is sent, such as ids, chat, stream or warm, or withheld if not
+    run: way in which the request is sent, such as ids, chat or warm; withheld if it is not sent
     path: path of the URL
     body: JSON of the request, without the model's name
     template_ids: token ids of a chat's prompt in our own chat template
@@ -107,7 +107,7 @@ class Exchange:
     def refused(self) -> bool:
         """Whether the server refused the request as invalid.
 
-        A timeout (408) and a busy server (429) are no refusals.
+        A timeout (408) or a busy server (429) does not count as a refusal.
         """
         status = self.status
         return status is not None and 400 <= status < 500 and status not in (408, 429)
@@ -153,7 +153,7 @@ async def ask(client: httpx.AsyncClient, model: str, asked: Exchange, timeout: f
         OverflowError,
         RecursionError,
     ) as error:
-        answer.error = f"the response is no chat completion ({type(error).__name__}: {error})"
+        answer.error = f"the response is not a chat completion ({type(error).__name__}: {error})"
     return answered(asked, answer)
 
 
@@ -164,7 +164,7 @@ def answered(asked: Exchange, answer: Answer) -> Exchange:
     if counts:
         step_counts.append(counts.steps)
     if answer.counted:
-        # the first count is that of the prefill's token
+        # the first count is for the token of the prefill, which is not a verification step
         distinct_counts = set(answer.counted)
         step_counts.append(len(distinct_counts) - 1)
     steps = max(step_counts, default=None)

@@ -336,12 +336,12 @@ async def read_counters(
 ) -> Counters | None:
     """Reads a server's speculation counters, if its answers do not report speculation.
 
-    None if the server has no counters or does not speculate. None if a value is not a count, with
-    the reason appended to `faults`.
+    None if its answers report speculation, or if it has no such counters. None if a value is not a
+    count, with the reason appended to `faults`.
 
     Args:
-        until_stable: Waits until the counters no longer change. A server may finish requests that
-            their client has abandoned.
+        until_stable: Waits until the counters no longer change, for about STABLE_TIMEOUT_S at most.
+            A server may still be working on requests that their client has abandoned.
     """
     if not server.adapter.around_runs:
         return None
@@ -367,8 +367,9 @@ def counts_between(
 ) -> TurnCounts | None:
     """Returns the speculation in all answers between two readings of the counters.
 
-    None if a counter decreased. The histogram is computed from the counts by position, and is None
-    if they contradict each other. The reason for None is appended to `faults`.
+    None if a counter decreased or a position disappeared. The histogram is computed from the counts
+    by position, and is None if there are none or if they contradict each other. A decrease and a
+    contradiction are appended to `faults`.
 
     Args:
         category: Category of the questions that were asked.

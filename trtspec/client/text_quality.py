@@ -59,7 +59,7 @@ def degeneration(text: str) -> str | None:
     """Returns why an answer is degenerate: "empty", "noise" or "loop". None if it is not."""
     if not text.strip():
         return "empty"
-    # white space is of the category of control characters, but is not noise
+    # line breaks and tabs are control characters, but are not noise
     noise_count = sum(
         char == "\ufffd" or (unicodedata.category(char) in NOISE and char not in "\n\r\t")
         for char in text

@@ -49,12 +49,14 @@ class DoctorReport(TypedDict):
 
     packages: installed version of each requirement. None if missing.
     commands: state of each command.
-    trtllm_serve, vllm: path and version of the engines. None if missing.
+    trtllm_serve: path of the program trtllm-serve. None if missing.
+    vllm: version of the installed vLLM. None if missing.
     trtllm_version: version of the installed TensorRT-LLM. None if missing.
     trtllm_release: release that configurations are written for, and the reason.
     gpus: name, memory, driver and compute capability of each GPU.
     hub: directory of the hub cache, and the settings of the hub client.
     disk: free bytes of each file system that the commands use.
+    problems: findings, which the command takes out of the object.
     """
 
     python: str
@@ -158,7 +160,8 @@ def command_state(
     """Returns the state of a command.
 
     needs: extras, packages and programs that the command needs.
-    extras: installed packages by extra, as `package_state` returns them.
+    extras: versions of the packages by extra, as `package_state` returns them.
+    has_gpu: whether the machine has an NVIDIA GPU.
     """
     missing_programs = [name for name in needs if name in PROGRAMS and not _present(name, has_gpu)]
     if missing_programs:
@@ -182,7 +185,7 @@ def command_state(
 def _present(name: str, has_gpu: bool) -> bool:
     """Whether the program or hardware `name`, a key of PROGRAMS, is on this machine."""
     if name == CUDA_TORCH:
-        # without torch, the missing package is reported and not its build
+        # without the package, no torch sees a GPU, and the result is False
         with suppress(metadata.PackageNotFoundError):
             return torch_gpus() > 0
     return has_gpu if name == GPU else shutil.which(name) is not None

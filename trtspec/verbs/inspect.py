@@ -31,7 +31,7 @@ COMPARED_TENSORS = 64  # default number of tensors that are compared with a sour
 def first_releases(record: PublishedHead, head: HeadSpec) -> dict[str, str | None]:
     """Returns the oldest release of each engine that serves a published head, by engine.
 
-    The release is None if every known release of the engine serves the head.
+    The release is None if every known release of the engine is too old for the head.
     """
     trtllm, vllm = ENGINES["trtllm"], ENGINES["vllm"]
     releases = {trtllm.title: first_release(find_target(record.targets[-1]).spec, head)}

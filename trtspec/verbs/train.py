@@ -78,19 +78,19 @@ def train_and_measure(
         from trtspec.models.stream import LayerStream
         from trtspec.models.weights import load_target
 
-        needs_layers = features.with_layers
+        has_layers = features.with_layers
         if features.way == "dumps":
             # training reads the states from disk, but the acceptance measurement runs the layers
             stored_bytes = sum(path.stat().st_size for path in target_dir.glob("*.safetensors"))
-            needs_layers = stored_bytes <= MEMORY_SHARE * machine.free_memory()
-        if needs_layers:
+            has_layers = stored_bytes <= MEMORY_SHARE * machine.free_memory()
+        if has_layers:
             model = load_target(target_dir, dtype=options.dtype, device=device)
         else:
             with LayerStream(target_dir, dtype=options.dtype, device=device) as stream:
                 model = stream.model_without_layers()
-        if not needs_layers and asked and prompts:
+        if not has_layers and asked and prompts:
             text = (
-                "`acceptance_prompts` is not used where the target does not fit in memory beside "
+                "`acceptance_prompts` is not used if the target does not fit in memory beside "
                 "its dumps"
             )
             raise UsageError(text, "leave it out, serve both, then run `trtspec bench`")
@@ -105,7 +105,7 @@ def train_and_measure(
             record = run_training(run, model, plan, options, on_step=on_step, ranks=ranks)
     if not record or not prompts or not record["training"]["finished"]:
         return record
-    if not needs_layers:
+    if not has_layers:
         say(
             "Acceptance is not measured without the target's layers; "
             "serve both, then run `trtspec bench`"

@@ -50,7 +50,7 @@ CROWD = 4  # requests sent at once in the crowd, in multiples of the concurrency
 async def record(asker: Asker, prompts: Prompts) -> list[Exchange]:
     """Sends all requests of a check to one server and returns the answers.
 
-    The requests that need no answer are sent first, followed by requests made from their answers.
+    Requests that depend on no answer are sent first, followed by requests made from the answers.
     Texts are repeated last: many at once (the crowd), and some after the crowd.
     """
     first = list(prompts.first())
@@ -225,8 +225,8 @@ async def score_answers(
     """Scores the answers by the server of `asker`, which does not speculate.
 
     Returns `candidate` with scores, and the baseline answers of the scoring server with scores. The
-    scoring server answers the same texts, every request with a faulty answer in `candidate`, and
-    every request parameter.
+    scoring server answers the same texts, a quarter of the sampled requests, the requests with a
+    faulty answer in `candidate`, and the requests with COMPARED_PARAMETERS.
     """
     baseline = await _baseline_answers(asker, candidate)
     exchanges = [*candidate, *baseline]
@@ -240,7 +240,7 @@ async def score_answers(
     scores: dict[Any, tuple[Score, ...]] = {}
     asker.bar.say(f"scoring {len(distinct)} answers")
     free = asyncio.Semaphore(asker.concurrency)
-    # "" if the server cannot score: its answers keep empty scores
+    # "" if the server cannot score; all answers then keep empty scores
     method = asker.server.adapter.scores
 
     async def score(answer: Exchange) -> None:
@@ -308,7 +308,7 @@ async def _scores_by_echo(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
 async def _confirmed_scores(asker: Asker, answer: Exchange) -> tuple[Score, ...]:
     """Scores all tokens of an answer, and failing greedy tokens twice.
 
-    The second score of a token is that at the end of a shorter prefill. The better score counts.
+    The second score is from a shorter prefill that ends at the token. The better score counts.
     Rounding can tip a router of experts in one prefill and not in another, which moves the
     log-probability of a token by several nats. Rounding does not explain more than MAX_TIPPED
     failing tokens.

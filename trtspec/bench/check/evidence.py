@@ -2,8 +2,8 @@
 
 Each fault of a sampler is tested by an e-value: the product over tokens of the likelihood ratio of
 the faulty to the exact distribution, mixed with 1. Its mean is 1 for an exact sampler. The mean of
-several e-values therefore exceeds 8000 by chance in one of 8,000 checks at most. The e-value of a
-faulty sampler follows from the distributions that the scoring server lists, which says whether the
+several e-values therefore exceeds 8,000 by chance in one of 8,000 checks at most. The e-value of a
+faulty sampler follows from the distributions that the scoring server lists. It says whether the
 tokens could have shown the fault.
 """
 
@@ -41,8 +41,8 @@ def collect(exchanges: Iterable[Exchange]) -> list[Evidence]:
 class Evidence(NamedTuple):
     """Evidence that the sampled tokens come from a sampler with one fault.
 
-    with_fault: log e-value, divided by the number of faults, that 99 of 100 checks of a server with
-        the fault exceed
+    with_fault: logarithm of the e-value over the number of faults. With the fault, 99 of 100 checks
+        exceed it
     log_e: natural logarithm of the e-value of this check
     probe: sampling parameters of the answers, a key of SAMPLERS
     fault: description of the fault
@@ -83,7 +83,7 @@ def _listed(masses: Masses, weights: Masses) -> Masses:
 
 
 # Sampling parameters by probe. `tail` makes small tails visible: at its temperature no target is
-# sure, and its top_k allows no token that is not listed.
+# sure, and its top_k allows only listed tokens.
 PLAIN: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 HOT = PLAIN | {"temperature": 2.0}
 SAMPLERS = {"places": PLAIN, "tail": HOT | {"top_k": 16, "max_tokens": 32, "ignore_eos": True}}
@@ -141,7 +141,7 @@ def _classes(
     logprobs, counts = np.unique(top[: top_k or None], return_counts=True)
     sizes = counts.astype(float)
     if not top_k:
-        # as many tokens of the least listed probability as make the probabilities sum to 1
+        # the unlisted probability is shared by tokens that are as likely as the last listed token
         unlisted = abs(1 - np.exp(top).sum())
         sizes[0] += unlisted / math.exp(top[-1])
     weights = np.exp(logprobs / temperature)

@@ -1,9 +1,9 @@
 """Judges the recordings of `trtspec check`: one row of the report per group of faults.
 
 Every row is a pure function of one or two recordings. A `Judgement` says whether one exchange shows
-one fault. A row fails if a judgement has a fault. A row is unmeasured if no exchange could show one
-of its faults, or if fewer than half of its judgements were possible. Every other row passes. A
-fault that the baseline server shows for the same request never counts.
+one fault. A row fails if a judgement has a fault. Otherwise it is unmeasured if it has a fault that
+no exchange could show, or if fewer than half of its judgements were possible. Every other row
+passes. A fault that the baseline server shows for the same request never counts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def judge(
         "acceptance": acceptance(candidate, min_acceptance),
     }
     excusable = baseline
-    # without a baseline server, nobody knows whether it would honour a refused request
+    # without a baseline server, a refusal and other faults of a refused request do not count
     if not baseline:
         excusable = [exchange for exchange in candidate if exchange.refused]
     baseline_judgements = standalone_judgements(excusable, all_exchanges)
@@ -525,7 +525,7 @@ def _finish_fault(exchange: Exchange) -> str:
     if finish == "length" and 0 < size < limit:
         return f"length after {size} of {limit} tokens"
     if _stopped_late(exchange):
-        return f"stop after {limit} tokens, where the limit ended the answer"
+        return f"stop after {limit} tokens, although the limit ended the answer"
     if exchange.calls and finish not in ("tool_calls", "length"):
         return f"{finish} after calls"
     return ""
@@ -758,7 +758,8 @@ def _differs_at_tie(text: str, other: Exchange) -> bool:
 def parameters(candidate: Sequence[Exchange], baseline: Sequence[Exchange]) -> Iterator[Judgement]:
     """Judges that each request parameter has an effect, if it has one on the baseline server.
 
-    A server may instead refuse the parameter.
+    max_tokens and TRUNCATIONS are judged without the baseline server. A server may instead refuse
+    the parameter.
     """
     baseline_answers = {exchange.kind: exchange for exchange in baseline if exchange.answered}
     seed_regrets = [regret(exchange) for exchange in candidate if exchange.kind == "seed"]
@@ -857,7 +858,8 @@ def acceptance(candidate: Sequence[Exchange], floor: float | None) -> tuple[list
     """Judges the tokens per verification step, and returns the judgements with a figure in words.
 
     The tokens per step must reach `floor`, vary between steps, and be as many if a text is repeated
-    or long. There are no judgements if there are too few steps or no accepted drafts.
+    or long. There are no judgements with too few steps, or if no draft is accepted and the tokens
+    per step reach `floor`.
     """
     texts = [exchange for exchange in candidate if exchange.kind == "text" and exchange.answered]
     first_answers = [exchange for exchange in texts if exchange.run in ("ids", "stream")]

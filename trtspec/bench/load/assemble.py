@@ -284,7 +284,7 @@ def speedups(endpoints: Sequence[EndpointResult]) -> list[SpeedUp]:
     return [gain for gain in gains if gain is not None]
 
 
-# --- findings: the gate judges servers, findings judge the figures ---
+# --- findings: `check` judges servers, findings judge the figures of `bench` ---
 
 
 def find_problems(target: MeasuredEndpoint) -> list[Problem]:
@@ -392,7 +392,7 @@ def _disagreement(counts: Sequence[TurnCounts]) -> str:
     draft_len = drafted / max(1, steps)
     if tokens < steps:
         return f"{steps} steps for {tokens} tokens in {answers} answers"
-    # accepted drafts after the end of an answer are those of its last step at most
+    # after the end of an answer, at most the drafts of its last step are accepted
     if surplus > answers * draft_len:
         return f"{surplus} more accepted drafts than {answers} answers can leave behind"
     return ""

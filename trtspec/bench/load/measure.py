@@ -273,7 +273,7 @@ class MeasuredEndpoint:
     journal: file in which every answer is recorded
     bar: progress, in answers
     limits: request parameters that the server's release handles badly
-    rounds: answers of the load
+    rounds: answers at each level of load
     category_rounds: answers to each category separately, for a server that reports only totals
     unmeasured: reasons why acceptance is not measured, or only in part
     may_be_busy: whether the server may still work on requests that their client has abandoned
@@ -293,7 +293,7 @@ class MeasuredEndpoint:
     may_be_busy: bool = False
 
     def answers(self) -> list[Answer]:
-        """Returns the answers of all rounds of the load."""
+        """Returns the answers of `rounds`, without `category_rounds`."""
         answers = []
         for load_round in self.rounds:
             answers += load_round.answers
@@ -322,7 +322,7 @@ class MeasuredEndpoint:
         self.bar.say(line)
 
     async def warm_up(self) -> None:
-        """Requests short answers at the highest concurrency, which no figure includes.
+        """Requests short answers at the highest concurrency. No figure includes them.
 
         The first requests to a new server are slow, which users of a running server do not see.
         """
@@ -465,8 +465,8 @@ class MeasuredEndpoint:
     async def counters(self, until_stable: bool = False) -> servers.Counters | None:
         """Reads the server's speculation counters.
 
-        None if the server has none that are read around a round. `until_stable`: waits until the
-        counters no longer change.
+        None if its answers report speculation, or if it has no valid counters. `until_stable`:
+        waits until the counters no longer change.
         """
         return await servers.read_counters(self.client, self.server, self.unmeasured, until_stable)
 

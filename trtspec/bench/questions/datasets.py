@@ -1,8 +1,8 @@
 """Reads the questions of bench and check from a file or a hub data set.
 
 The turns of a question are sent one after another, each with the model's answers to the earlier
-turns. data/datasets.yaml lists data sets with names. The fields of their rows are renamed to those
-that the reader of conversations expects.
+turns. data/datasets.yaml lists data sets with names. The fields of their rows get the names that
+the reader of conversations expects.
 """
 
 from __future__ import annotations

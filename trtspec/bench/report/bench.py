@@ -75,7 +75,8 @@ def sentence(results: BenchResults) -> str:
 def figures(results: BenchResults) -> list[Figure]:
     """Returns the main figures: speed-up, tokens per verification step, and speed for a user.
 
-    Figures that were not measured are left out. The speeds are those at the first load.
+    Figures that were not measured are left out. The speed for a user is at the first load. The
+    speed-up is at the first load that has one.
     """
     endpoint = subject(results)
     label = results.concurrency[0].label
@@ -291,8 +292,8 @@ def card_table(results: BenchResults) -> Table:
 def _measured(endpoint: EndpointResult, category: str, mean: str) -> float | None:
     """Returns the measured acceptance of a category.
 
-    `mean`: field with the type of mean that was published. None if the category was not asked, or
-    if its output is degenerate.
+    None if the category was not asked, or if its output is degenerate. `mean`: field with the type
+    of mean that was published.
     """
     if endpoint.degenerate(category):
         return None

@@ -23,7 +23,7 @@ class Page:
 
     sentence: result in one sentence
     figures: figures at the top
-    sections: sections, those without content are not shown
+    sections: sections of the page; a section without content is not shown
     subtitle: description of the workload, in small print
     verdict: verdict that colours the sentence, "" for none
     created: time of the measurement
@@ -128,7 +128,7 @@ class Section:
 
 COLORS = 6  # colours in report.html.j2, which repeat after the last
 MAX_TICKS = 5
-TICK_STEPS = (0.2, 0.5, 1.0, 2.0)  # possible distances of ticks, in powers of ten
+TICK_STEPS = (0.2, 0.5, 1.0, 2.0)  # possible distances of ticks, times a power of ten
 # value with the ends of its confidence interval, which are None without an interval
 Value = tuple[float, float | None, float | None]
 
