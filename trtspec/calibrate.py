@@ -64,9 +64,10 @@ LOAD_THREADS = 8
 class CalibrationOptions:
     """Options of a calibration.
 
-    samples: maximum number of texts.
-    seq_len: maximum number of tokens of a text.
-    dtype: compute dtype. None: the default of the device.
+    Args:
+        samples: maximum number of texts.
+        seq_len: maximum number of tokens of a text.
+        dtype: compute dtype. None: the default of the device.
     """
 
     samples: int = 512
@@ -202,11 +203,12 @@ class LayerScales(TypedDict):
 class Calibration:
     """The checked inputs of a calibration, before anything is written.
 
-    linears: hub names of the linears that become NVFP4.
-    texts: token ids of each text.
-    batches: texts of equal length, int64 [B, T].
-    output: safetensors file to write.
-    data: file or directory that the texts come from.
+    Args:
+        linears: hub names of the linears that become NVFP4.
+        texts: token ids of each text.
+        batches: texts of equal length, int64 [B, T].
+        output: safetensors file to write.
+        data: file or directory that the texts come from.
     """
 
     stream: LayerStream
@@ -375,9 +377,8 @@ def input_points(stream: LayerStream, index: int) -> dict[str, list[str]]:
 class LayerObserver:
     """Observers of the input points of one decoder layer.
 
-    The observers are attached to `layer` before its first batch, and read after its last batch.
-
-    experts: observed routed experts. None if the layer is dense.
+    The observers are attached to `layer` before its first batch, and read after its last batch. The
+    attribute `experts` is None if the layer is dense.
     """
 
     def __init__(self, calibration: Calibration, index: int, layer: DecoderLayer) -> None:
@@ -436,7 +437,8 @@ def _attach(layer: DecoderLayer, point: str, see: Callable[[str, Tensor], None])
 class ObservedExperts(nn.Module):
     """Routed experts that show their two inputs to observers, and count the tokens of each expert.
 
-    observe: function that gets an input point and its input.
+    Args:
+        observe: function that gets an input point and its input.
     """
 
     def __init__(self, experts: Experts, observe: Callable[[str, Tensor], None]) -> None:

@@ -87,10 +87,10 @@ def read_text(path: str | Path, most: int = MOST_JSON, remedy: str = "") -> str:
 
     Raises UsageError for a larger file or another encoding.
     """
-    return decoded(read_bytes(path, most, remedy), path)
+    return decoded(read_bytes(path, most, remedy), path, remedy)
 
 
-def decoded(data: bytes, path: str | Path) -> str:
+def decoded(data: bytes, path: str | Path, remedy: str = TO_UTF8) -> str:
     """Returns bytes as UTF-8 text, without a byte order mark.
 
     Raises UsageError that names `path` and the first line in another encoding.
@@ -99,7 +99,7 @@ def decoded(data: bytes, path: str | Path) -> str:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise unreadable(path, f"line {line} is not UTF-8 text", TO_UTF8) from None
+        raise unreadable(path, f"line {line} is not UTF-8 text", remedy) from None
 
 
 def read_object(path: str | Path, most: int = MOST_JSON, remedy: str = "") -> dict[str, Any]:

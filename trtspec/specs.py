@@ -281,7 +281,7 @@ class QuantSpec:
                 "are published in"
             )
             supported = ", ".join(format.storage.title for format in WeightFormat)
-            raise TrtspecError(message, f"pass one in {supported}", "TS-TARGET-FORMAT-UNKNOWN")
+            raise TrtspecError(message, f"pass a target in {supported}", "TS-TARGET-FORMAT-UNKNOWN")
         format, group_size, block_size = known
         # Tools write the list under several keys. dict.fromkeys drops repeated patterns.
         lists = (block.get(key) or () for key in format.storage.unquantized)

@@ -211,7 +211,7 @@ def with_file(options: ServeOptions) -> ServeOptions:
 
 
 def _file_values(path: Path, target: str) -> dict[Any, Any]:
-    """Values of the configuration file by key, with a revision behind the model's name.
+    """Values of the configuration file by key, with a revision after the model's name.
 
     Raises UsageError if the file is not a mapping, or has a key that is a misspelled option.
     `target`: name of the model if the file has none.
@@ -222,7 +222,7 @@ def _file_values(path: Path, target: str) -> dict[Any, Any]:
         raise UsageError(message, "write `option: value` lines")
     for problem in errors_in(unknown_options(values)):  # the first error is enough
         raise UsageError(f"{path}: {problem.message}", problem.remedy)
-    if "revision" in values:  # our option has the revision behind the model's name
+    if "revision" in values:  # our option has the revision after the model's name
         revision = values.pop("revision")
         values["model"] = f"{values.get('model', target)}@{revision}"
     return values

@@ -41,7 +41,7 @@ ROLES = {
     "system": "system", "developer": "system",
     "tool": "tool", "function_response": "tool", "observation": "tool", "ipython": "tool",
 }  # fmt: skip
-# Keys of a row, by what they hold. The first that a row has is read.
+# Keys of a row, by what they hold. The first of BODIES and of IDS that a row has is read.
 LISTS = ("messages", "conversations", "conversation")
 QUESTIONS = ("prompt", "question")
 BODIES = (*LISTS, "turns", *QUESTIONS, "text")

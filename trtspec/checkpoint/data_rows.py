@@ -52,7 +52,7 @@ def read_rows(source: str, split: str | None = None) -> Iterator[DataRow]:
     """Yields every row of a file, a directory or a hub data set `org/name[@revision][:config]`.
 
     The files of a directory are read in the order of their names. Raises UsageError if `source` is
-    not data, with the line if it is invalid.
+    not data, or with file and line if a row is invalid.
 
     `split`: split of the hub data set. None: train.
     """

@@ -1,7 +1,7 @@
 """Makes the report of `trtspec inspect`: type, size, storage and problems of a checkpoint.
 
-A directory is read, and if the user asks for it, the SHA-256 of every file is compared with the
-recorded one. A checkpoint on the hub is read by its headers (remote.py).
+A directory is read, and if the user asks for it, the SHA-256 of every weight file is compared with
+the recorded one. A checkpoint on the hub is read by its headers (remote.py).
 """
 
 from __future__ import annotations

@@ -330,7 +330,7 @@ def _loose_shards(path: Path) -> tuple[PlainName, ...]:
     if pickles:
         files_found = f"only as pickle files ({min(pickles)}), which run code when they are opened"
         message = f"{path} holds weights {files_found}"
-        remedy = "convert them to safetensors where you trust them, then pass that directory"
+        remedy = "convert them to safetensors if you trust them, then pass that directory"
         raise TrtspecError(message, remedy)
     message = f"{path} has no *.safetensors file"
     raise TrtspecError(message, "pass a directory that holds the weights")

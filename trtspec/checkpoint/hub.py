@@ -53,8 +53,8 @@ def resolve(name_or_path: str, *, weights: bool = True) -> Resolved:
     A directory is used as it is. A hub id is answered from the hub's cache if all needed files are
     cached.
 
-    `weights`: whether the weights are needed, which are fetched otherwise. Without them, the record
-    of a published id is enough, and other ids need only the two config files.
+    `weights`: whether the weights are needed. If they are not, the record of a published id is
+    enough, and other ids need only the two config files.
     """
     hub_id, record = hub_id_and_record(name_or_path)
     if hub_id is None:
@@ -127,7 +127,7 @@ class Resolved:
 
     @property
     def fetch(self) -> str:
-        """Remedy for a command that needs files which are not on this machine."""
+        """Remedy for a command that needs files that are not on this machine."""
         if self.hub_id is None:
             return "pass the directory that holds its weights"
         return f"run `{self.hub_id.download}`"
@@ -227,8 +227,6 @@ def _not_a_checkpoint(name: str) -> UsageError:
         remedy = f"write the id, {page[1]}"
     elif what == "an engine YAML":
         remedy = f"check it with `trtspec lint {name}`"
-    elif path.suffix == ".jsonl":
-        remedy = "the target comes first, its data second"
     elif what == "a URL":
         remedy += f"; a server is asked by `trtspec bench {name}`"
     elif (path.parent / "config.json").is_file():
@@ -238,6 +236,8 @@ def _not_a_checkpoint(name: str) -> UsageError:
             remedy = f"did you mean {near}? Else {remedy}"
         remedy += "; if a job creates it later, pass `like` to build-config"
         return UsageError(f"{name!r} is neither a directory nor a hub id", remedy)
+    elif path.suffix == ".jsonl":
+        remedy = "pass the target first and its data second"
     return UsageError(f"{name} is {what}, not a checkpoint directory", remedy)
 
 
@@ -289,10 +289,11 @@ def _has_all_shards(snapshot: Path) -> bool:
 
 
 def canonical_id(name: str) -> HubId | str:
-    """Returns the same id for all names of one checkpoint.
+    """Returns an id by which two names of a checkpoint can be compared.
 
-    It is the hub id as its publisher spells it, with the commit if the cache tells it. For a
-    directory that is not a snapshot of the hub, it is the path.
+    It is the hub id as its publisher spells it, with the commit of its revision if the cache tells
+    it. An id without a revision gets no commit. For a directory that is not a snapshot of the hub,
+    it is `engine_name`.
     """
     hub_id = named_hub_id(name)
     if hub_id is None:

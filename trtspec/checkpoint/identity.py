@@ -1,9 +1,9 @@
 """Computes the fingerprint of a checkpoint for journals, scale files and hidden-state dumps.
 
 The fingerprint covers the config, the names, dtypes, shapes and offsets of the tensors, and the
-size of each shard. It also covers the first bytes of two tensors of each class. So it changes after
-a fine-tune of one class, and reads less than a megabyte of a terabyte. Paths and times do not
-change it.
+size of each shard. It also covers the first bytes of two tensors of each class, so it changes after
+a fine-tune of one class. Computing it reads less than a megabyte of a terabyte. Paths and times do
+not change it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MODEL = {
 
 
 class Identity(TypedDict):
-    """Digests of a checkpoint by name, and the bytes of each shard."""
+    """Digests of a checkpoint by the part that they cover, and the size in bytes of each shard."""
 
     config: str
     tensors: str
@@ -65,7 +65,7 @@ def identity(checkpoint: Checkpoint) -> Identity:
 def _sample_digest(checkpoint: Checkpoint, infos: list[TensorInfo]) -> str:
     """Returns the digest of the first bytes of the first and the last tensor of each class.
 
-    A class are the tensors whose names differ only in numbers. `infos` must be in order of names.
+    A class is all tensors whose names differ only in numbers. `infos` must be in order of names.
     """
     classes: dict[str, list[TensorInfo]] = {}
     for info in infos:

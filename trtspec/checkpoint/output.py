@@ -103,8 +103,9 @@ class OutputDirectory:
     def check(self, output_options: OutputOptions) -> bool:
         """Returns whether earlier work would be resumed. Only reads, so that a dry run can call it.
 
-        Raises UsageError if the directory contains files that the command did not write. Raises
-        TrtspecError if the directory cannot be written or has not enough room.
+        Raises UsageError if the directory contains files that the command did not write, or a
+        finished output that `force` does not allow to replace. Raises TrtspecError if the directory
+        cannot be written or has not enough room.
         """
         is_link = self.file is not None and self.path.is_symlink()
         if is_link or self.path.is_file():
@@ -137,7 +138,7 @@ class OutputDirectory:
         if self.file is None:
             self.journal.unlink(missing_ok=True)
         else:
-            # The output is complete, so a work directory that stays is no failure.
+            # The output is complete, so a work directory that stays is not an error.
             with suppress(OSError):
                 remove_folder(self.path.parent, PlainName(self.path.name))
 
@@ -199,7 +200,10 @@ class OutputDirectory:
         return record if record.get("command") == self.command else {}
 
     def _clear(self, resumes: bool) -> None:
-        """Removes half-written files, and all earlier output if the work is not resumed."""
+        """Removes half-written files, and earlier output if the work is not resumed.
+
+        provenance.json stays.
+        """
         patterns = [f".{name}.*.tmp" for name in {*WRITTEN, *self.names}]
         leftovers: set[Path] = set()
         for pattern in (".*.partial", *patterns):

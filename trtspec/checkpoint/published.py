@@ -266,8 +266,8 @@ def require_published(name: str, dataset: str) -> None:
     # A data set may be written as NAME:CONFIG or NAME=FILE.
     if re.split("[:=]", dataset)[0] not in figures:
         message = f"no acceptance was published for {name} on {dataset}, as far as is known here"
-        published = ", ".join(figures) or "none is known"
-        raise UsageError(message, f"pass a published data set: {published}")
+        published = ", ".join(figures) or "none"
+        raise UsageError(message, f"pass a published data set (known: {published})")
 
 
 def similar_id(name_or_id: str) -> str | None:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trtspec import machine, report
+from trtspec import machine
 from trtspec.checkpoint.headers import HF_QUANT_NAME, INDEX_NAME, Checkpoint, TensorInfo, tensors_of
 from trtspec.checkpoint.published import similar_id
 from trtspec.errors import MissingDependency, TrtspecError
@@ -139,11 +139,8 @@ class HubFiles:
 def download(hub_id: HubId, patterns: list[str]) -> Path:
     """Fetches the files that match `patterns` into the hub's cache and returns their directory."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     require_online(hub_id)
-    if not report.wanted():
-        disable_progress_bars()
     fetch = partial(
         snapshot_download, hub_id.name, revision=hub_id.revision, allow_patterns=patterns
     )
@@ -204,7 +201,7 @@ def hub_errors(hub_id: HubId, ask: Callable[[], Result]) -> Result:
 def _suggest(hub_id: HubId, remedy: str) -> str:
     """Returns the remedy after a hint at a wrong id.
 
-    The hint is a published id with nearly the same spelling, or that the name is of another family.
+    The hint is a published id with nearly the same spelling, or that the name lacks "K2".
     """
     close = similar_id(hub_id.name)
     remedy = remedy.format(download=hub_id.download)
@@ -212,7 +209,7 @@ def _suggest(hub_id: HubId, remedy: str) -> str:
         return f"did you mean {close}? Otherwise {remedy}"
     if "k2" in hub_id.name.casefold():
         return remedy
-    return f"its name is of another family; trtspec supports Kimi-K2. Otherwise {remedy}"
+    return f"its name lacks K2; trtspec supports only Kimi-K2. If it is one, {remedy}"
 
 
 def cache_directory() -> Path:

@@ -47,8 +47,8 @@ class Rendering:
 def render(conversation: Conversation, tokenizer: KimiTokenizer) -> list[Rendering]:
     """Returns one rendering, or several if the history of a later answer differs from its text.
 
-    Raises UsageError, with file and line, if the row has no answer or if the template does not read
-    its tool calls. Also raises it if the parsed answer is not the row's.
+    Raises UsageError, with file and line, if a server failed to answer the row, or if the template
+    does not read its tool calls. Also raises it if the parsed answer is not the row's.
     """
     if not conversation.messages:
         tokens = tokenizer.encode(conversation.text)
@@ -111,7 +111,7 @@ def _render_messages(conversation: Conversation, tokenizer: KimiTokenizer) -> li
         last = renderings.pop()
         repeated = last.repeated
         mask = last.answer
-        # If the prompt continues the last rendering, it replaces it. Otherwise both remain.
+        # A new rendering replaces the last one if its prompt continues it. Otherwise both remain.
         if prompt[: len(last.tokens)] != last.tokens:
             renderings.append(last)
             history = messages[: answers[number - 1] + 1]

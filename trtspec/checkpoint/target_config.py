@@ -162,7 +162,7 @@ def _rope(text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
     rope_types = set()
     for mapping in mappings:
         rope_types |= {str(mapping[key]) for key in ("rope_type", "type") if mapping.get(key)}
-    is_yarn = rope_types == {"yarn"}  # Two different types are no YaRN either.
+    is_yarn = rope_types == {"yarn"}  # Two different types are not YaRN either.
     if not is_yarn:
         stated_types = " and ".join(sorted(rope_types)) or "absent"
         severity: Severity = "error" if len(mappings) > 1 else "warning"
@@ -182,7 +182,10 @@ def _rope(text: dict[str, Any], spec: ModelSpec) -> Iterator[Problem]:
 
 
 def _context(spec: ModelSpec) -> Iterator[Problem]:
-    """Yields a problem if YaRN does not extend the positions to the stated context length."""
+    """Yields a problem if YaRN does not extend the positions to the stated context length.
+
+    Also yields one if the factor or the number of positions is impossible.
+    """
     factor = spec.rope.factor
     positions = spec.max_position_embeddings
     reach = factor * spec.rope.original_max_position_embeddings
@@ -269,9 +272,10 @@ def quantization_blocks(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str,
 
 
 def scheme_problems(checkpoint: Checkpoint) -> list[Problem]:
-    """Returns errors of the descriptions of the quantization.
+    """Returns problems of the descriptions of the quantization.
 
-    They are schemes unlike published ones, and descriptions that contradict each other.
+    They are schemes unlike published ones, descriptions that contradict each other, and a
+    description that config.json lacks.
     """
     problems: list[Problem] = []
     for file, block in quantization_blocks(checkpoint):
@@ -326,8 +330,9 @@ def _values_at(
 
 
 def _disagreements(checkpoint: Checkpoint) -> list[Problem]:
-    """Returns a problem if config.json and hf_quant_config.json differ.
+    """Returns a problem if config.json and hf_quant_config.json state different quantizations.
 
+    It is a warning if config.json states none, because some engines read only that file.
     Engines differ in the file that they read.
     """
     code = "TS-TARGET-QUANT-CONFIGS"

@@ -60,7 +60,7 @@ class LazyTensors(ShardReader):
             raise TrtspecError(message, "compare the names with `trtspec inspect --json`") from None
 
     def dtype(self, info: TensorInfo) -> torch.dtype:
-        """Returns torch's dtype of a tensor. Raises TrtspecError if torch has none for it."""
+        """Returns torch's dtype of a tensor. Raises TrtspecError if DTYPES does not list it."""
         try:
             return DTYPES[info.dtype]
         except KeyError:

@@ -50,7 +50,7 @@ TOOL = {"type": "function", "function": {"name": "f1", "description": "D1", "par
 ASSISTANT = r"<\|im_assistant\|>[^<]*<\|im_middle\|>"
 SYSTEM = r"<\|im_system\|>[^<]*<\|im_middle\|>"
 QUESTION = r"<\|im_user\|>[^<]*<\|im_middle\|>Q1<\|im_end\|>"
-MARKS = "does not put {} between the family's marks, of which each is one token"
+MARKS = "does not put {} between the family's marks, each of which is one token"
 # For each property of the family's templates: the severity if it is absent, the pattern that the
 # rendered conversation must contain, and the fault of a template without it.
 WRITTEN: tuple[tuple[Severity, str, str], ...] = (

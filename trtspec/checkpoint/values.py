@@ -2,7 +2,7 @@
 
 In a head, the checks concern NaN and infinity, vocabulary maps and rows of lm_head. Reading a whole
 head takes seconds per GB, so large tensors are sampled unless the caller asks for all. In a target,
-the checks read every small tensor (scales, norms, router biases) and a sample of large ones.
+the checks read every small tensor (scales, norms, router biases) and large ones up to a limit.
 
 Values are judged without the source of the quantization, so only by rules that all exporters share.
 Scales are positive, and gate and up share one. `weight_scale_2` is the largest magnitude of BF16
@@ -37,7 +37,7 @@ from trtspec.specs import HeadSpec, ModelSpec
 
 FLOATS = ("BF16", "F16", "F32")
 CACHED = 1 << 16  # values checked together, few enough for the CPU's cache
-CHUNK_BYTES = 1 << 18  # of one sampled chunk
+CHUNK_BYTES = 1 << 18  # of one sampled chunk, and of a chunk of a target's large tensor
 SAMPLED_CHUNKS = 64  # of a large tensor
 # safetensors codes that each vocabulary map may have
 MAP_DTYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I8")}
@@ -52,7 +52,7 @@ NUMPY_DTYPES = {
     "I8": "i1",
 }
 SMALL_BYTES = 1 << 16  # a target's tensor up to this size is always read
-READ_BYTES = 1 << 23  # of one read, and of a chunk of a large tensor
+READ_BYTES = 1 << 23  # most bytes of small tensors that are read at once
 # Bytes between two tensors that are read too, because that is faster than another read.
 GAP_BYTES = 1 << 12
 # Shards that are read at the same time, because each small read waits for the storage.
@@ -60,7 +60,7 @@ READERS = 8
 BF16_MAX = 3.39e38
 # Relative. Dividing a float32 by 2688 and multiplying it again changes it by at most 2^-23.
 GRID_TOLERANCE = 2.0**-22
-# Smallest fraction of the linears that follow a rule, below which the exporter does not apply it.
+# Fraction of the linears that must follow a rule. If fewer do, the exporter does not apply it.
 RULE_SHARE = 0.9
 # Ratios of an input_scale to the median of its class of linears, in either direction, from which
 # the scale is a warning (FAR) or an error (ABSURD).
@@ -77,7 +77,7 @@ def read_values(checkpoint: Checkpoint, info: TensorInfo) -> np.ndarray:
 
 
 def decode(raw: bytes, dtype: str) -> np.ndarray:
-    """Returns the bytes of a tensor as a flat array. BF16 becomes float32, which numpy has."""
+    """Returns the bytes of a tensor as a flat array. numpy has no BF16, so it becomes float32."""
     if dtype == "BF16":
         return (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
     return np.frombuffer(raw, NUMPY_DTYPES[dtype])
@@ -590,5 +590,5 @@ def _outlying_input_scales(scales: dict[str, float]) -> Iterator[Fault]:
             beyond = value * NVFP4_RANGE > BF16_MAX
             if beyond or ratio >= FAR:
                 severity: Severity = "error" if beyond or ratio >= ABSURD else "warning"
-                text = f"{module}.input_scale is {value:.3g}, the median of its kind {median:.3g}"
+                text = f"{module}.input_scale is {value:.3g}, similar linears have {median:.3g}"
                 yield "TS-TARGET-INPUT-SCALE", severity, text

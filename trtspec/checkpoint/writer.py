@@ -2,9 +2,9 @@
 
 A shard gets its name only after all bytes are written and fsynced. `ShardFile` writes a shard whose
 layout is known in advance, one tensor at a time, so that a converter holds one tensor in memory. A
-journal only grows. Its first line is the header (facts that the work depends on), and each further
-line is a finished key. A line is fsynced before the work counts as done. A line that a kill cut
-short is removed at the next start.
+journal only grows. Its first line is the header (facts that the work depends on). Each further line
+is a finished key, or facts about servers. A line is fsynced before the work counts as done. A line
+that a kill cut short is removed at the next start.
 """
 
 from __future__ import annotations
@@ -273,13 +273,12 @@ class Journal:
     def answered_by(self, servers: dict[str, dict[str, str]]) -> None:
         """Records facts about the servers that give the records.
 
-        Raises UsageError, naming the differences, if other servers gave the earlier records. A fact
-        that is missing on one side is no difference.
+        Raises UsageError, naming the differences, if other servers gave the earlier records.
         """
         earlier = self.servers
         self.servers = {name: earlier.get(name, {}) | facts for name, facts in servers.items()}
         if earlier or self.done:
-            # A fact that one side lacks is filled in there, so that it is no difference.
+            # A fact that one side lacks is filled in there, so that it is not a difference.
             old = {name: self.servers.get(name, {}) | facts for name, facts in earlier.items()}
             refuse_changed(self.path, old, self.servers, self.remedy)
         if self.servers != earlier:

@@ -96,9 +96,10 @@ def _invalid_value(message: str, context: Any, parameter: Any, see_help: str) ->
     reason = plain_reason(message.partition(": ")[2])
     value, _, choices = reason.partition(" is not one of ")
     variable = set_by(context, parameter)
-    assignment = (
-        f"{variable}={os.environ[variable]}" if variable else _typed_value(parameter, sys.argv)
-    )
+    if variable:
+        assignment = f"{variable}={os.environ[variable]}"
+    else:
+        assignment = _typed_value(parameter, sys.argv)
     if not choices:
         remedy = see_help
         if parameter.help:

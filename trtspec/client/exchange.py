@@ -46,7 +46,7 @@ class Exchange:
 
     key: name of the request, equal for requests that ask for the same output
     kind: probe that the request serves, one of bench/check/kinds.py
-    run: way in which the request is sent, such as ids, chat or warm; withheld if it is not sent
+    run: way in which the request is sent, such as ids, chat or warm, or `withheld`
     path: path of the URL
     body: JSON of the request, without the model's name
     template_ids: token ids of a chat's prompt in our own chat template

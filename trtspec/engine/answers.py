@@ -97,8 +97,8 @@ def speculation(completion: Output) -> dict[str, Any]:
 def usage(prompt_tokens: int, completions: list[Output], n: int = 1) -> dict[str, Any]:
     """Returns the member `usage`: numbers of prompt, generated and cached tokens.
 
-    Each prompt counts once, although it has `n` choices. Cached tokens are prompt tokens of the
-    first choice whose state came from the prefix cache.
+    Each prompt counts once, although it has `n` choices. Cached tokens are the tokens of a prompt
+    whose state came from the prefix cache when its first choice was computed.
     """
     generated = sum(len(completion.token_ids) for completion in completions)
     first_choices = completions[::n]
@@ -114,13 +114,13 @@ def usage(prompt_tokens: int, completions: list[Output], n: int = 1) -> dict[str
 def scores(
     call: ApiCall, entries: list[TokenLogprobs], echoed: list[int]
 ) -> dict[str, Iterable[Any]]:
-    """Returns the members of a choice's `logprobs` by name. Each is a lazy iterable of list items.
+    """Returns the members of a choice's `logprobs` by name. Each is an iterable of list items.
 
     Args:
         call: the API call.
         entries: log-probabilities of the tokens, without the first token of an echoed prompt.
-        echoed: ids of the prompt's tokens if the prompt is echoed, else []. Their first token has
-            no log-probability.
+        echoed: ids of the prompt's tokens if the prompt is echoed, else []. The first one has no
+            log-probability.
     """
     top = call.body.top
     table = call.tokenizer.token_bytes
@@ -200,7 +200,8 @@ def encoded(parts: Iterable[str]) -> list[bytes]:
 class ChoiceStream:
     """Writer of one choice's chunks in a stream.
 
-    Each engine step with text gives a chunk. The last chunk has the finish reason.
+    An engine step with text, token ids or log-probabilities to send gives one or several chunks.
+    The last chunk has the finish reason.
     """
 
     def __init__(self, call: ApiCall, index: int) -> None:
@@ -221,7 +222,7 @@ class ChoiceStream:
         first = not self.opened
         self.opened = True
         output = shown(self.call, output)
-        # Only token counts and finish reason of the completion are read later. A copy of texts and
+        # Only token counts and statistics of the completion are read later. A copy of texts and
         # log-probabilities would cost memory.
         self.completion.add(replace(output, text="", logprobs=[], prompt_logprobs=[]))
         opening: list[dict[str, Any]] = []
@@ -302,7 +303,7 @@ class ChoiceStream:
 def usage_chunk(call: ApiCall, completions: list[Output]) -> str:
     """Returns the event with the token counts of all choices, which ends a stream before DONE.
 
-    Clients get it if they set `stream_options.include_usage`.
+    Clients get it if they set `include_usage` or `continuous_usage_stats` in `stream_options`.
     """
     total = usage(call.prompt_tokens, completions, call.body.n)
     value = {**head(call, "chat.completion.chunk"), "choices": [], "usage": total}

@@ -183,7 +183,8 @@ class Engine:
     def step(self) -> list[Output]:
         """Runs one engine step: prompt chunks, and one speculative round of all decoding rows.
 
-        Returns one output per request that got tokens, ended or failed in this step.
+        Returns the outputs of the requests that got tokens, ended or failed in this step. A request
+        whose prompt ends may have two: its first token, and the result of its first round.
         """
         outputs: list[Output] = []
         if self.cancelled:
@@ -216,10 +217,11 @@ class Engine:
         tokens, accepted = self._accept(out.logits, block[:, 1:], offered)
         emitted = on_host(tokens, accepted)  # the round's one wait for the device
 
-        # Commit: each row's last token and accepted drafts are text now. The pass changed nothing.
+        # Commit: each row's last token and accepted drafts are text now. The pass only wrote state
+        # that a later pass may overwrite.
         self.cache.commit(accepted + 1)
 
-        # Learn: the drafter reads the target's states of the tokens that the longest row emits.
+        # Learn: the drafter reads the target's states, as many per row as the longest row emits.
         drafter.learn(batch, out.aux, tokens[:, : max(map(len, emitted))], accepted)
         batch.advance(tokens, accepted)
 

@@ -3,8 +3,8 @@
 A grammar comes from a client, and even a short grammar may take minutes and gigabytes to compile.
 So each grammar is first compiled on trial in a fork of a process that holds the vocabulary
 (`main`). The fork has a low priority. The kernel ends the fork after COMPILE_SECONDS of processor
-time or beyond COMPILE_BYTES of memory. A grammar that passed is compiled again in the server's
-process, by a thread of low priority that releases Python's lock, and is cached.
+time, and gives it no more than COMPILE_BYTES of memory. A grammar that passed is compiled again in
+the server's process, by a thread of low priority that releases Python's lock, and is cached.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ LOW = 5  # niceness: on a full machine such a thread gets a third of the engine'
 
 
 class GrammarsBusy(Exception):
-    """Error: too many grammars wait to be compiled, so the client should try again."""
+    """Error: too many grammars wait or are in use, so the client should try again."""
 
 
 class Grammar:
@@ -213,7 +213,7 @@ class Grammars:
             writer.write_eof()
             reply = await reader.read()
             if not reply:
-                # The fork ended without a reply: the kernel ended it at one of the limits.
+                # The fork ended without a reply, because it reached one of the limits.
                 return {"error": TOO_DEAR}
             return dict(json.loads(reply))
         finally:
@@ -357,7 +357,7 @@ def compact_schema(schema: str) -> str:
     """Returns the JSON schema with an option of llguidance that forbids optional white space.
 
     If white space were allowed, a small model might write nothing else. Raises ValueError if the
-    schema is not a JSON object.
+    schema is not a JSON object, or is nested too deeply.
     """
     try:
         value = json.loads(schema)

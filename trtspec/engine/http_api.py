@@ -158,7 +158,8 @@ class Reply(StreamingResponse):
 async def _compiled(form: Form, grammars: Grammars) -> Grammar:
     """Returns the compiled grammar of a form.
 
-    Raises ApiError 400 if the form is invalid or too expensive, and 503 if too many forms wait.
+    Raises ApiError 400 if the form is invalid or too expensive, and 503 if too many forms wait or
+    are in use.
     """
     try:
         return await grammars.compiled(form.syntax, form.text)

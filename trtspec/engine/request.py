@@ -14,7 +14,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class RequestRefused(UsageError):
-    """Error: the request cannot be served. `param`: name of the faulty field, if one is."""
+    """Error: the request cannot be served. `param`: name of the faulty field, or None."""
 
     def __init__(self, message: str, remedy: str = "", param: str | None = None) -> None:
         super().__init__(message, remedy)

@@ -89,7 +89,7 @@ def keep_top_k(logits: Tensor, top_k: Tensor, max_top_k: int) -> Tensor:
     size = logits.shape[-1]
     kept = torch.where(top_k > 0, top_k, size).clamp(max=size)
     ordered = logits.topk(min(max_top_k, size) or size, dim=-1).values
-    smallest_kept = (kept - 1).expand(*logits.shape[:-1], 1)
+    smallest_kept = (kept - 1).expand(*logits.shape[:-1], 1)  # its index in `ordered`
     threshold = ordered.gather(-1, smallest_kept)
     return logits.masked_fill(logits < threshold, float("-inf"))
 

@@ -18,7 +18,7 @@ from trtspec.engine.steering import Steering
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_MASKS_S = 0.1  # seconds of processor time for all grammar masks of one engine step
-MIN_TEMPERATURE = 1e-30  # Lower temperatures are greedy, because float32 cannot divide by them.
+MIN_TEMPERATURE = 1e-30  # Lower temperatures are greedy. The lowest ones would be 0 in float32.
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Stats:
 
 @dataclass
 class Output:
-    """The result of one engine step for a request. `add` joins the outputs of several steps.
+    """An output of an engine step for a request. `add` joins several outputs.
 
     id: id of the request.
     token_ids: ids of the new tokens.
@@ -96,7 +96,7 @@ class Output:
     cached_tokens: int = 0
 
     def add(self, step: Output) -> None:
-        """Appends the output of a later step of the same request."""
+        """Appends a later output of the same request."""
         self.token_ids += step.token_ids
         self.text += step.text
         self.logprobs += step.logprobs

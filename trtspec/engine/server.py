@@ -211,7 +211,7 @@ class AnnouncingServer(uvicorn.Server):
             yield
 
     def end(self) -> None:
-        """Stops the server, but finishes requests in flight unless the engine failed."""
+        """Stops the server. The worker calls it after the engine failed."""
         self.should_exit = True
 
     def _end(self, number: int, frame: FrameType | None) -> None:

@@ -227,7 +227,12 @@ class TargetEndpoint:
 
 
 class AnsweredRow(TypedDict):
-    """A conversation of the data set. `conversations`: its messages."""
+    """A conversation of the data set.
+
+    Args:
+        finish_reason: reason why the last answer ended, as the server reports it.
+        conversations: messages of the conversation.
+    """
 
     conversation_id: str
     category: NotRequired[str]
@@ -444,9 +449,12 @@ async def _answer_all(
 
 
 async def _find_server(client: httpx.AsyncClient, model: str | None) -> DetectedServer:
-    """Asks the server for its identity and the name of `model`. None: the server's only model.
+    """Asks the server for its identity and the name of its model.
 
     Raises TrtspecError if the server does not answer or lacks the model.
+
+    Args:
+        model: name of the model that the server must have. None: the server's only model.
     """
     try:
         return await _with_retries(lambda: detect_server(client, model))

@@ -358,10 +358,10 @@ def refuse_errors(problems: Sequence[Problem]) -> None:
 
 
 def launch(plan: ServerPlan) -> int:
-    """Runs the server until it ends as requested, and returns its exit status.
+    """Runs the server until it ends, and returns its exit status.
 
-    Raises CheckFailed before the start if a problem of the plan is an error. Raises ServerFailed if
-    the server fails.
+    Raises MissingDependency if the executable is not on PATH. Raises CheckFailed before the start
+    if a problem of the plan is an error. Raises ServerFailed if the server fails.
     """
     from trtspec.launch.supervisor import run
 

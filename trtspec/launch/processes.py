@@ -27,8 +27,8 @@ from trtspec.report import create
 
 STOP_SECONDS = 60.0  # time for a server to end before it is killed
 TAIL_LINES = 25  # lines at the end of a log that an error message repeats
-POLL_SECONDS = 0.02
-PORT_POLL_SECONDS = 1.0
+POLL_SECONDS = 0.02  # time between two checks of a process
+PORT_POLL_SECONDS = 1.0  # time between two checks of a taken port
 
 
 def run_trtspec(words: Sequence[str], output: Path) -> int:

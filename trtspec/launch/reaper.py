@@ -27,7 +27,7 @@ import time
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-FORWARDED = (  # every signal that would end a process and can be caught
+FORWARDED = (  # signals that would end a process and can be caught
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGHUP,
@@ -195,7 +195,7 @@ def descendants() -> list[int]:
     for name in filter(str.isdecimal, os.listdir("/proc")):
         # OSError: the process has ended meanwhile
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:
-            # the program's name may have spaces and brackets, so the fields begin behind the last
+            # the program's name may have spaces and brackets, so the fields begin after the last
             # bracket: the state, then the parent's id
             fields = stat.read().rpartition(b")")[2].split()
             parents[int(name)] = int(fields[1])

@@ -64,8 +64,9 @@ class ServerFailed(TrtspecError):
 def run(launch: ServerLaunch) -> int:
     """Runs the server until it ends, and returns its exit status.
 
-    The status is 0 if the server was ready before it ended, or 128 + the signal after a requested
-    stop. Raises ServerFailed with the cause and the status after any other end.
+    The status is 0 if a ready server ended by itself. After a requested stop it is 0, 128 + the
+    signal, or a launcher's own status. Raises ServerFailed with the cause and the status after any
+    other end.
     """
     started = time.monotonic()
     already_there = set(descendants())

@@ -3,7 +3,7 @@
 Two kinds of calls are built here. `batch_step` is for decoding: rows of equal width, each at its
 own position. `prompt_step` is for prompts: pieces of several texts one after the other in a single
 row, without padding (varlen attention). Shapes: B rows, T tokens of the call, S cached positions, N
-heads, D entries of a head.
+heads, D size of a head.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from trtspec.models.state import Span, State, TextPiece
 class CausalMask:
     """A causal mask that is added to attention scores.
 
-    blocked: [B, T, S], -inf for the cached positions that a token must not see, else 0.
+    Args:
+        blocked: [B, T, S], -inf for the cached positions that a token must not see, else 0.
     """
 
     def __init__(self, blocked: Tensor) -> None:
@@ -47,12 +48,13 @@ Attend = Callable[[Tensor, Tensor, CausalMask], Tensor]
 class AttentionStep:
     """Positions, masks and cache slots of one forward call, built once and shared by all layers.
 
-    rotation: rotary rotations of the call's positions, complex64 [B or 1, T, 1, R / 2].
-    spans: groups of tokens that read the same rows of the cache.
-    masks: causal mask of each span.
-    cache: cache of the model. None: the tokens attend to each other only.
-    slots: index of each token in the cache, row * max_len + position, int64 [B * T].
-    layer: index of the cache's layer that runs now.
+    Args:
+        rotation: rotary rotations of the call's positions, complex64 [B or 1, T, 1, R / 2].
+        spans: groups of tokens that read the same rows of the cache.
+        masks: causal mask of each span.
+        cache: cache of the model. None: the tokens attend to each other only.
+        slots: index of each token in the cache, row * max_len + position, int64 [B * T].
+        layer: index of the cache's layer that runs now.
     """
 
     rope: RotaryEmbedding

@@ -1,7 +1,7 @@
 """An Eagle3 draft head: one decoder layer over captured target states and the next embedding.
 
 EAGLE-3 (arXiv 2503.01840) and EAGLE-3.1 (arXiv 2605.09992), with latent (MLA) or Llama attention.
-Row t pairs the target state of position t with the token of position t+1. Its rope index is t.
+Input t pairs the target state of position t with the token of position t+1. Its rope index is t.
 
     x = W_fc c                      c = captured states, low to high (in EAGLE-3.1 after fc_norm)
     y' = x + Attn(concat(LN(E[token], input_layernorm), LN(x, hidden_norm)))

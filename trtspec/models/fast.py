@@ -58,8 +58,8 @@ def prepare_for_decoding(model: nn.Module) -> None:
     """Replaces the modules of `model` by the forms that are faster for products of few rows.
 
     A second call does nothing. Weights that are not packed and have at least as many outputs as
-    inputs are laid out in memory as [in, out]. That makes a product of one to sixteen rows up to a
-    third faster.
+    inputs are laid out in memory as [in, out]. This layout makes a product of one to sixteen rows
+    up to a third faster.
     """
     modules = list(model.modules())
     # `LatentAttention` reads the weight of kv_b_proj itself, so the linear keeps its form.
@@ -147,10 +147,11 @@ class PackedWeight:
 
 
 def pack(weight: Tensor) -> PackedWeight | None:
-    """Packs a weight [out, in] for FBGEMM. None if the packed product is not faster or not exact.
+    """Packs a weight [out, in] on a CPU for FBGEMM.
 
-    The product is not faster for small float32 weights, if the CPU multiplies bfloat16, and without
-    FBGEMM. BF16 weights have 8 significant bits and FP16 has 11. So FP16 holds all BF16 weights
+    None if FBGEMM is absent, or if the packed product is not faster or not exact. The product is
+    not faster for small float32 weights, and for bfloat16 weights on a CPU that multiplies
+    bfloat16. BF16 weights have 8 significant bits and FP16 has 11. So FP16 holds all BF16 weights
     within a factor of 2^31 of the largest weight.
     """
     is_large_float32 = weight.dtype == torch.float32 and weight.numel() >= MIN_PACKED_ELEMENTS
@@ -177,7 +178,7 @@ def pack(weight: Tensor) -> PackedWeight | None:
 def through_float32(dtype: torch.dtype) -> bool:
     """Whether products of `dtype` on this CPU are faster if computed in float32 and rounded.
 
-    That is the case for bfloat16 on a CPU without bfloat16 instructions.
+    True for bfloat16 on a CPU without bfloat16 instructions.
     """
     return dtype == torch.bfloat16 and not has_native_bf16("cpu")
 

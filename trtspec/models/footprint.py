@@ -64,10 +64,11 @@ def head_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
 class MemoryLoad:
     """The load that a server must have memory for.
 
-    rows: number of concurrent requests.
-    length: maximum number of tokens of a request, with its answer.
-    draft_len: number of draft tokens per round.
-    prefix_bytes: size of the cache of reused prefixes, in bytes.
+    Args:
+        rows: number of concurrent requests.
+        length: maximum number of tokens of a request, with its answer.
+        draft_len: number of draft tokens per round.
+        prefix_bytes: size of the cache of reused prefixes, in bytes.
     """
 
     device: str
@@ -82,11 +83,12 @@ class MemoryLoad:
 class Footprint:
     """The memory that a server needs, in bytes.
 
-    weights: size of the weights of target and head.
-    kept: memory of weights and reused prefixes, with a margin.
-    row: memory of one request of `length` tokens, with its logits.
-    logits: memory of the logits of one request, which does not grow with its length.
-    length: maximum number of tokens of a request.
+    Args:
+        weights: size of the weights of target and head.
+        kept: memory of weights and reused prefixes, with a margin.
+        row: memory of one request of `length` tokens, with its logits.
+        logits: memory of the logits of one request, which does not grow with its length.
+        length: maximum number of tokens of a request.
     """
 
     weights: int

@@ -45,8 +45,8 @@ def load_head(
 def open_head(path: Path | str, target: ModelSpec) -> tuple[Checkpoint, HeadSpec]:
     """Opens a head's checkpoint, and checks that the head can draft for `target`.
 
-    The head's own embedding is not checked. Raises TrtspecError with all problems if the head
-    cannot draft for `target`.
+    The head's own embedding is not compared with the target's. Raises TrtspecError with all
+    problems if the head cannot draft for `target`.
     """
     checkpoint = Checkpoint.open(Path(path))
     spec, problems = read_head(checkpoint)

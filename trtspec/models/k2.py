@@ -29,11 +29,13 @@ from trtspec.specs import ModelSpec
 class TargetOutput:
     """The result of a forward pass of the target.
 
-    logits: float32 [B, T, V], for the requested positions only.
-    hidden: states [B, T, H] after the final norm.
-    aux: outputs of the captured layers side by side, [B, T, n_aux * H]. None if none is captured.
-    margins: smallest lead, over all layers, of the chosen experts' scores over the others, for each
-        position of the logits. Infinite unless `record_margins` was called.
+    Args:
+        logits: float32 [B, T, V], for the requested positions only.
+        hidden: states [B, T, H] after the final norm.
+        aux: outputs of the captured layers side by side, [B, T, n_aux * H]. None if none is
+            captured.
+        margins: smallest lead, over all layers, of the chosen experts' scores over the others, for
+            each position of the logits. Infinite unless `record_margins` was called.
     """
 
     logits: Tensor

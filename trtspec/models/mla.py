@@ -7,8 +7,8 @@ It is section 2.1 of DeepSeek-V2 (arXiv 2405.04434).
     k_rope = RoPE(W_KR x) one key, shared by all heads kv_a_proj_with_mqa, its last rows
     o = W_O concat over heads of softmax((q_nope . k_nope + RoPE(q_rope) . k_rope) * scale) v
 
-Only c and k_rope are cached. As q . (W_UK c) = (W_UK^T q) . c, queries meet the latents themselves,
-and W_UV lifts the result: multi-query attention with keys [c, k_rope] and values c.
+Only c and k_rope are cached. Because q . (W_UK c) = (W_UK^T q) . c, queries meet the latents
+themselves, and W_UV lifts the result: multi-query attention with keys [c, k_rope] and values c.
 
 Shapes: B rows, T tokens of this call, S cached positions, N heads, C kv_lora_rank, R rope
 dimensions of a head.

@@ -78,8 +78,8 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The routed experts of a layer, each a SwiGLU MLP.
 
-    gate_up: gate rows, then up rows of each expert, [E, 2I, H].
-    down: down projections of each expert, [E, H, I].
+    The parameter `gate_up` [E, 2I, H] has the gate rows of each expert, then its up rows. The
+    parameter `down` [E, H, I] has the down projection of each expert.
     """
 
     def __init__(self, spec: ModelSpec) -> None:

@@ -19,8 +19,10 @@ MIN_POSITIONS = 2048  # minimum number of positions whose rotations are computed
 class RotaryEmbedding:
     """A rotary position embedding for vectors of `dim` dimensions.
 
-    interleaved: whether the dimensions of a pair are neighbours, (0, 1), (2, 3) and so on, as in
-        DeepSeek's checkpoints. Otherwise a pair is (i, i + dim / 2), as in Llama's checkpoints.
+    Args:
+        interleaved: whether the dimensions of a pair are neighbours, (0, 1), (2, 3) and so on, as
+            in DeepSeek's checkpoints. Otherwise a pair is (i, i + dim / 2), as in Llama's
+            checkpoints.
     """
 
     def __init__(self, spec: RopeSpec, dim: int, interleaved: bool) -> None:

@@ -26,10 +26,12 @@ class TextPiece(NamedTuple):
 class Span(NamedTuple):
     """The tokens of a call that read the same rows of the memory.
 
-    tokens: slice of the call's tokens.
-    rows: slice of the memory's rows.
-    start: position of the first token, int64 [rows], or an int for all rows. None without a cache.
-    end: length of the longest row with these tokens.
+    Args:
+        tokens: slice of the call's tokens.
+        rows: slice of the memory's rows.
+        start: position of the first token, int64 [rows], or an int for all rows. None without a
+            cache.
+        end: length of the longest row with these tokens.
     """
 
     tokens: slice
@@ -42,9 +44,7 @@ class State(Protocol):
     """The memory of a model's layers for several texts, one in each row.
 
     The length of a row is the position at which the next call begins. At position 0 the row is
-    empty.
-
-    max_len: maximum number of tokens of a row.
+    empty. A row has at most `max_len` tokens.
     """
 
     max_len: int
@@ -92,8 +92,9 @@ class LatentCache:
     The entry of a rejected draft is overwritten before it can be seen, so there is nothing to
     commit.
 
-    width: elements of an entry. For MLA: kv_lora_rank + qk_rope_head_dim.
-    dtype: dtype of the entries. torch.float8_e4m3fn casts the entries to FP8 without a scale.
+    Args:
+        width: elements of an entry. For MLA: kv_lora_rank + qk_rope_head_dim.
+        dtype: dtype of the entries. torch.float8_e4m3fn casts the entries to FP8 without a scale.
     """
 
     def __init__(

@@ -202,7 +202,13 @@ class LayerStream:
 
 
 class StatesRecord(TypedDict):
-    """A sealed generation of `States`. Empty before the first."""
+    """Facts about the newest file of `States`. Empty before a file is finished.
+
+    Args:
+        generation: number of layers that have computed the states.
+        bytes: size of the file in bytes.
+        sha256: digest of the file.
+    """
 
     generation: NotRequired[int]
     bytes: NotRequired[int]

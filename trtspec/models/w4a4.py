@@ -18,7 +18,8 @@ from trtspec.quant import nvfp4
 class NVFP4Linear(nn.Module):
     """A linear layer y = x W^T with W in NVFP4.
 
-    activation: "w4a4" quantizes x to NVFP4, too. "weight-only" does not quantize x.
+    Args:
+        activation: "w4a4" quantizes x to NVFP4, too. "weight-only" does not quantize x.
     """
 
     values: Tensor  # E2M1 value times FP8 block scale, [out, in]

@@ -136,10 +136,11 @@ def _decode_into(target: torch.Tensor, name: str, tensors: LazyTensors) -> None:
 class ParameterMapping:
     """A parameter of the model, and the checkpoint tensors that make it up, row after row.
 
-    parameter: name of the parameter in the model or the decoder layer.
-    role: role of the parameter in the family's table.
-    names: names of the tensors in the checkpoint.
-    rows: number of rows of each tensor.
+    Args:
+        parameter: name of the parameter in the model or the decoder layer.
+        role: role of the parameter in the family's table.
+        names: names of the tensors in the checkpoint.
+        rows: number of rows of each tensor.
     """
 
     parameter: str

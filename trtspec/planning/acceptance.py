@@ -1,6 +1,7 @@
-"""Acceptance as the user measured it, and its estimate beyond the measured positions.
+"""Acceptance as it was measured, and its estimate beyond the measured positions.
 
-The level of acceptance is never assumed. It comes from one figure, or from results.json of bench.
+The level of acceptance is never assumed. It comes from one figure, from results.json of bench, or
+from a figure that was published for the same head and target.
 The acceptance length counts the bonus token: AL(k) = 1 + a1 + a1 a2 + .. + a1..ak. The conditional
 acceptance a_j is the share of steps that accepted draft j among the steps that accepted draft j -
 1.
@@ -94,9 +95,8 @@ class Acceptance:
     def decays(self, drafts: int) -> dict[str, Decay]:
         """Decays of the published curves by name.
 
-        Empty if the length for `drafts` drafts was measured.
-
-        Their acceptance lengths for `drafts` drafts are the limits of the true length.
+        Their acceptance lengths for `drafts` drafts are the limits of the estimate. Empty if the
+        length for `drafts` drafts was measured.
         """
         if drafts in self.measured_lengths:
             return {}

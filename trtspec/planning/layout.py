@@ -1,8 +1,8 @@
 """How a model is spread over GPUs, and whether TensorRT-LLM can run it there at all.
 
-`plan` recommends no layout, and `build-config` writes no file, for which `refusals` has a reason.
-Facts of one release are in releases.yaml and the schemas. The rules of this file hold for every
-known release.
+If `refusals` has a reason, `plan` does not recommend the layout and `build-config` does not write
+the file. Facts of one release are in releases.yaml and the schemas. The rules of this file hold for
+every known release.
 """
 
 from __future__ import annotations

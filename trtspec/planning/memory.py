@@ -149,8 +149,8 @@ def weights_per_gpu(model: ModelSpec, layout: Layout) -> dict[str, float]:
     """Bytes of weights on one rank, by role.
 
     Tensor parallelism divides weights that have heads, widths or a vocabulary. Latent projections,
-    router, norms and vision tower are copied. With attention DP only the experts are divided. That
-    the engine copies embedding, lm_head and shared experts is the careful assumption.
+    router, norms and vision tower are copied. With attention DP only the experts are divided. It is
+    the careful assumption that the engine copies embedding, lm_head and shared experts there.
     """
     divided = {"experts"} if layout.attention_dp else SHARDED
     sizes = {}
@@ -169,11 +169,11 @@ def weights_by_role(model: ModelSpec) -> dict[str, int]:
             module = stem + part.name.format(0).removesuffix(".weight")
             stored = linear_bytes(model.quant.format_of(module, part.role), *part.shape)
         else:
-            element_bytes = 4 if part.role == "router bias" else 2
+            element_bytes = 4 if part.role == "router bias" else BF16_BYTES
             stored = element_bytes * math.prod(part.shape)
         sizes[part.role] += part.copies * stored
     if model.has_vision:
-        sizes["vision"] = 2 * model.family.vision_parameters
+        sizes["vision"] = BF16_BYTES * model.family.vision_parameters
     return {role: size for role, size in sizes.most_common() if size}
 
 

@@ -169,8 +169,10 @@ class Point:
 
 
 def plan_layout(layout: Layout, setting: Setting) -> LayoutPlan:
-    """Plans one layout. If its kernels were not measured, the plan has memory figures and no
-    times."""
+    """Plans one layout.
+
+    If its kernels were not measured, the plan has memory figures but not times.
+    """
     model = setting.model
     workload = setting.workload
     gpu_memory = memory(model, setting.head, setting.gpu, layout, fraction=setting.fraction)

@@ -237,10 +237,14 @@ def interpolate_twice(grid: Grid, outer: float, inner: float) -> float:
 
 
 class KernelTables(TypedDict):
-    """The measured latencies of a GPU.
+    """The measured latencies of a GPU, in microseconds.
 
-    `moe`: by weight format and kernel, the tables of the kernel by routing and its `source`.
-    `mla_decode`, `mla_prefill`: by `tpN`. `same_links_as`: a GPU with the same links between GPUs.
+    Args:
+        source: source of the tables without one of their own.
+        same_links_as: name of a GPU with the same links between GPUs.
+        moe: by weight format and kernel, the kernel's tables by routing, and their `source`.
+        mla_decode: tables by `tpN` for N ranks that share one attention layer.
+        mla_prefill: series by `tpN`, too.
     """
 
     source: str

@@ -6,9 +6,9 @@
 
 If the SHA-256 of a file is recorded, the conversion compares it. Many sources have no record, so
 the bytes of every tensor are checked too. The checks find runs of zero bytes (a download left a
-hole), extreme magnitudes (a bit of an exponent was flipped), a large rounding error of a linear,
-and tensors with equal bytes (a shard was written twice). NaN and infinity are searched in every
-tensor, because one in a norm or a router spoils every token.
+hole) and extreme magnitudes (a bit of an exponent was flipped). They also find a large rounding
+error of a linear, and tensors with equal bytes (a shard was written twice). NaN and infinity are
+searched in every tensor, because one in a norm or a router spoils every token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ Findings = list[tuple[str, str]]  # code of a fault and name of the tensor or fi
 MIN_HOLE_BYTES = 1024
 # Magnitudes of real weights and scales are between 2^-60 and 2^60, or a weight is 0.
 MAX_EXPONENT = 60
-# Largest rounding error, as a fraction of the linear's norm. Random weights have 0.095.
+# Largest rounding error, as a fraction of the linear's norm. Random weights have 0.095. A wrong
+# scale or a wrong order of values is far above.
 MAX_ROUNDING_ERROR = 0.2
 MIN_REPEATED_BYTES = 4096  # smaller tensors may be equal by chance or by initialization
 
@@ -77,8 +78,10 @@ class Content:
 
     @property
     def may_be_nan(self) -> bool:
-        """Whether a value may be NaN or infinite. In BF16 and F32 both lie beyond the range of
-        finite values."""
+        """Whether a value may be NaN or infinite. Other dtypes than BF16 and F32 are not checked.
+
+        In BF16 and F32, NaN and infinity are out of range, because their exponent is the largest.
+        """
         return self.out_of_range or self.info.dtype not in MANTISSA_BITS
 
     def add(self, chunk: Bytes) -> None:
@@ -110,6 +113,8 @@ class Content:
 def _has_hole(chunk: Bytes, begin: int, row_bytes: int) -> bool:
     """Whether a chunk has a run of MIN_HOLE_BYTES or more zero bytes that is not whole rows.
 
+    If a row is shorter than MIN_HOLE_BYTES, any such run counts, even if it is whole rows.
+
     Args:
         chunk: bytes of a matrix.
         begin: offset of the chunk in the matrix, in bytes.
@@ -137,7 +142,7 @@ def _has_hole(chunk: Bytes, begin: int, row_bytes: int) -> bool:
         # Zeros at the edge of a chunk may continue in the neighbouring chunk, so an edge counts as
         # the edge of a row.
         starts_row = start == 0 or (begin + start) % row_bytes == 0
-        ends_row = (begin > 0 and end == len(chunk)) or (begin + end) % row_bytes == 0
+        ends_row = end == len(chunk) or (begin + end) % row_bytes == 0
         if not (starts_row and ends_row):
             return True
     return False
@@ -197,8 +202,8 @@ def repeated(digests: Iterable[tuple[str, str]]) -> Findings:
 def content_problems(findings: Findings) -> list[Problem]:
     """Returns one problem per code of the findings.
 
-    Findings of zero tensors are a warning if all linears of the expert are zero. Such an expert was
-    never used in training.
+    Findings of zero tensors are a warning if all linears of the expert are zero. Such an expert may
+    never have been used.
     """
     zeros = [name for code, name in findings if code == ALL_ZERO]
     unused = [name for name in zeros if _is_of_unused_expert(name, zeros)]

@@ -33,8 +33,8 @@ from trtspec.quant.policy import (
 )
 from trtspec.specs import ModelSpec
 
-# Part of the journal's header. Raised if the same options would give other bytes or another
-# journal, so that no run resumes an incompatible one.
+# Part of the journal's header. To increase if the same options would give other bytes or another
+# journal, so that no call resumes an incompatible conversion.
 FORMAT_VERSION = 3
 Action = Literal["quantize", "decode", "copy"]
 Entry = tuple[str, tuple[int, ...]]  # dtype code and shape of a stored tensor
@@ -376,7 +376,7 @@ def _groups(
         if weight.action != "quantize":
             yield Group((weight,))
             continue
-        if weight.module in grouped:  # by the first of the linears that share its scale
+        if weight.module in grouped:  # together with an earlier linear of the same scale
             continue
         sharing = [other for other in family.partners(weight.module) if other in quantized]
         members = (weight, *(quantized[other] for other in sharing if other in in_shard))

@@ -1,6 +1,6 @@
 """Decoding of stored weights to BF16, and packing to NVFP4, in torch on a CPU or a GPU.
 
-This packer defines the bytes. It also packs formats that the C kernel does not support.
+TorchPacker defines the bytes. It also packs formats that the C kernel does not support.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ class NativePacker:
 
     @functools.cached_property
     def _other(self) -> Packer:
-        """The packer for other formats. Created on first use, because torch imports in seconds."""
+        """The packer for other formats. Created on first use, because its import takes seconds."""
         return self._make_other()
 
     def translates(self, rows: Rows) -> bool:

@@ -180,8 +180,8 @@ class InputScales:
     def scale(self, linears: list[str]) -> float:
         """Returns the common activation scale of linears that read the same input.
 
-        It is the largest scale in the file. Raises TrtspecError if the file has no scale for any of
-        these linears.
+        It is the largest of their scales in the file. Raises TrtspecError if the file has a scale
+        for none of them.
         """
         if self.values is None:
             return 1.0

@@ -15,6 +15,7 @@ from trtspec.checkpoint.target_problems import ReadTarget
 from trtspec.checkpoint.values import byte_faults
 from trtspec.errors import Problem, has_errors
 from trtspec.formats import WeightFormat, stored_format, stored_weight
+from trtspec.quant.content import MAX_ROUNDING_ERROR
 from trtspec.quant.conversion_plan import plain_names
 from trtspec.quant.native import (
     BLOCK,
@@ -33,9 +34,6 @@ SCALES = ("weight_scale", "weight_scale_2", "input_scale")
 # Fraction of linears with the scale or the bytes that packing the source gives. If so many agree,
 # the exporter computes like trtspec, and the other linears were changed.
 NEARLY_ALL = 0.8
-# Largest error of a linear, as a fraction of the norm of its source. Random weights have 0.095. A
-# wrong scale or a wrong order of values is far above.
-NVFP4_ERROR_LIMIT = 0.2
 
 
 @dataclass(frozen=True)
@@ -293,7 +291,7 @@ class _Reread:
         self.errors[weight_class(name)].append((error, norm))
         relative = error / norm if norm else error
         # Written with `not`, so that NaN is above the limit too.
-        if not relative <= NVFP4_ERROR_LIMIT:
+        if not relative <= MAX_ROUNDING_ERROR:
             text = (
                 f"differs from the source by {relative:.3f} of its norm; "
                 "rounding alone gives about 0.1"

@@ -61,7 +61,7 @@ class EngineConfig:
         intent: intent that the file was written for.
         text: text of the file.
         argv: words of the command that serves the file. The last word is the file's path.
-        findings: findings about the user's `--set` values, and notes on settings of our own.
+        findings: findings about the user's choices, and notes on settings of our own.
     """
 
     intent: Intent
@@ -145,10 +145,9 @@ def _checked_findings(
 ) -> tuple[Problem, ...]:
     """Returns lint's findings about the file `text`.
 
-    Raises CheckFailed if the file must not be written.
-
-    An error, a key that no source shows, and a warning about a setting of our own are reasons.
-    Nobody knows whether this release runs such a setting. Other warnings are returned.
+    Raises CheckFailed if the file must not be written. The reasons are an error, a key that is not
+    known for the release, and a warning about a setting of our own. Without them, every finding is
+    returned.
     """
     deployment = judged_as(intent, target, head)
     findings = tuple(lint(Document.parse(text, "(generated)"), deployment))

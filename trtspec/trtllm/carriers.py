@@ -48,7 +48,7 @@ VARIANT = re.compile(r"-(efa|cuda)[\w-]*$")  # suffix of an image's tag: the eng
 DYNAMO = "dynamo.trtllm"
 VLLM = "vllm"
 PROGRAMS = ("trtllm-serve", DYNAMO, VLLM)
-# words of a command that names one of PROGRAMS and starts no server of an engine
+# words of a command that names one of PROGRAMS but does not start the server of an engine
 NOT_SERVING = {
     "disaggregated", "mm_embedding_serve", "--help", "-h", "which", "pkill", "pgrep", "grep", "rm",
 }  # fmt: skip
@@ -204,8 +204,8 @@ def _are_mostly(names: set[str], known: frozenset[str]) -> bool:
 def is_foreign(keys: Iterable[str]) -> bool:
     """Whether the keys of a mapping are settings of another tool.
 
-    True if a key is unknown to every engine and front, and no unknown key is spelled like a known
-    one. All known keys must be GENERIC.
+    True if a key is not one of TensorRT-LLM's newest release or of a front, no such key is spelled
+    like a known one, and all known keys are GENERIC. Compares the spelling of at most MAX_COMPARED.
     """
     keys = set(keys)
     _, known = _engine_keys()
@@ -577,7 +577,7 @@ def _keys(node: Node) -> list[str]:
 
 
 def _walk(node: Node, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Node]]:
-    """Yields the path and the node of every value below `node`, but of none inside an engine file.
+    """Yields the path and the node of every value below `node`, except inside an engine file.
 
     `path`: the keys and list indices that lead to `node`.
     """

@@ -37,6 +37,7 @@ SPEC = "speculative_config"
 ASSUMED = "assumed: the newest release on the package index"
 MODEL_KEYS = (f"{SPEC}.speculative_model_dir", f"{SPEC}.speculative_model")
 LENGTH = f"{SPEC}.max_draft_len"
+DEFAULT_TOKENS = 8192  # max_num_tokens, the engine's default and its value for null
 # words in files, flags and paths, each with the role in a disaggregated deployment that it names
 ROLES: dict[str, Role] = {
     **dict.fromkeys(("prefill", "context", "ctx"), "context"),
@@ -115,7 +116,7 @@ class Deployment:
         argv: settings passed as options of the command, by YAML path.
         options: values of trtllm-serve's options by name. None if the command line is not known.
         gpu: compute capability such as "10.0". None if the GPU is not known.
-        gpu_name: name of a GPU with known memory, else "".
+        gpu_name: name of the GPU in lower case, such as "b200" or "sm100". "" if unknown.
         environ: variables that the server will see, by name.
         here: whether the engine runs on this machine, not elsewhere in a pod.
         role: role in a disaggregated deployment. None if no carrier and no first line names it.
@@ -170,9 +171,9 @@ class Deployment:
         # chunked prefill splits prompts over steps, so that a step's size tells nothing
         if known or chunked or not document.get("cache_transceiver_config.backend"):
             return known
-        batch = self.size(document, "max_batch_size", 2048)  # the engine's default, as 8192 is
+        batch = self.size(document, "max_batch_size", 2048)  # the engine's default
         tokens_per_step = batch * step_tokens(document)
-        if self.size(document, "max_num_tokens", 8192) <= 2 * tokens_per_step:
+        if self.size(document, "max_num_tokens", DEFAULT_TOKENS) <= 2 * tokens_per_step:
             return "generation"
         return None
 
@@ -187,7 +188,7 @@ class Deployment:
         return memory(
             target, self.head, gpu, layout,
             fraction=fraction,
-            max_num_tokens=self.size(document, "max_num_tokens", 8192),
+            max_num_tokens=self.size(document, "max_num_tokens", DEFAULT_TOKENS),
             transfer_tokens=self.size(document, "cache_transceiver_config.max_tokens_in_buffer"),
         )  # fmt: skip
 
@@ -245,7 +246,7 @@ def deployment_of(
         problem = name_problem(name, here)
         if problem is None:
             names[part] = name
-        elif name != in_file:  # which a rule reports at its key
+        elif name != in_file:  # a rule reports the name in the file at its key
             problems.append(problem)
     argv = {key: value for key, value in sizes.items() if not document.has(key)}
     target_name = names["target"] or ""

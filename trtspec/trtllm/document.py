@@ -28,7 +28,7 @@ HIDDEN = re.compile(MASK)
 
 
 class CannotEdit(Exception):
-    """An edit that would also change something else in the text."""
+    """An edit whose key is missing or already there, or has a parent that is not a mapping."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def _collect(
         entry = Entry(path, (*keys, pair.key), value_node.value, pair.key_node, value_node)
         if path in written:
             duplicates.append(replace(entry, value=entries[path].value))
-        if not pair.merged:  # because a key may replace a merged one, which is no duplicate
+        if not pair.merged:  # because a key that replaces a merged one is not a duplicate
             written.add(path)
         if path in entries:
             _forget(entries[path].value_node, f"{path}.", entries)
@@ -298,7 +298,7 @@ def delete_key(document: Document, path: str) -> Edit:
     expected = _changed(document, entry.keys, REMOVED)
     text = document.text
     begin = entry.key_node.start
-    end = max(entry.value_node.end, entry.key_node.end + 1)  # an empty value ends behind the colon
+    end = max(entry.value_node.end, entry.key_node.end + 1)  # an empty value ends after the colon
     if len(mapping.items) == 1 and owner is not None:  # a block mapping without keys would be null
         return Edit(_spliced(text, mapping, "{}"), expected)
     if mapping.style == "flow":
@@ -316,12 +316,12 @@ def delete_key(document: Document, path: str) -> Edit:
     for comment_start, comment_end in document.comments:
         if begin <= comment_start < line_end:
             edited += f"{indent}{text[comment_start:comment_end]}{newline}"
-    behind = text[line_end:].removeprefix("\r").removeprefix("\n")
-    return Edit(edited + behind, expected)
+    rest = text[line_end:].removeprefix("\r").removeprefix("\n")
+    return Edit(edited + rest, expected)
 
 
 def add_key(document: Document, path: str, value: Any) -> Edit:
-    """Adds a key behind the last key of its mapping, with every missing mapping around it.
+    """Adds a key after the last key of its mapping, with every missing mapping around it.
 
     Raises CannotEdit if the file already has the path.
     """
@@ -390,7 +390,7 @@ def _changed(document: Document, keys: Iterable[Any], value: Any) -> Any:
         if isinstance(mapping, dict):
             mapping = mapping.setdefault(key, {})
     if not isinstance(mapping, dict):  # such as null, which turns some objects off
-        raise CannotEdit(f"what holds {last} is no mapping")
+        raise CannotEdit(f"the value around {last} is not a mapping")
     if value is REMOVED:
         del mapping[last]
     else:

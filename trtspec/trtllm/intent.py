@@ -249,7 +249,7 @@ class Intent:
     def ep_size(self) -> int | None:
         """Number of ranks that experts are spread over. None leaves the choice to the engine.
 
-        For throughput and with attention data parallelism it is all ranks.
+        For throughput, or with attention data parallelism, it is all ranks.
         """
         if self.experts_over is not None:
             return self.experts_over
@@ -261,9 +261,9 @@ class Intent:
     def batch(self) -> int:
         """Number of requests per step and rank, as chosen or by the workload.
 
-        Without a workload it is 32 for latency, as on the model cards. For throughput it is 128
-        with attention DP, as in the curated Kimi recipe. Otherwise it is 64, because four B200 hold
-        96 sequences of 8k in the FP8 cache.
+        For a context server it is CONTEXT_BATCH. Without a workload it is 32 for latency, as on the
+        model cards. For throughput it is 128 with attention DP, as in the curated Kimi recipe.
+        Otherwise it is 64, because four B200 hold 96 sequences of 8k in the FP8 cache.
         """
         if self.max_batch_size is not None:
             return self.max_batch_size
@@ -335,7 +335,7 @@ class Intent:
         if (self.isl is None) != (self.osl is None):
             raise UsageError("`isl` and `osl` make the sequence length together", "give both")
         request = (self.isl or 0) + (self.osl or 0)
-        if self.seq_len < request:
+        if self.seq_len < request and self.role != "context":  # which holds prompts
             message = (
                 f"`max_seq_len` {self.seq_len} does not hold `isl` and `osl`, {request} tokens"
             )

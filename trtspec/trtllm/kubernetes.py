@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from trtspec.checkpoint.hub import engine_path, find_target, load_head
 from trtspec.errors import Problem, UsageError
-from trtspec.planning.memory import checkpoint_bytes, head_parameters
+from trtspec.planning.memory import BF16_BYTES, checkpoint_bytes, head_parameters
 from trtspec.trtllm.build import EngineConfig
 from trtspec.trtllm.deployment import dynamo_options, dynamo_releases
 from trtspec.trtllm.document import YamlDumper
@@ -28,7 +28,6 @@ from trtspec.trtllm.schema import read_beside
 IMAGE = "nvcr.io/nvidia/ai-dynamo/tensorrtllm-runtime"
 CONFIG = "/config"
 CHANNEL = "compute-domain-channel"
-BF16_BYTES = 2
 # Dynamo's words for a whole server and for the roles of a disaggregated one
 PARTS: dict[Role | None, str] = {None: "agg", "context": "prefill", "generation": "decode"}
 

@@ -262,7 +262,7 @@ class _Reader:
                 block = self.text[node.start : node.end]
                 node.end = node.start + len(block.rstrip())
             self.scalars.append((begin, node.end))
-        elif not node.style:  # the parser's own mark is at the next key, behind comments
+        elif not node.style:  # the parser's own mark is at the next key, after comments
             last = node.items[-1]
             if node.kind == "mapping":
                 _, last = last
@@ -292,10 +292,10 @@ class _Reader:
 def _pairs(node: Node) -> list[Pair]:
     """Keys of a mapping with their values.
 
-    Merged keys come first, because the last equal key counts.
+    Merged keys come first, because the last equal key counts. An earlier mapping of `<<` has
+    precedence over a later one.
 
-    An earlier mapping of `<<` has precedence over a later one. Raises YamlError for a key that is
-    not a scalar or too long, and for an invalid `<<`.
+    Raises YamlError for a key that is not a scalar or too long, and for an invalid `<<`.
     """
     merged: list[Pair] = []
     written: list[Pair] = []

@@ -8,8 +8,8 @@ not list, except its `unknown` keys. A class that was read in part only tells of
 lists.
 
 `KeySupport` has the sources around a release for one key: the last source at or before the release,
-and the first source after the release. A key that only one of two sources has is in doubt. A key
-that no source has is not known.
+and the first source after the release. A key is in doubt if only one of two sources takes it. It is
+not known if no source takes or refuses it.
 
 `schemas/*.yaml` have behaviours and rules with the dates of their changes. keys.yaml has the names
 of keys in other releases and tools.
@@ -278,7 +278,6 @@ class Schema:
         candidates = [
             _key_support(f"{parent}:{variant}", name, self.version) for variant in variants
         ]
-        # the class that most likely takes the key
         return max(candidates, key=lambda key: (key.takes, len(key.taken), not key.is_certain))
 
     def variants_with(self, parent: str, name: str) -> tuple[str, ...]:

@@ -342,12 +342,13 @@ async def _scores_by_continuations(
         prompt = [*_prompt(answer), *ids[:index]]
         body = {"prompt": prompt, "max_tokens": 1, "logprobs": TOP, "temperature": 0.0}
         logprobs = await _logprobs(asker, body)
-        top = (logprobs.get("top_logprobs") or [None])[0] or {}
-        # the response lists tokens by their text
-        text = asker.tokenizer.decode([ids[index]])
-        score = _score(top.get(text, -math.inf), top)
-        if score:
-            scores.append(score)
+        match logprobs.get("top_logprobs"):
+            case [dict(top), *_]:
+                # the response lists tokens by their text
+                text = asker.tokenizer.decode([ids[index]])
+                score = _score(top.get(text, -math.inf), top)
+                if score:
+                    scores.append(score)
     return tuple(scores)
 
 
@@ -356,10 +357,12 @@ async def _logprobs(asker: Asker, body: dict[str, Any]) -> dict[str, Any]:
     asker.requests += 1
     try:
         reply = await complete(asker.client, RAW, {"model": asker.server.model, **body})
-        return reply["choices"][0].get("logprobs") or {}
-    # an answer without scores is reported as not judged
+        logprobs = reply["choices"][0].get("logprobs")
+        if isinstance(logprobs, dict):
+            return logprobs
     except RequestFailed:
-        return {}
+        pass  # an answer without scores is reported as not judged
+    return {}
 
 
 def _score(chosen: Any, top: Any) -> Score | None:
@@ -368,10 +371,12 @@ def _score(chosen: Any, top: Any) -> Score | None:
     None if the response has no valid log-probabilities. `chosen`: log-probability of the token.
     `top`: log-probabilities of the likeliest tokens by text.
     """
-    logprobs = map(finite, (top or {}).values())
+    if not isinstance(top, dict) or not isinstance(chosen, int | float):
+        return None
+    logprobs = map(finite, top.values())
     valid = [logprob for logprob in logprobs if logprob is not None]
     top_logprobs = sorted(valid, reverse=True)[:TOP]
-    if not top_logprobs or chosen is None:
+    if not top_logprobs:
         return None
     # an unlisted token, whose log-probability may be minus infinity, fails by any rule
     lowest = top_logprobs[-1] - FAIL_NATS - 1

@@ -23,7 +23,7 @@ class Page:
 
     sentence: result in one sentence
     figures: figures at the top
-    sections: sections of the page; a section without content is not shown
+    sections: sections of the page. Empty sections are not shown
     subtitle: description of the workload, in small print
     verdict: verdict that colours the sentence, "" for none
     created: time of the measurement

@@ -193,7 +193,7 @@ def architecture_config(spec: HeadSpec) -> dict[str, Any]:
     names = LATENT if spec.is_mla else ("head_dim",)
     sizes: dict[str, Any] = {name: getattr(spec, name) for name in (*SIZES, *names)} | LAYER
     if spec.is_mla:
-        # Makes the only layer dense, where engines would build experts.
+        # Makes the only layer dense. Without the key, engines would build experts.
         sizes["first_k_dense_replace"] = 1
     return sizes
 

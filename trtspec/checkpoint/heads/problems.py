@@ -27,8 +27,8 @@ EPSILONS = (1e-8, 1e-4)  # range of rms_norm_eps in published heads
 WINDOW = "TensorRT-LLM 1.3 and vLLM before speculators#684 attend to all tokens"
 PARALLEL = "vLLM computes it, TensorRT-LLM and SGLang draft token after token"
 UNKNOWN = "no engine is known to compute it"
-# For each key: the values that trtspec can compute, the effect of any other value, and the engines
-# that compute it.
+# For each key: the values that trtspec can compute, the effect of any other value, and how engines
+# treat such a value.
 DECISIVE: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "sliding_window": ((None, 0), "attention to a window", WINDOW),
     "layer_types": ((None, [], ["full_attention"]), "attention of another type", WINDOW),
@@ -265,14 +265,14 @@ def _layer_ids(config: dict[str, Any], spec: HeadSpec) -> list[Problem]:
         f"(vLLM, SGLang); read as {list(spec.aux_layers or ())}"
     )
     remedy = (
-        "compare the acceptance of both readings, "
+        "compare the acceptance of both readings; "
         "`trtspec inspect HEAD --against TARGET` says what is usual"
     )
     return [Problem("TS-HEAD-LAYER-IDS", "warning", "eagle_config", message, remedy)]
 
 
 def _function(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
-    """Yields flags by which a head computes another function than TensorRT-LLM does for it."""
+    """Yields problems of flags of norms: unusual, ambiguous, or at no key that an engine reads."""
     if spec.norm_before_residual:
         yield finding("TS-HEAD-NORM-RESIDUAL", "norm_before_residual")
     dialect = DIALECTS[spec.dialect]
@@ -301,7 +301,7 @@ def _function(config: dict[str, Any], spec: HeadSpec) -> Iterator[Problem]:
             if getattr(spec, flag) and stated.isdisjoint(keys):
                 message = (
                     f"{engine.title} reads {flag} at {' or '.join(keys)} alone, "
-                    "and would compute a head without"
+                    "and would compute the head without it"
                 )
                 remedy = f"run `trtspec convert HEAD -o OUT --to {engine.name}`"
                 yield Problem("TS-HEAD-CONFIG", "warning", f"config.json:{flag}", message, remedy)
@@ -320,7 +320,7 @@ def uncomputed(config: dict[str, Any]) -> list[Problem]:
         value = stated.get(key)
         if value not in computed:
             message = f"`{key}: {json.dumps(value)}` means {effect}: {engines}"
-            remedy = "serve it where that is computed, or train a head without it"
+            remedy = "serve it with an engine that computes this, or train a head without it"
             where = f"config.json:{key}"
             problems.append(Problem("TS-HEAD-FUNCTION", "warning", where, message, remedy))
     return problems

@@ -192,7 +192,7 @@ def _wrong_rank(name: str, info: TensorInfo) -> Problem | None:
 def misfits(tensors: dict[str, TensorInfo], spec: HeadSpec, declared: HeadSpec) -> list[Problem]:
     """Returns problems of shapes and flags that disagree with the record.
 
-    All shapes are one problem, because several wrong shapes have one cause in config.json.
+    All shapes are one problem, because several wrong shapes usually have one cause in config.json.
 
     Args:
         tensors: header entries by canonical name.
@@ -229,7 +229,7 @@ def misfits(tensors: dict[str, TensorInfo], spec: HeadSpec, declared: HeadSpec) 
 
 
 def missing_norms(tensors: dict[str, TensorInfo], spec: HeadSpec) -> list[Problem]:
-    """Returns a problem if norms before fc are absent that the record has.
+    """Returns a problem if the record has norms before fc that are absent.
 
     Call it only if the other shapes agree with the record, from which the number of norms follows.
     """

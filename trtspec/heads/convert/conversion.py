@@ -413,7 +413,7 @@ def refusals(spec: HeadSpec, dialect: Dialect, target: ModelSpec | None) -> list
     """Returns one error for each property of the head that `dialect` cannot express.
 
     The remedy names the dialects that can express all properties. Also returns an error if
-    `dialect` stores no layer ids and the head's layers may not be its default.
+    `dialect` stores no layer ids and the head's layers may differ from the target's default layers.
     """
     needed = features(spec)
     capable = [other.option for other in DIALECTS.values() if other.expresses.issuperset(needed)]
@@ -458,7 +458,7 @@ def cautions(spec: HeadSpec, dialect: Dialect) -> list[Problem]:
             problems.append(Problem("TS-CONVERT-VERSION", "info", feature, message))
     if dialect.mha_needs and not spec.is_mla:
         message = f"{dialect.title} needs {dialect.mha_needs}"
-        remedy = "install transformers below 5 with it, or continue training elsewhere"
+        remedy = f"install transformers 4 beside {dialect.title}, or continue training elsewhere"
         problems.append(Problem("TS-CONVERT-VERSION", "warning", "rope_theta", message, remedy))
     # Some trainers have a fixed YaRN base in their code.
     theta = spec.rope.theta

@@ -45,7 +45,8 @@ def is_finished(output: Path) -> bool:
 def run_directory(output: Path, size: int = 0) -> OutputDirectory:
     """Describes the files and folders that a training run writes into `output`.
 
-    `size`: maximum number of bytes that the run writes.
+    Args:
+        size: maximum number of bytes that the run writes.
     """
     names = frozenset((CURVE_NAME, *HEAD_FILES))
     folders = frozenset((WORK_NAME, BEST))

@@ -2,7 +2,7 @@
 
 The states of a server or a dump have the right shape whatever model and layers it captured. So the
 first layers are computed here for one sample. The engine's states are compared with the outputs of
-the wanted layer and of its neighbours.
+all layers up to the one after the wanted layer.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ EVALUATIONS = 10  # evaluations on held-out samples in a whole run, unless `eval
 PEAK_LR_TIMES_WIDTH = 0.5
 MAX_DEFAULT_LR = 2e-3
 MIN_CHUNK_POSITIONS = 64
-# Logits of a chunk, by device type. They fit the cache of a CPU core, and take 1 GiB of a GPU.
+# Logits of a chunk, by device type. In float32 they fit the cache of a CPU core, or take 1 GiB of a
+# GPU.
 CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**28}
 # Bytes per logit of a chunk: the target's product (bf16) and distribution (float32), the head's
 # product (bf16), its log-probabilities, which become the gradient (float32), and the gradient for
@@ -67,10 +68,10 @@ def train_head(
 ) -> TrainingResult:
     """Trains the head of `stepper` in place, with AdamW and a learning-rate schedule.
 
-    Saves the state of the run every `run.save_every` optimizer steps. A second call with the same
-    `fingerprint` resumes from the saved state, and its curve equals the curve of an uninterrupted
-    run. Raises TrtspecError if the loss is NaN or infinite. Raises UsageError if the saved state
-    belongs to another run.
+    Saves the state of the run every `run.save_every` optimizer steps, and after its last one. A
+    second call with the same `fingerprint` resumes from the saved state, and its curve equals the
+    curve of an uninterrupted run. Raises TrtspecError if the loss is NaN or infinite. Raises
+    UsageError if the saved state belongs to another run.
 
     Args:
         fingerprint: options and digests of the inputs, which a resumed run must repeat.
@@ -132,7 +133,7 @@ class TrainingResult:
     Args:
         steps: number of optimizer steps that are done, with the steps before a resume.
         total: number of optimizer steps of the whole run.
-        tokens: number of tokens, without padding, that this process's call has trained on.
+        tokens: number of tokens, without padding, that all processes have trained on in this call.
         stopped: reason why the run ended before its last step. None if the run is complete.
     """
 
@@ -203,7 +204,7 @@ class Stepper:
         indices = list(chain.from_iterable(batches))
         counted = self._counted(indices)
         batch_sums = []
-        # DistributedDataParallel adds up the gradients of all processes at the last batch only. A
+        # DistributedDataParallel averages the gradients of all processes at the last batch only. A
         # single process has no wrapper with `no_sync`.
         no_sync = getattr(self.objective, "no_sync", contextlib.nullcontext)
         for number, batch in enumerate(batches, 1):
@@ -474,7 +475,7 @@ def draft_states(model: TrainingModule, tokens: Tensor, aux: Tensor, steps: int)
             past_key_values=cache,
             use_cache=True,
         )
-        # The next step continues from each state at the following index of the sequence.
+        # The next training-time-test step has each state at the following index of the sequence.
         state = output.roll(1, 1)
         states.append(normed)
     return states

@@ -63,9 +63,8 @@ class DraftLayer(nn.Module):
     """The decoder layer of a head: y' = x + Attn(concat(LN(E), LN(x))), y = y' + MLP(LN(y')).
 
     E is the token embedding and x the hidden state. ModelOpt's hook on the layer applies the two
-    norms and the concat before Attn.
-
-    parts: classes of transformers for attention, MLP, norm and rope.
+    norms and the concat before Attn. A subclass sets `parts`, the classes of transformers for
+    attention, MLP, norm and rope.
     """
 
     parts: ClassVar[tuple[Callable[..., Any], ...]]
@@ -77,7 +76,7 @@ class DraftLayer(nn.Module):
         self.mlp = mlp(config)
         self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
-        # In __dict__ the rope is no submodule, so its buffers are not part of the state dict.
+        # In __dict__ the rope is not a submodule, so its buffers are not part of the state dict.
         self.__dict__["rope"] = rope(config)
 
     def forward(
@@ -130,7 +129,7 @@ def ttt_attention(
 
     The states move to the next index of the sequence at each step. At step k the state at index q
     drafts for the context that ends at index q-k. So this state attends to the keys of step 0 up to
-    index q-k. Of each step i >= 1 the state attends to a single key, at index q-(k-i). Step 0 needs
+    index q-k. In each step i >= 1 the state attends to a single key, at index q-(k-i). Step 0 needs
     a full score matrix, and each later step a diagonal.
 
     Padding is on the right, which causal attention never reads, so `attention_mask` is not used.
@@ -206,7 +205,7 @@ def _later_step(query: Tensor, key: Tensor, value: Tensor, diagonals: list[Tenso
 def _some_rows(begin: int, query: Tensor, key: Tensor, value: Tensor, *diagonals: Tensor) -> Tensor:
     """Computes the attention of some queries, which start at index `begin` of the sequence.
 
-    With n later steps, the query at index q attends to the keys of step 0 up to index q - n. Of
+    With n later steps, the query at index q attends to the keys of step 0 up to index q - n. In
     each later step the query attends to a single key.
 
     Args:

@@ -114,7 +114,17 @@ def stored_bytes(resolved: Resolved) -> int:
 
 
 class WayNeeds(TypedDict):
-    """Needs of one source of the target's states. `why`: the reason if it is not possible."""
+    """The needs of one way to get the target's states.
+
+    Args:
+        possible: whether the peak fits into one GPU.
+        gpus: least number of GPUs.
+        disk_bytes: bytes on disk.
+        peak_bytes: peak memory of one GPU in bytes.
+        why: reason why the way is not possible. Absent if it is possible.
+        chunks: number of chunks of samples. Only for a streamed target.
+        read_bytes: bytes of weights that all chunks read. Only for a streamed target.
+    """
 
     possible: bool
     gpus: int
@@ -236,8 +246,8 @@ def _trainers(
 ) -> tuple[int, float]:
     """Finds the least number of training processes (one GPU each) whose share of a batch fits.
 
-    Returns the number of processes, a power of two, and the peak bytes of each. The number stops to
-    grow at one sequence per process, even if that does not fit.
+    Returns the number of processes, a power of two, and the peak bytes of each. The number stops
+    growing at one sequence per process, even if that does not fit.
 
     Args:
         memory: usable bytes of one GPU.

@@ -56,7 +56,7 @@ class Ranks:
     def share(self, items: Sequence[int]) -> list[int]:
         """Returns the items of a batch that this process computes.
 
-        The list is empty in some processes if the batch has fewer items than the group processes.
+        Some processes get an empty list if the batch has fewer items than there are processes.
         """
         return list(items[self.rank :: self.size])
 
@@ -126,7 +126,7 @@ def ranks_from_env() -> Ranks:
         numbers = [int(os.environ.get(name, value)) for name, value in defaults.items()]
         return Ranks(*numbers)
     except ValueError as error:
-        message = f"RANK, WORLD_SIZE or LOCAL_RANK is not a number ({error})"
+        message = f"one of {', '.join(defaults)} is not a number ({error})"
         raise UsageError(message, "start with torchrun") from None
 
 

@@ -147,8 +147,8 @@ def _unused_name(conversation: Conversation, names: set[str]) -> str:
 def draft_vocabulary(samples: list[Sample], size: int, vocab_size: int) -> list[int]:
     """Returns the `size` token ids that the target wrote most often, ascending.
 
-    Of tokens that the target wrote equally often, the more frequent ones in all text come first,
-    then the lower ids.
+    If the target wrote two tokens equally often, the more frequent one in all text comes first,
+    then the lower id.
     """
     written = _written(samples)
     in_text: Counter[int] = Counter()
@@ -321,7 +321,15 @@ def counted_positions(samples: Iterable[Sample], ttt_steps: int, answer_only: bo
 
 
 class FileCounts(TypedDict):
-    """Counts of a data file. `refusals`: first messages about refused conversations."""
+    """Counts of a data file.
+
+    Args:
+        file: path or name of the data file, as it was given.
+        conversations: number of conversations with a sample that is kept.
+        duplicates: number of samples that are left out, because an earlier sample has their tokens.
+        refused: number of conversations without a sample.
+        refusals: messages about the first MAX_REFUSALS refused conversations.
+    """
 
     file: str
     conversations: int
@@ -335,8 +343,8 @@ def read_files(
 ) -> tuple[list[Sample], list[FileCounts]]:
     """Reads the samples of several data files, without duplicates.
 
-    Of samples with the same tokens the first is kept. Returns the samples of all files in order,
-    and the counts of each file.
+    The first of several samples with the same tokens is kept. Returns the samples of all files in
+    order, and the counts of each file.
     """
     seen: set[tuple[int, ...]] = set()
     names: set[str] = set()

@@ -81,7 +81,7 @@ def _open_served(
         for number, server in enumerate(servers, 1):
             identities[f"server {number}"] = server.identity
         journal.answered_by(identities)
-    # ModelOpt takes many seconds to import, and a dry run does not need it.
+    # The other sources do not need ModelOpt.
     from trtspec.heads.training.module import state_client
 
     client = partial(state_client, urls, servers[0].model, longest)

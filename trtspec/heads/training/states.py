@@ -199,10 +199,11 @@ def read_dump(path: Path, spec: ModelSpec, num_aux: int) -> tuple[Sample, dict[s
         raise TrtspecError(message, "dump the states again") from None
     hidden_wanted = (len(tokens), spec.hidden_size)
     aux_wanted = (len(tokens), num_aux * spec.hidden_size)
-    if hidden_shape != hidden_wanted or aux_shape != aux_wanted:
+    masked = len(answer)
+    if (hidden_shape, aux_shape, masked) != (hidden_wanted, aux_wanted, len(tokens)):
         message = (
-            f"TS-FEATURES-DUMP {path}: states {hidden_shape} and {aux_shape}, "
-            f"wanted {hidden_wanted} and {aux_wanted}"
+            f"TS-FEATURES-DUMP {path}: states {hidden_shape} and {aux_shape}, loss_mask {masked}, "
+            f"wanted {hidden_wanted}, {aux_wanted} and {len(tokens)}"
         )
         raise TrtspecError(message, "dump the states of this target and these capture layers")
     if max(tokens, default=0) >= spec.vocab_size or min(tokens, default=0) < 0:

@@ -38,7 +38,7 @@ from trtspec.models.stream import (
 from trtspec.report import remove_folder, say
 from trtspec.specs import ModelSpec
 
-MAX_LOAD_THREADS = 8  # threads of a process that decode a layer
+MAX_LOAD_THREADS = 8  # maximum number of threads of a process that decode a layer
 CHUNK_BYTES = 256 * 2**30  # maximum size of the states of a chunk on disk
 POLL_S = 0.2  # seconds between checks for the files of other processes
 # Maximum fraction of the free disk that a chunk takes. The disk holds two chunks, and the states

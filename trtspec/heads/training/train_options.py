@@ -171,7 +171,8 @@ class FeatureSource:
     dumps   An engine has written the states to `directory`.
     server  Live engines at `urls` send the states while the head trains.
 
-    text: value of the option `features`.
+    Args:
+        text: value of the option `features`.
     """
 
     text: str

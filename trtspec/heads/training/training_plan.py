@@ -1,6 +1,6 @@
-"""The plan of a training run, made before a state is computed or ModelOpt imported.
+"""The plan of a training run, made before a state is computed or ModelOpt is imported.
 
-`trtspec train` checks the plan and the initial head before it spends an hour, also with --dry-run.
+`trtspec train` checks the plan and the initial head before it trains, also with --dry-run.
 """
 
 from __future__ import annotations

@@ -6,7 +6,14 @@ from typing import Any, NotRequired, TypedDict
 
 
 class Evaluation(TypedDict):
-    """Figures on held-out samples. `accuracy`: top-1 agreement by training-time-test step."""
+    """Figures on held-out samples.
+
+    Args:
+        accuracy: fraction of drafts that are the target's best token, for each training-time-test
+            step.
+        acceptance_length: tokens per verification (see `simulate_acceptance`). Absent if
+            there was no verification.
+    """
 
     loss: float
     accuracy: list[float]
@@ -30,7 +37,15 @@ class CurveRow(TypedDict):
 
 
 class CurveSummary(TypedDict):
-    """Means over the end of the curve, and the last evaluation if there is one."""
+    """A summary of training.jsonl (see `curve.summary`).
+
+    Args:
+        tokens_seen: number of tokens of all steps.
+        loss: mean loss of the last twentieth of the steps.
+        accuracy: mean accuracy of these steps, for each training-time-test step.
+        curve: all evaluations. Absent without held-out samples.
+        estimated_acceptance_length: acceptance length of the last evaluation.
+    """
 
     tokens_seen: int
     loss: float
@@ -44,8 +59,11 @@ class CurveSummary(TypedDict):
 class TrainingProgress(TypedDict):
     """The progress of the run that wrote a head.
 
-    `total`: all steps of the run. `stopped`: why it ended early. `held_out_figures`: the evaluation
-    of a head in `best`.
+    Args:
+        steps: number of optimizer steps that are done.
+        total: number of optimizer steps of the whole run.
+        stopped: reason why the run ended before its last step. Absent for a head in `best`.
+        held_out_figures: evaluation of a head in `best`. Absent for the last head.
     """
 
     steps: int
@@ -56,7 +74,16 @@ class TrainingProgress(TypedDict):
 
 
 class TrainingFigures(CurveSummary, TrainingProgress):
-    """The object `training` of the record. `samples`, `held_out`: their numbers."""
+    """The object `training` of the record.
+
+    Args:
+        samples: number of samples that are trained on.
+        held_out: number of held-out samples.
+        peak_lr: peak learning rate.
+        processes: number of training processes.
+        draft_vocabulary_coverage: fraction of the tokens written by the target that are in the
+            draft vocabulary. Absent if the head drafts from the whole vocabulary.
+    """
 
     samples: int
     held_out: int
@@ -66,7 +93,12 @@ class TrainingFigures(CurveSummary, TrainingProgress):
 
 
 class AcceptanceRow(TypedDict):
-    """The measured acceptance of a category. None: no interval for fewer than 3 prompts."""
+    """The measured acceptance of a category.
+
+    Args:
+        acceptance_length_interval: 95 % confidence interval over prompts. None for fewer than 3
+            prompts.
+    """
 
     category: str
     prompts: int
@@ -90,7 +122,8 @@ class MeasuredAcceptance(TypedDict):
 class TrainingRecord(TypedDict):
     """provenance.json beside a trained head. Empty in a process that writes no head.
 
-    `held_out`: ids of samples.
+    Args:
+        held_out: ids of the held-out samples.
     """
 
     command: NotRequired[str]

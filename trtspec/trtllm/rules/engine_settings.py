@@ -15,10 +15,9 @@ from trtspec.data_files import gpu_names
 from trtspec.errors import Problem, Severity
 from trtspec.planning.layout import kernel_refusal
 from trtspec.specs import gpu_spec
-from trtspec.trtllm.deployment import Deployment, draft_length, step_tokens
+from trtspec.trtllm.deployment import DEFAULT_TOKENS, Deployment, draft_length, step_tokens
 from trtspec.trtllm.document import Document, add_key, delete_key, set_value
 
-DEFAULT_TOKENS = 8192  # max_num_tokens, the engine's default and its value for null
 BLOCK_TOKENS = 32  # tokens of one block of the KV cache, the engine's default
 DEFAULT_GRAPH_BATCH = 128  # largest batch with CUDA graphs, the engine's default
 BUFFER = "cache_transceiver_config.max_tokens_in_buffer"

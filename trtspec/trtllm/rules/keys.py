@@ -47,7 +47,7 @@ SHOWN = 80  # characters of a value in a message
 # likeness (difflib) from which a key is a misspelled one: the most similar option of vLLM with
 # another meaning has 0.82
 NEAR = 0.83
-NEAR_VALUE = 0.75  # the same for values
+NEAR_VALUE = 0.75  # likeness from which a text is a misspelled value
 
 
 def check_value(field: Field, value: Any) -> Verdict | None:
@@ -213,7 +213,7 @@ def check_keys(document: Document, schema: Schema) -> Iterator[Problem]:
             unknown.add(path)
         if not (support.taken and entry.parent in doubtful):  # else the parent's finding covers it
             yield _unknown(document, schema, entry, support)
-        if len(unknown) > MAX_UNKNOWN:  # the file is no engine file, or a very long mistake
+        if len(unknown) > MAX_UNKNOWN:  # the file is not an engine file, or a very long mistake
             message = f"more than {MAX_UNKNOWN} keys are not known to TensorRT-LLM {schema.version}"
             yield Problem("TS-LINT-UNKNOWN-KEY", "error", "", message)
             return
@@ -222,7 +222,7 @@ def check_keys(document: Document, schema: Schema) -> Iterator[Problem]:
 def variant_of(document: Document, parent: str) -> Any:
     """Value of the key that chooses the class of the mapping at `parent`.
 
-    None if it has one class.
+    None if it has one class, or if the key is not written.
     """
     if parent in DISCRIMINATORS:
         return document.get(f"{parent}.{DISCRIMINATORS[parent]}")
@@ -442,9 +442,11 @@ def intended_key(schema: Schema, parent: str, written: str) -> IntendedKey | Non
 
     None if nothing is near.
 
-    Lists of names come before spelling: names in other releases, in vLLM, and of options. Next
-    comes a key's last name that only one mapping has. `parent`: path of the mapping with the
-    refused key.
+    Looks for the name with underscores, names of other releases and tools, options of the command,
+    a last name that only one mapping has, and a similar spelling, in this order. A key that the
+    engine once had is not compared by its last name or spelling.
+
+    `parent`: path of the mapping with the refused key.
     """
     name = written.replace("-", "_").strip()
     path = f"{parent}.{name}".lstrip(".")

@@ -197,7 +197,7 @@ def check_cluster(
         return
     for word in argv:
         if SPLIT_BY_WRAPPER & set(word):
-            message = f"{RANK_WRAPPER} passes {word!r} on unquoted, so that the shell splits it"
+            message = f"{RANK_WRAPPER} passes {word!r} on unquoted, so the shell splits or globs it"
             yield Problem("TS-SERVE-SPLIT-WORD", "error", word, message)
     severity: Severity = "error" if launching else "warning"
     for message, remedy in _missing_of_leader(cluster, environ):
